@@ -1,6 +1,5 @@
 """The commands `mionnx cache ls|info|verify|prune|clear`: the disk cache, exported models among it."""
 
-import json
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column
 
-from mionnx.cli.options import Json
+from mionnx.cli.injection import PRINTS, Output, with_groups
 from mionnx.errors import MIError, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.cache_entry import MODELS, CacheEntry
@@ -23,6 +22,7 @@ app = typer.Typer(
     help="Show and tidy the disk cache: exported and prepacked models, rewritten graphs, interrupted sweeps.\n\n"
     "Example: mionnx cache ls",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 
@@ -43,7 +43,8 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
 
 
 @app.command("ls")
-def list_(as_json: Json = False) -> None:
+@with_groups(output=PRINTS)
+def list_(output: Output) -> None:
     """List the entries, least recently used first.
 
     Weights of an exported model that are the checkpoint's own files under another name take no room: they are named
@@ -51,21 +52,19 @@ def list_(as_json: Json = False) -> None:
 
     Example: mionnx cache ls --json
     """
-    listed = [_facts(entry) for entry in _cache().all()]
-    if as_json:
-        typer.echo(json.dumps(listed, indent=1))
-        return
+    entries = [_facts(entry) for entry in _cache().all()]
     table = Table("kind", Column("key", no_wrap=True), Column("size", justify="right"), "last used", "in use", "what")
-    for facts in listed:
+    for facts in entries:
         what = [f"{name} {value}" for name, value in facts["what"].items()]
         what += [f"and {format_bytes(facts['shared_bytes'])} of the checkpoint's files"] * bool(facts["shared_bytes"])
         key, size = facts["key"] if facts["kind"] == MODELS else facts["key"][:12], format_bytes(facts["bytes"])
         table.add_row(facts["kind"], key, size, facts["used"], "yes" * facts["in_use"], ", ".join(what))
-    Console().print(table)
+    output.deliver(entries, entries, [table])
 
 
 @app.command()
-def info(as_json: Json = False) -> None:
+@with_groups(output=PRINTS)
+def info(output: Output) -> None:
     """Print the cache folder, its size and its limit.
 
     Example: mionnx cache info
@@ -79,11 +78,8 @@ def info(as_json: Json = False) -> None:
         "limit": cache.limit,
         "in_use": sum(entry.in_use for entry in entries),
     }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=1))
-        return
     size = f"{format_bytes(facts['bytes'])} of {format_bytes(cache.limit)}"
-    typer.echo(f"{cache.root}: {len(entries)} entries, {size}, {facts['in_use']} in use")
+    output.deliver(cache, facts, [f"{cache.root}: {len(entries)} entries, {size}, {facts['in_use']} in use"])
 
 
 def _faults(entry: CacheEntry) -> list[str]:
@@ -98,48 +94,46 @@ def _faults(entry: CacheEntry) -> list[str]:
 
 
 @app.command()
-def verify(as_json: Json = False) -> None:
+@with_groups(output=PRINTS)
+def verify(output: Output) -> None:
     """Hash every file of every entry; exit code 1 if one is damaged.
 
     A damaged entry is made again when it is needed.
 
     Example: mionnx cache verify
     """
-    faulty: list[dict[str, str]] = []
-    for entry in track(_cache().all(), "verifying", console=Console(stderr=True)):
-        for fault in _faults(entry):
-            faulty.append({"kind": entry.kind, "key": entry.path.name, "fault": fault})
-            if not as_json:
-                typer.echo(f"{entry.kind}/{entry.path.name}: {fault}")
-    if as_json:
-        typer.echo(json.dumps(faulty, indent=1))
+    faulty = [
+        {"kind": entry.kind, "key": entry.path.name, "fault": fault}
+        for entry in track(_cache().all(), "verifying", console=Console(stderr=True))
+        for fault in _faults(entry)
+    ]
+    lines = [f"{one['kind']}/{one['key']}: {one['fault']}" for one in faulty]
+    output.deliver(faulty, faulty, lines or ["every entry is whole"])
     if faulty:
         raise ModelError(f"{len(faulty)} faults; `mionnx cache clear` removes everything that is not in use")
-    if not as_json:
-        typer.echo("every entry is whole")
 
 
 @app.command()
+@with_groups(output=PRINTS)
 def prune(
+    output: Output,
     to: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Such as 5GB; the cache's own limit if left out.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Remove the least recently used entries until the cache fits; never one in use.
 
     Example: mionnx cache prune --to 5GB
     """
     cache = _cache()
-    removed = cache.prune(size_of(to) if to else None)
-    if as_json:
-        typer.echo(json.dumps({"removed": len(removed), "bytes": cache.size}, indent=1))
-        return
-    typer.echo(f"removed {len(removed)} entries; {format_bytes(cache.size)} are left")
+    removed = len(cache.prune(size_of(to) if to else None))
+    line = f"removed {removed} entries; {format_bytes(cache.size)} are left"
+    output.deliver(cache, {"removed": removed, "bytes": cache.size}, [line])
 
 
 @app.command()
-def clear(as_json: Json = False) -> None:
+@with_groups(output=PRINTS)
+def clear(output: Output) -> None:
     """Remove every entry that is not in use, and the parts left by killed processes.
 
     Exported models are exported again when they are next opened.
@@ -148,12 +142,9 @@ def clear(as_json: Json = False) -> None:
     """
     cache = _cache()
     unfinished, before = cache.tidy(), cache.all()
-    kept = Counter(cache.remove(entry) for entry in before)
-    removed = kept.pop("", 0)
-    if as_json:
-        typer.echo(json.dumps({"removed": removed, "stay": {**kept}, "unfinished": unfinished}, indent=1))
-        return
-    said = [f"removed {removed} entries"]
-    said += [f"{count} are in use" if why == IN_USE else f"{count} stay: {why}" for why, count in kept.items()]
-    said += [f"{unfinished} left by killed processes removed too"] * bool(unfinished)
-    typer.echo("; ".join(said))
+    stay = Counter(cache.remove(entry) for entry in before)
+    removed = stay.pop("", 0)
+    parts = [f"removed {removed} entries"]
+    parts += [f"{count} are in use" if why == IN_USE else f"{count} stay: {why}" for why, count in stay.items()]
+    parts += [f"{unfinished} left by killed processes removed too"] * bool(unfinished)
+    output.deliver(cache, {"removed": removed, "stay": {**stay}, "unfinished": unfinished}, ["; ".join(parts)])

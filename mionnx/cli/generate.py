@@ -1,7 +1,6 @@
 """The command `mionnx generate`: continue a prompt with interventions in force."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,52 +9,48 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
-from mionnx.cli.options import Json, Model, rows_of_pass
+from mionnx.cli.files import PromptsFile, read_prompts
+from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
+from mionnx.cli.intervention_options import Interventions, intervention_group
+from mionnx.cli.parameters import options_of
 from mionnx.errors import InputError, InterventionError
 from mionnx.inputs.tokens import Decoder, Tokens, decode
 from mionnx.model import MIModel
 from mionnx.run.generation import Generation
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.verbs import read_prompts
+
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
+OPTIONS = options_of(
+    [MIModel.generate],
+    only=(
+        *("max_new_tokens", "min_new_tokens", *SAMPLING, "repetition_penalty", "eos_token_id", "stop_strings"),
+        "batch_size",
+    ),
+)
 
 
-@opens_model(*RUNS)
-@takes_interventions()
+@with_groups(opening=opening(*RUNS), interventions=intervention_group(), arguments=OPTIONS, output=PRINTS)
 def generate(
-    model: Model,
+    opening: Opening,
     interventions: Interventions,
+    arguments: dict[str, Any],
+    output: Output,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Many prompts, a text a line or a JSON list, in its place.")
-    ] = None,
-    batch_size: Annotated[str, typer.Option(metavar="N", help="Of --prompts: rows of one pass, or auto.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 32,
-    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, in the model's chat template.")] = False,
+    prompts: PromptsFile = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message in the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message before it.")] = None,
-    compare: Annotated[bool, typer.Option(help="First generate without the interventions.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="First generate without the interventions.")] = False,
     do_sample: Annotated[
-        bool | None, typer.Option(help="Sample; else greedy. The four options below imply it.", show_default=False)
+        bool | None,
+        typer.Option(
+            help="Sample; else greedy. Implied by --temperature, --top-k, --top-p and --seed.", show_default=False
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 1.0 if left out.")] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Sample among the k most likely tokens; 50 if left out, 0 for all.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the tokens that reach this probability together.")
-    ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer of the tokens in the text.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Random seed of the sampling.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
-    as_json: Json = False,
-    opening: Opening = PLAIN,
 ) -> None:
-    """Continue a prompt with interventions in force at every step.
+    """Print tokens as they are generated; texts of a file, with --prompts, when all are done.
 
-    Tokens are printed as they are generated; texts of a file, with --prompts, when all are done. Interventions are
-    written as for `mionnx run`; positions=prompt and positions=generated are the phases of the text.
+    Interventions are written as for `mionnx run`; positions=prompt and positions=generated are the phases of the text.
 
     Example:
 
@@ -65,33 +60,27 @@ def generate(
         raise InputError("--system is a message of a chat: give --chat too")
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give one PROMPT, or --prompts FILE")
-    opened = opening.model(model)
+    model = opening.model()
     texts = [prompt] if prompt is not None else read_prompts(prompts or Path())
-    tokens = [opened.tokenize_chat(_messages(text, system)) if chat else _tokens(opened, text) for text in texts]
-    spec = interventions.spec(opened.num_heads, max(map(len, tokens)))
+    tokens = [model.tokenize_chat(_messages(text, system)) if chat else _tokens(model, text) for text in texts]
+    spec = interventions.spec(model.num_heads, max(map(len, tokens)))
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "stop_strings": stop,
-        "repetition_penalty": repetition_penalty,
-        **_sampling(do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-    }
-    runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
+    _check_sampling(arguments, do_sample)
+    arguments["do_sample"] = bool(do_sample) or any(name in arguments for name in SAMPLING)
     if prompts is not None:
-        options["batch_size"] = rows_of_pass(batch_size)
-        results: dict[str, Any] = {title: _rows(opened.generate(tokens, one, **options)) for title, one in runs.items()}
-    else:
-        results = {}
-        for title, chosen in runs.items():
-            begin = (f"{title}: " if compare else "") + str(prompt) + ("\n" if chat else "")
-            write = partial(typer.echo, nl=False) if chat else _after_space(opened, tokens[0])
-            streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, write)
-            results[title] = _rows(opened.generate(tokens[0], chosen, streamer=streamer, **options))[0]
-    if as_json:
-        typer.echo(json.dumps(results, indent=1))
-    elif prompts is not None:
-        _print(results)
+        arguments.setdefault("batch_size", "auto")
+    runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
+    results: dict[str, Any] = {}
+    for title, hooks in runs.items():
+        if prompts is not None:
+            results[title] = _rows(model.generate(tokens, hooks, **arguments))
+            continue
+        begin = (f"{title}: " if compare else "") + str(prompt) + ("\n" if chat else "")
+        write = partial(typer.echo, nl=False) if chat else _after_space(model, tokens[0])
+        streamer = None if output.as_json else PromptStreamer(model.tokenizer, begin, write)
+        (results[title],) = _rows(model.generate(tokens[0], hooks, streamer=streamer, **arguments))
+    output.deliver(results, results, _lines(results) if prompts is not None else ())
 
 
 def _tokens(model: MIModel, text: Any) -> Any:
@@ -99,20 +88,20 @@ def _tokens(model: MIModel, text: Any) -> Any:
     return model.tokenize(text) if isinstance(text, str) else text
 
 
-def _rows(made: Generation) -> list[dict[str, Any]]:
+def _rows(generation: Generation) -> list[dict[str, Any]]:
     """The rows of a generation, as JSON."""
-    rows = zip(made.texts, made.new_texts, made.ids, made.new_ids, strict=True)
+    rows = zip(generation.texts, generation.new_texts, generation.ids, generation.new_ids, strict=True)
     return [
         {"text": text, "new_text": new_text, "ids": ids.tolist(), "new_ids": new_ids.tolist()}
         for text, new_text, ids, new_ids in rows
     ]
 
 
-def _print(results: dict[str, list[dict[str, Any]]]) -> None:
-    """The texts of a list, in the order given; those to compare one below the other."""
+def _lines(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """The texts of a list; those to compare one below the other."""
     for rows in zip(*results.values(), strict=True):
         for title, row in zip(results, rows, strict=True):
-            typer.echo((f"{title}: " if len(results) > 1 else "") + row["text"])
+            yield (f"{title}: " if len(results) > 1 else "") + row["text"]
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -120,17 +109,11 @@ def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": prompt}]
 
 
-def _sampling(do_sample: bool | None, **given: float | None) -> dict[str, Any]:
-    """The sampling options that are given; any of them implies sampling.
-
-    Raises:
-        InputError: one of them, and --no-do-sample.
-    """
-    named = {name: value for name, value in given.items() if value is not None}
+def _check_sampling(arguments: dict[str, Any], do_sample: bool | None) -> None:
+    """Refuse options of sampling beside --no-do-sample."""
+    named = [f"--{name.replace('_', '-')}" for name in SAMPLING if name in arguments]
     if named and do_sample is False:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in named)
-        raise InputError(f"{options}: sampling only, and --no-do-sample is given: leave one of the two out")
-    return named | {"do_sample": bool(named) or bool(do_sample)}
+        raise InputError(f"{', '.join(named)}: sampling only, and --no-do-sample is given: leave one of the two out")
 
 
 class PromptStreamer(TextStreamer):

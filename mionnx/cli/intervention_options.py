@@ -1,20 +1,19 @@
 """The options in which `run`, `generate` and `compile` take interventions, declared once."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import wraps
-from inspect import Parameter, signature
+from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mionnx.cli.intervention_syntax import parse, parse_state_knockout, parse_state_steering, spelling
-from mionnx.cli.options import SpecFile
+from mionnx.cli.parameters import Group, keyword
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.kinds import KINDS
 
 PANEL = "Interventions"
+Captures = Annotated[list[str] | None, typer.Option("--capture", metavar="HOOK", help="Capture; globs allowed.")]
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class Interventions:
         file: a saved spec, whose interventions come first.
     """
 
-    edits: dict[str, list[str]] = field(default_factory=dict)
-    state_knockouts: list[str] = field(default_factory=list)
-    state_steerings: list[str] = field(default_factory=list)
-    file: Path | None = None
+    edits: dict[str, list[str]]
+    state_knockouts: list[str]
+    state_steerings: list[str]
+    file: Path | None
 
     def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
         """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
@@ -51,36 +50,27 @@ class Interventions:
         return spec
 
 
-def _option(name: str, metavar: str, says: str) -> Parameter:
-    annotation = Annotated[list[str] | None, typer.Option(metavar=metavar, help=says, rich_help_panel=PANEL)]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _option(name: str, metavar: str, help: str, kind: Any = list[str]) -> Parameter:
+    return keyword(name, kind, typer.Option(metavar=metavar, help=help, rich_help_panel=PANEL), None)
 
 
-def takes_interventions(prompt: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add one option per kind to a command; its parameter `interventions` gets their values.
+def intervention_group(prompt: bool = True) -> Group:
+    """One option a kind; the argument is `Interventions`.
 
     Args:
         prompt: whether the command has a prompt; without one, edges are of positions that every text has.
     """
-    offered = [kind for kind in KINDS.values() if kind.spelling is not None]
-    kinds = [kind.name for kind in offered]
+    kinds = [kind for kind in KINDS.values() if kind.spelling is not None]
     anywhere = " Positions count from 0, as 4>2; from a text's end (-1) or of all (*) they are refused."
     options = [
-        _option(kind.name, spelling(kind), kind.help + anywhere * (kind.of_prompt and not prompt)) for kind in offered
+        _option(kind.name, spelling(kind), kind.help + anywhere * (kind.of_prompt and not prompt)) for kind in kinds
     ]
-    options += [_option("state_knockout", "LIMITS", "RWKV: drop writes to the state.")]
-    options += [_option("state_steering", "SCALE@LIMITS", "RWKV: scale writes to the state.")]
-    options += [Parameter("spec", Parameter.KEYWORD_ONLY, default=None, annotation=SpecFile)]
+    options.append(_option("state_knockout", "LIMITS", "RWKV: drop writes to the state."))
+    options.append(_option("state_steering", "SCALE@LIMITS", "RWKV: scale writes to the state."))
+    options.append(_option("hooks", "FILE", "A saved HookSpec to begin with.", Path))
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_options(**given: Any) -> None:
-            edits = {kind: given.pop(kind) or [] for kind in kinds}
-            knockouts, steerings, file = (given.pop(name) for name in ("state_knockout", "state_steering", "spec"))
-            command(**given, interventions=Interventions(edits, knockouts or [], steerings or [], file))
+    def interventions(values: dict[str, Any]) -> Interventions:
+        edits = {kind.name: values[kind.name] or [] for kind in kinds}
+        return Interventions(edits, values["state_knockout"] or [], values["state_steering"] or [], values["hooks"])
 
-        own = [parameter for name, parameter in signature(command).parameters.items() if name != "interventions"]
-        with_options.__dict__["__signature__"] = signature(command).replace(parameters=[*own, *options])
-        return with_options
-
-    return decorate
+    return Group(options, interventions)

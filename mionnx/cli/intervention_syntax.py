@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.cli.options import spread
+from mionnx.cli.parameters import spread
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.machine.tensor_file import open_tensors
 from mionnx.spec.intervention import Intervention, find_kind
@@ -90,11 +90,7 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:
-    """Parse a state knockout; see the module's text.
-
-    Raises:
-        InterventionError: the text is not understood.
-    """
+    """Parse a state knockout; see the module's text."""
     parts = _parts(text, text, ("positions", "layers", "terms"))
     knockout = _target(StateKnockoutSpec(), parts, text)
     named = parts.get("terms", "write").split(",")
@@ -102,11 +98,7 @@ def parse_state_knockout(text: str) -> StateKnockoutSpec:
 
 
 def parse_state_steering(text: str) -> StateSteeringSpec:
-    """Parse a state steering; see the module's text.
-
-    Raises:
-        InterventionError: the text is not understood.
-    """
+    """Parse a state steering; see the module's text."""
     scale, at, limits = text.partition("@")
     if not at:
         raise InterventionError(f"--state-steering takes SCALE@positions=..., got {text!r}")

@@ -1,59 +1,75 @@
-"""The command line `mionnx`: its commands, one file each."""
+"""The command line `mionnx`: its commands, each loaded when it is called."""
 
 import re
 import sys
 import warnings
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any
+from inspect import getdoc
+from textwrap import TextWrapper
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from mionnx.cli import cache
-from mionnx.cli.adopt import adopt
-from mionnx.cli.attention import attention
-from mionnx.cli.attribute import attribute
-from mionnx.cli.attribute_patch import attribute_patch
-from mionnx.cli.bisect import bisect
-from mionnx.cli.check import check
-from mionnx.cli.circuit import circuit
-from mionnx.cli.compile import compile_
-from mionnx.cli.demo import demo
-from mionnx.cli.export import export
-from mionnx.cli.generate import generate
-from mionnx.cli.harvest import harvest
-from mionnx.cli.heads import heads
-from mionnx.cli.hooks import hooks
-from mionnx.cli.lens import lens
-from mionnx.cli.logit_diff import logit_diff
-from mionnx.cli.playground import playground
-from mionnx.cli.probe import probe
-from mionnx.cli.quantise import quantise
-from mionnx.cli.run import run
-from mionnx.cli.steer import steer
-from mionnx.cli.sweep import sweep
-from mionnx.cli.verify import verify
 from mionnx.errors import MIError
 
-COMMANDS = (
-    *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, circuit, lens, attention, attribute, heads),
-    *(logit_diff, steer, harvest, probe, quantise, compile_, playground, verify, bisect, demo),
-)
-
+# name -> where it stands, and its first sentence: a list of commands imports none of them
+COMMANDS = {
+    "export": ("hooked_models.export", "Export a checkpoint as a hooked model."),
+    "adopt": ("hooked_models.adopt", "Adopt an ONNX file of another tool as a hooked model."),
+    "check": ("hooked_models.check", "Compare every byte of a model's weights with what was exported."),
+    "hooks": ("hooked_models.hooks", "List a model's hook points with their axes; {i} stands for the layer."),
+    "run": ("run.run", "Run a prompt without and with interventions, and compare the next tokens."),
+    "generate": ("generate.generate", "Continue a prompt with interventions in force at every step."),
+    "sweep": ("analyses.SWEEP", "Patch or ablate every layer, position or head; measure the effect on the answer."),
+    "attribute-patch": (
+        "analyses.ATTRIBUTE_PATCH",
+        "Estimate a patching sweep from gradients, leading cells exactly.",
+    ),
+    "circuit": ("analyses.CIRCUIT", "Find the leading edges between heads and MLPs, and run the model on these alone."),
+    "lens": ("analyses.LENS", "Show the next token that every layer would predict, were it the last (logit lens)."),
+    "attention": ("analyses.ATTENTION", "Show the tokens that each head attends to."),
+    "attribute": ("analyses.ATTRIBUTE", "Decompose a logit into contributions of embeddings, heads and MLPs."),
+    "heads": ("analyses.HEADS", "Score previous-token, duplicate-token and induction heads on repeated sequences."),
+    "logit-diff": (
+        "analyses.LOGIT_DIFF",
+        "Print differences of two logits over a file of prompts.",
+    ),
+    "steer": ("analyses.STEER", "Steer prompts along a direction, computed from contrasting prompts."),
+    "harvest": ("deployment.HARVEST", "Write the activations of a dataset to disk."),
+    "probe": ("deployment.PROBE", "Fit a linear probe at each hook point of a harvest; scores are of texts held out."),
+    "quantise": (
+        "deployment.QUANTISE",
+        "Write a model with its weights in blocks of 4 or 8 bits.",
+    ),
+    "compile": ("deployment.COMPILE", "Bake interventions into a plain ONNX model that runs without mionnx."),
+    "playground": ("playground.playground", "Write a page that runs the model in the browser, and changes it."),
+    "verify": ("deployment.VERIFY", "Run one model in several runtimes and compare them hook point by hook point."),
+    "bisect": ("deployment.BISECT", "Find the smallest part at which two runtimes, or two models, disagree."),
+    "demo": ("demos.tour.demo", "Run the worked examples on a model."),
+    "cache": ("cache.app", "Show and tidy the disk cache: models, rewritten graphs, interrupted sweeps."),
+}
 OTHER_WORDS = {"patch": "sweep", "ablate": "sweep", "convert": "export", "logit-lens": "lens", "serve": "playground"}
+MARKUP: Literal["markdown"] = "markdown"  # as Rich markup, the help lost `[@LIMITS]`
 
 
 class Commands(TyperGroup):
     """The commands; one that other libraries call by another word is named."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name, help=sentence) for name, (_, sentence) in COMMANDS.items()}
+
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """Find the command of a command line."""
-        meant = OTHER_WORDS.get(arguments[0])
-        if meant is not None:
-            context.fail(f"No such command {arguments[0]!r}. Did you mean {meant!r}?")
-        return super().resolve_command(context, arguments)
+        """Find the command of a command line, and load it."""
+        word = OTHER_WORDS.get(arguments[0])
+        if word is not None:
+            context.fail(f"No such command {arguments[0]!r}. Did you mean {word!r}?")
+        name, _, others = super().resolve_command(context, arguments)
+        return name, load(str(name)), others
 
 
 app = typer.Typer(
@@ -61,8 +77,25 @@ app = typer.Typer(
     help="Interpretability on ONNX graphs: capture, ablate, patch and steer language models in ONNX Runtime.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=MARKUP,
 )
+
+
+def load(name: str) -> Any:
+    """Import a command.
+
+    Args:
+        name: one of `COMMANDS`.
+    """
+    place, sentence = COMMANDS[name]
+    module, _, member = place.rpartition(".")
+    command = getattr(import_module(f"mionnx.cli.{module}"), member)
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
+    function, details = (command.function(), command.help) if hasattr(command, "verbs") else (command, getdoc(command))
+    single = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
+    single.command(name, help=f"{sentence}\n\n{details}")(function)
+    return typer.main.get_command(single)
 
 
 def _print_version(asked: bool) -> None:
@@ -78,11 +111,6 @@ def options(
     ] = False,
 ) -> None:
     """Options before a command."""
-
-
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
-app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
@@ -111,20 +139,7 @@ def _say(title: str, style: str, message: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of a text: a word that is too long for one goes on behind a separator of paths.
-
-    Args:
-        text: one or several lines.
-        width: characters of a line.
-    """
-    lines: list[str] = []
-    for whole in text.split("\n"):
-        lines.append("")
-        for word in whole.split(" "):
-            for n, piece in enumerate(re.findall(r"[^/\\]*[/\\]+|[^/\\]+", word)):
-                space = " " if n == 0 and lines[-1] else ""
-                if lines[-1] and len(lines[-1]) + len(space) + len(piece) > width:
-                    lines.append(piece)
-                else:
-                    lines[-1] += space + piece
-    return lines
+    """The lines of a text: a word that is too long for one goes on behind a separator of paths."""
+    wrapper = TextWrapper(width, break_long_words=False)
+    wrapper.wordsep_re = re.compile(r"(\s+|[^\s/\\]*[/\\]+)")
+    return [line for paragraph in text.split("\n") for line in wrapper.wrap(paragraph) or [""]]

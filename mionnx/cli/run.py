@@ -1,20 +1,19 @@
 """The command `mionnx run`: one forward pass, with and without interventions."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.ablation import AblationResult
-from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
-from mionnx.cli.options import Captures, Json, Model, Prompt
+from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
+from mionnx.cli.intervention_options import Captures, Interventions, intervention_group
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
@@ -25,21 +24,17 @@ from mionnx.view import Table
 Logits = NDArray[Any]  # [vocab]
 
 
-@opens_model(*RUNS)
-@takes_interventions()
+@with_groups(opening=opening(*RUNS), interventions=intervention_group(), output=PRINTS)
 def run(
-    model: Model,
-    prompt: Prompt,
+    opening: Opening,
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
     interventions: Interventions,
+    output: Output,
     capture: Captures = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
+    k: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
     save: Annotated[Path | None, typer.Option(help="Write captures and logits to a .safetensors file.")] = None,
-    as_json: Json = False,
-    opening: Opening = PLAIN,
 ) -> None:
-    """Run a prompt without and with interventions, and compare the next tokens.
-
-    Prints the top tokens side by side, and the KL divergence of the two distributions.
+    """Print the top tokens side by side, and the KL divergence of the two distributions.
 
     An intervention is written HOOK[=VALUE][@LIMITS]. A hook is a name, a glob, which means one intervention at each
     hook point that it matches, or several of them with commas. A value is a number, FILE.safetensors:KEY[*FACTOR], or
@@ -56,58 +51,56 @@ def run(
 
     mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
     """
-    opened = opening.once(model)
-    tokens = opened.tokenize(prompt)
-    spec = interventions.spec(opened.num_heads, len(tokens))
+    model = opening.once()
+    tokens = model.tokenize(prompt)
+    spec = interventions.spec(model.num_heads, len(tokens))
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
     for hook in capture or ():
         spec.capture(hook)
-    cache = opened.forward(tokens, spec)
+    cache = model.forward(tokens, spec)
     treated = cache.output()[0, -1]
-    baseline = opened.forward(tokens).output()[0, -1] if changes else None
+    baseline = model.forward(tokens).output()[0, -1] if changes else None
     if save:
         cache.save(save)
-    if as_json:
-        typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
-    else:
-        _print(opened, cache, baseline, treated, top)
+    output.deliver(cache, _facts(model, cache, baseline, treated, k), _tables(model, cache, baseline, treated, k))
 
 
-def _top_tokens(model: MIModel, logits: Logits, top: int) -> list[tuple[str, float]]:
+def _top_tokens(model: MIModel, logits: Logits, k: int) -> list[tuple[str, float]]:
     """The most likely next tokens with their probabilities."""
     probabilities = softmax(logits.astype(np.float64))
-    order = np.argsort(-probabilities, kind="stable")[:top]
+    order = np.argsort(-probabilities, kind="stable")[:k]
     return [(token_text(model, int(i)), float(probabilities[i])) for i in order]
 
 
-def _print(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> None:
-    console = Console()
-    columns = [_top_tokens(model, logits, top) for logits in (baseline, treated) if logits is not None]
+def _tables(
+    model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, k: int
+) -> Iterator[RenderableType]:
+    columns = [_top_tokens(model, logits, k) for logits in (baseline, treated) if logits is not None]
     titles = ["next token"] if baseline is None else ["baseline", "treated"]
     table = Table(*(heading for title in titles for heading in (title, "probability")))
     for cells in zip(*columns, strict=True):
         table.add_row(*(text for token, probability in cells for text in (repr(token), decimal(probability, 4))))
-    console.print(table)
+    yield table
     if baseline is not None:
-        console.print(f"KL(baseline || treated) = {decimal(AblationResult(baseline, treated).kl_divergence(), 6)} nats")
+        yield f"KL(baseline || treated) = {decimal(AblationResult(baseline, treated).kl_divergence(), 6)} nats"
     if cache:
-        _print_captures(console, cache)
+        yield _captures(cache)
 
 
-def _print_captures(console: Console, cache: HookCache) -> None:
+def _captures(cache: HookCache) -> Table:
     table = Table(Column("captured", no_wrap=True), "shape", "mean", "deviation")
     for name, value in cache.items():
         unmasked = value[value > np.finfo(value.dtype).min / 2].astype(np.float64)  # masked scores say nothing
         table.add_row(name, escape(str(list(value.shape))), f"{unmasked.mean():.4g}", f"{unmasked.std():.4g}")
-    console.print(table)
+    return table
 
 
-def _as_json(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> dict[str, Any]:
+def _facts(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, k: int) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "top": _top_tokens(model, treated, top),
+        "top": _top_tokens(model, treated, k),
         "captures": {name: list(value.shape) for name, value in cache.items()},
     }
     if baseline is not None:
-        result["baseline"] = _top_tokens(model, baseline, top)
+        result["baseline"] = _top_tokens(model, baseline, k)
         result["kl_divergence"] = AblationResult(baseline, treated).kl_divergence()
     return result

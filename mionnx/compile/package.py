@@ -75,7 +75,7 @@ class Packaging:
 
     Attributes:
         weights: "embedded" in model.onnx (up to 2 GiB), "alongside" as files of its own, or "referenced": hard links
-            to the hooked model's files, on the same disk.
+            to the hooked model's files, on the same disk. By default alongside, for the web embedded.
         target: "generic" (the model's own operators: standard ones, and ONNX Runtime's `MatMulNBits` and
             `GatherBlockQuantized` where its weights are blocks), "ort-cpu" or "ort-cuda" (optimised for this version of
             ONNX Runtime, with its own operators), or "web" (one file, for onnxruntime-web).

@@ -142,8 +142,9 @@ def generate(
         hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
             prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
         max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
-        do_sample: sample; otherwise the top token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
-            to sampling only.
+        do_sample: sample; otherwise the top token is taken.
+        temperature, top_k, top_p: of sampling: divide the logits by this, draw among the k most likely tokens (0: all),
+            or among those that reach this probability together.
         repetition_penalty: above 1 makes tokens that stand in the text less likely.
         eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
         pad_token_id: what rows that have ended are fed; it never appears in the result.

@@ -90,7 +90,7 @@ def test_run_shows_baseline_and_treated(tmp_path):
     plain = json.loads(succeeded("run", LLAMA, PROMPT, "--json"))
     assert plain["top"][0][0] == "Paris"
     assert "kl_divergence" not in plain
-    treated = json.loads(succeeded("run", LLAMA, PROMPT, "--zero", "blocks.0.hook_mlp_out", "--json", "--top", 3))
+    treated = json.loads(succeeded("run", LLAMA, PROMPT, "--zero", "blocks.0.hook_mlp_out", "--json", "--k", 3))
     assert treated["baseline"] == plain["top"][:3]
     assert treated["kl_divergence"] > 0.01
     table = succeeded("run", LLAMA, PROMPT, "--scale", "blocks.0.hook_attn_out=0.5@positions=-1")
@@ -110,7 +110,7 @@ SAVED = {
     "sweep": (SweepResult, [PROMPT, "--ablate", "zero", "--over", "layer"]),
     "attribute-patch": (AttributedSweep, [PROMPT, "The capital of Japan is", "--confirm", "2"]),
     "circuit": (Circuit, [PROMPT, "The capital of Japan is", "--edges", "0,40"]),
-    "lens": (LensResult, [PROMPT, "--top", "2"]),
+    "lens": (LensResult, [PROMPT, "--k", "2"]),
     "attention": (AttentionPatterns, [PROMPT, "--layer", "1"]),
     "attribute": (Attribution, [PROMPT]),
     "heads": (HeadScores, ["--batch", "2", "--period", "5"]),
@@ -138,7 +138,7 @@ def test_every_kind_of_intervention_runs(tmp_path):
         "--project-out", f"blocks.1.hook_resid_post={tmp_path}/dir.safetensors:key",
         "--replace", f"blocks.1.hook_mlp_out={tmp_path}/dir.safetensors:key@positions=1",
         "--knockout", "blocks.2.attn.hook_scores=-1>0,3>*@heads=1",
-        "--spec", tmp_path / "spec.safetensors",
+        "--hooks", tmp_path / "spec.safetensors",
     )  # fmt: skip
     assert json.loads(output)["kl_divergence"] > 0
 
@@ -156,9 +156,9 @@ def test_a_glob_and_a_list_are_their_hook_points(tmp_path):
     )
     assert plain != less
     HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3)).save(tmp_path / "spec.safetensors")
-    assert succeeded("run", LLAMA, PROMPT, "--json", "--spec", tmp_path / "spec.safetensors") == loop
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--hooks", tmp_path / "spec.safetensors") == loop
     command = ["compile", LLAMA, "-o", tmp_path / "out", "--scale", "blocks.*.hook_mlp_out=0.5"]
-    made = json.loads(succeeded(*command, "--knob", "half=blocks.[0-2].*", "--json"))
+    made = json.loads(succeeded(*command, "--knobs", "half=blocks.[0-2].*", "--json"))
     assert made["interventions"] == 4
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- `half`: the strength at blocks.0.hook_mlp_out, blocks.1.hook_mlp_out, blocks.2.hook_mlp_out\n" in card
@@ -225,7 +225,7 @@ def test_generate_with_a_direction_from_a_file(tmp_path):
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-    stopped = json.loads(succeeded("generate", RWKV, "one two three", "--stop", "five", "--json"))
+    stopped = json.loads(succeeded("generate", RWKV, "one two three", "--stop-strings", "five", "--json"))
     assert stopped["text"]["new_text"].split() == ["four", "five"]
 
 
@@ -257,7 +257,7 @@ def test_verify_says_where_runtimes_differ_and_exits_by_it(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n\nThe capital of Germany is\n")
     page, run = tmp_path / "verify.html", tmp_path / "run.safetensors"
-    command = ["verify", LLAMA, "--prompts", prompts, "--hooks", "blocks.*.hook_resid_post", "--greedy", 1]
+    command = ["verify", LLAMA, "--prompts", prompts, "--points", "blocks.*.hook_resid_post", "--greedy", 1]
     output = succeeded(*command, "--runtimes", "ort-cpu,ort-cpu:none,CoreMLExecutionProvider", "--html", page)
     assert "CoreMLExecutionProvider" in output
     assert "skipped" in output
@@ -271,7 +271,7 @@ def test_verify_says_where_runtimes_differ_and_exits_by_it(tmp_path):
     assert strict.returncode == 2
     assert "DISAGREE" in strict.stdout
     for wrong, said in (
-        (["--prompts", tmp_path / "none"], "cannot read prompts"),
+        (["--prompts", tmp_path / "none"], "cannot read"),
         (["--positions", "a"], "--positions"),
     ):
         refused = mionnx("verify", LLAMA, "--prompt", PROMPT, *wrong)

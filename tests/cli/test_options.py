@@ -5,10 +5,9 @@ from importlib.metadata import version
 
 import pytest
 from command_line import LLAMA, PROMPT, mionnx, succeeded
-from typer.main import get_command
 
 from mionnx import MIModel, RuntimeMissingError
-from mionnx.cli.main import app
+from mionnx.cli.main import COMMANDS, load
 
 SAMPLED = {
     "--do-sample": {},
@@ -98,8 +97,7 @@ def test_providers_that_people_write(given, says):
 
 def test_options_have_one_name_on_all_commands():
     """An option in the singular and the plural is one; what gives a result gives it as JSON too."""
-    commands = get_command(app).commands
-    options = {name: {one for entry in command.params for one in entry.opts} for name, command in commands.items()}
+    options = {name: {one for entry in load(name).params for one in entry.opts} for name in COMMANDS}
     for name, has in options.items():
         for one, other in (("--layer", "--layers"), ("--head", "--heads")):
             assert (one in has) == (other in has), name

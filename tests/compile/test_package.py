@@ -461,7 +461,7 @@ def test_the_command_line_compiles_what_python_compiles(tmp_path):
     """The same graph, and a knob by name."""
     source = REPOSITORY / "models" / "world-llama"
     command = ["compile", source, "-o", tmp_path / "cli"]
-    options = ["--scale", "blocks.2.hook_attn_out=0.5", "--capture", "*.hook_pattern", "--knob", "strength"]
+    options = ["--scale", "blocks.2.hook_attn_out=0.5", "--capture", "*.hook_pattern", "--knobs", "strength"]
     ran = mionnx(*command, *options)
     assert ran.returncode == 0, ran.stderr
     assert "1 intervention baked in" in ran.stdout

@@ -131,7 +131,7 @@ def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path
     pytest.importorskip("ray", reason="pip install 'mionnx[ray]'")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in OPTIONS.items()]
-    options = ["--hook", HOOKS, *sizes, "--ray", "local", "--workers", "2"]
+    options = ["--points", HOOKS, *sizes, "--ray", "local", "--workers", "2"]
     command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), *options]
     child = subprocess.Popen([sys.executable, "-m", "mionnx", *command], cwd=REPOSITORY)
     with child:
@@ -209,7 +209,7 @@ def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, m
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", contexts=8)
     with pytest.raises(InputError, match=r"run it in the cluster, 'auto'"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", address="ray://elsewhere:10001")
-    command = ["harvest", str(FOLDER), "texts.txt", "-o", str(tmp_path / "made"), "--hook", HOOKS]
+    command = ["harvest", str(FOLDER), "texts.txt", "-o", str(tmp_path / "made"), "--points", HOOKS]
     ran = CliRunner().invoke(app, [*command, "--workers", "2"])
     assert isinstance(ran.exception, InputError)
     assert "give --ray local" in str(ran.exception)

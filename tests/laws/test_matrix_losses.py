@@ -93,7 +93,7 @@ def test_matrices_that_cannot_be_measured_are_refused(blocks, shipped):
 
 def test_the_command_takes_a_text_in_windows(blocks, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join([TEXT] * 20))
-    found = mionnx("verify", FLOATS, "--other", blocks.hooked.folder, "--text", tmp_path / "text.txt", "--no-local")
+    found = mionnx("verify", FLOATS, "--other", blocks.hooked.folder, "--texts", tmp_path / "text.txt", "--no-local")
     assert found.returncode == 2
     said = " ".join(found.stdout.split())
     assert "model.layers.2.self_attn.v_proj.weight" in said

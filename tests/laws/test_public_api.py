@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 import mionnx
-from mionnx.cli.main import app
+from mionnx.cli.main import COMMANDS, load
 
 FROZEN = Path(__file__).with_name("public_api.json")
 
@@ -59,7 +58,7 @@ def _name(what: Any) -> dict[str, Any]:
 
 def public_api() -> dict[str, Any]:
     """Everything that users write: names of `mionnx`, and commands with their options."""
-    commands = get_command(app).commands
+    commands = {name: load(name) for name in COMMANDS}
     return {
         "names": {name: _name(getattr(mionnx, name)) for name in sorted(mionnx.__all__)},
         "commands": {

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from repository import REPOSITORY
-from typer.main import get_command
 from typer.testing import CliRunner
 
-from mionnx.cli.main import app
+from mionnx.cli.main import COMMANDS, app, load
 from mionnx.run.packaged_models import PACKAGED
 
 ROOMS = ("mionnx", "exporters", "benchmarks", "models", "tests")
@@ -22,7 +21,7 @@ SHELL = re.compile(r"```sh\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 # A command with one of these needs more than the models that ship.
 PLACEHOLDER = re.compile(r"[A-Z_]{4,}|\.\.\.|.*\.(safetensors|gguf|txt)")
-COMMANDS = get_command(app).commands
+OPTIONS = {name: {option for parameter in load(name).params for option in parameter.opts} for name in COMMANDS}
 REAL = "smollm"  # in a block or command on a real model: slow, and only where its package is installed
 on_real_model = [
     pytest.mark.slow,
@@ -110,8 +109,7 @@ def test_the_readmes_hold_the_examples() -> None:
 def test_the_commands_run(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Options exist; a command that needs only the models that ship succeeds, and prints what is shown."""
     _, name, *arguments = words
-    known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
-    assert {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)} <= known
+    assert {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)} <= OPTIONS[name]
     if any(PLACEHOLDER.fullmatch(word) for word in arguments):
         return
     monkeypatch.chdir(tmp_path)

@@ -130,7 +130,7 @@ def test_the_command_writes_the_folder(playground_folder: Path, tmp_path: Path):
     """With the spec that the fixture's folder was made of, it is the same graph."""
     target = tmp_path / "made"
     spec = str(playground_folder / "spec.safetensors")
-    options = ["-o", str(target), "--spec", spec, "--title", "<b>Capitals</b>", "--json"]
+    options = ["-o", str(target), "--hooks", spec, "--title", "<b>Capitals</b>", "--json"]
     made = json.loads(succeeded("playground", "world-llama", *options))
     assert made["folder"] == str(target)
     assert made["bytes"] < 15e6

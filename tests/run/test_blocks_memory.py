@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, Options
-from mionnx.cli.opening import PLAIN
+from mionnx.cli.injection import Opening
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import call_graph
@@ -85,8 +85,8 @@ def test_blocks_are_packed_however_long_the_first_text_is(blocks):
 def test_unpacked_blocks_are_refused_and_commands_pack_them(blocks, shipped):
     with pytest.raises(InputError, match=r"prepack=False has no effect on .*leave it out"):
         MIModel(blocks, Options(prepack=False))
-    assert PLAIN.once(str(blocks.folder)).variants.options.prepack
-    assert PLAIN.once(str(shipped.hooked.folder)).variants.options.prepack is False
+    assert Opening(str(blocks.folder), {}).once().variants.options.prepack
+    assert Opening(str(shipped.hooked.folder), {}).once().variants.options.prepack is False
 
 
 def test_unpacked_blocks_are_refused_before_they_are_made(shipped, monkeypatch, tmp_path):

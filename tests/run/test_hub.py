@@ -173,7 +173,7 @@ class TestAHookedModel:
             (hub.root / f"{NAME}@v1" / "sub").mkdir(parents=True, exist_ok=True)
             shutil.copyfile(LLAMA / Path(name).name, hub.root / f"{NAME}@v1" / name)
         write(hub, ())
-        told = succeeded("run", NAME, "The capital of France is", "--revision", "v1", "--subfolder", "sub", "--top", 1)
+        told = succeeded("run", NAME, "The capital of France is", "--revision", "v1", "--subfolder", "sub", "--k", 1)
         assert "Paris" in told
 
 

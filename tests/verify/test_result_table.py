@@ -67,7 +67,7 @@ def test_the_command_line_says_what_it_recorded_and_prints_whole_names(tmp_path,
     monkeypatch.setattr("command_line.WIDTH", {"COLUMNS": "80"})
     file = tmp_path / "run.safetensors"
     asked = ["verify", LLAMA, "--runtimes", "ort-cpu", "--prompt", PROMPT, "--greedy", "2"]
-    wrote = mionnx(*asked, "--hooks", "blocks.1.hook_*", "--record", file)
+    wrote = mionnx(*asked, "--points", "blocks.1.hook_*", "--record", file)
     assert wrote.returncode == 0, wrote.stderr
     text = "".join(wrote.stdout.split())  # lines break anywhere in a long path
     size = f"{file.stat().st_size / 1024:.1f} KiB"

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
-from mionnx.analysis.lens.lens_result import label_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.cli.demos.sweep import GERMANY, write
+from mionnx.cli.tables import lens_table
 from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
@@ -29,15 +28,8 @@ def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None
     other = int(model.forward(GERMANY, logits=Logits(positions=-1)).output()[0, 0].argmax())
     result = model.logit_lens(CAPITAL, k=3, token_ids=[other])
     answer = result.spell(int(result.answers[-1]))
-    table = Table("after", "top tokens", escape(f"P({answer!r})"), "rank", "KL from the last layer (nats)")
-    for i, point in enumerate(result.points):
-        best = ", ".join(
-            f"{result.spell(token)!r} {decimal(probability, 3)}" for token, probability in result.best(i, -1)
-        )
-        rank, gap = str(result.answer_rank[i, -1]), decimal(result.divergence[i, -1], 3)
-        table.add_row(label_of(point), escape(best), decimal(result.answer_probability[i, -1], 4), rank, gap)
     console.print(f"{CAPITAL!r}: {answer!r} is the top token from {result.converged[-1]} on.")
-    console.print(table)
+    console.print(lens_table(result, result.at(-1)))
     write(result, folder, "lens", console)
 
 

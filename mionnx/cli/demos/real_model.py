@@ -8,8 +8,8 @@ from rich.console import Console
 
 from mionnx.cli.demos import reading, sweep
 from mionnx.cli.demos.sweep import write
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
-from mionnx.machine.files import make_folder
 from mionnx.view import Table
 
 if TYPE_CHECKING:
@@ -76,27 +76,10 @@ def steering(model: "MIModel", console: Console, folder: Path | None = None) -> 
 
 
 EXAMPLES = (
-    ("Two answers", answers),
-    ("Where it knows the capital", capital),
-    ("Logit lens over the residual stream", reading.lens),
-    ("Heads that carry the name", names),
-    ("Induction heads", sweep.induction),
-    ("A chat, steered to the sea", steering),
+    ("Two answers", answers, HookPoint.Embed),
+    ("Where it knows the capital", capital, HookPoint.ResidPre(0)),
+    ("Logit lens over the residual stream", reading.lens, HookPoint.ResidPost(0)),
+    ("Heads that carry the name", names, HookPoint.AttnZ(0)),
+    ("Induction heads", sweep.induction, HookPoint.AttnZ(0)),
+    ("A chat, steered to the sea", steering, HookPoint.ResidPost(0)),
 )
-
-
-def run_all(model: "MIModel", console: Console, folder: Path | None = None) -> list[str]:
-    """Run every example, and return their titles.
-
-    Args:
-        model: SmolLM2, or another model of English with a chat template.
-        console: destination of the output.
-        folder: destination of pages and pictures; none are written if left out.
-    """
-    if folder is not None:
-        make_folder(folder)
-    console.print(repr(model), style="dim", highlight=False)
-    for number, (title, function) in enumerate(EXAMPLES, 1):
-        console.rule(f"{number}. {title}", align="left")
-        function(model, console, folder)
-    return [title for title, _ in EXAMPLES]

@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from mionnx.cli.demos.sweep import write
+from mionnx.cli.tables import dose_table
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.run.prompt import token_text
@@ -53,15 +54,7 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
     layer = directions.best_layer
     response = model.dose_response(PROMPT, directions[layer], np.linspace(0, 2, 9), positions=-1, bisect=1e-3)
     console.print(f"Layer {layer}'s direction, added to the last token of {PROMPT!r}:")
-    table = Table(
-        "strength", "of the stream", "top token", f"P({response.names[int(response.targets[0])]!r})", "KL (nats)"
-    )
-    for n, strength in enumerate(response.strengths):
-        shown = decimal(response.probabilities[0, n], 3), decimal(response.kl[0, n], 3)
-        table.add_row(
-            f"{strength:g}", f"{decimal(100 * response.share * strength, 0)} %", repr(response.top()[n]), *shown
-        )
-    console.print(table)
+    console.print(dose_table(response, 0))
     flip = response.flips[0]
     console.print(
         f"The answer flips at {f'strength {decimal(flip, 3)}' if np.isfinite(flip) else 'none of these strengths'}."

@@ -1,11 +1,12 @@
-"""Worked examples of patching, ablation and induction heads."""
+"""Worked examples of patching, ablation, induction heads, and circuits of edges."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from rich.console import Console
 
+from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 FRANCE, GERMANY = "The capital of France is", "The capital of Germany is"
 GIFT, OTHER = (f"When Mary and John went to the store , {giver} gave a drink to" for giver in ("John", "Mary"))
+CONFIRMED = 5  # heads
+STEPS = 8  # along the path between the two prompts' values
+EDGES = (20, 50, 100, 200)
 
 
 def patching(model: "MIModel", console: Console, folder: Path | None = None) -> None:
@@ -72,6 +76,28 @@ def induction(model: "MIModel", console: Console, folder: Path | None = None) ->
         f"A sequence of 16 random tokens, repeated: {rates[0]:.0%} of the repetition is predicted; without heads "
         f"{names}, {rates[1]:.0%}."
     )
+
+
+def heads_and_edges(model: "MIModel", console: Console, folder: Path | None = None) -> None:
+    """Estimate every head's patching effect, confirm the largest, and keep the leading edges."""
+    result = cast(  # of one kind of hook point
+        AttributedSweep, model.attribute_patch(GIFT, OTHER, "z", ("layer", "head"), steps=STEPS, confirm=CONFIRMED)
+    )
+    console.print(
+        f"{GIFT!r}, patched into {OTHER!r}: every head's effect from {STEPS} gradients, and the leading exactly:"
+    )
+    console.print(result.confirmed())
+    write(result, folder, "attribution_patching", console)
+    edges = model.edge_attribution(GIFT, OTHER, steps=5)
+    circuit = model.circuit(GIFT, OTHER, EDGES, scores=edges)
+    shares = ", ".join(
+        f"{count}: {decimal(share, 2)}" for count, share in zip(EDGES, circuit.faithfulness, strict=True)
+    )
+    console.print(
+        f"The leading of {edges.count} edges kept, every other one patched, and the share of the effect that is left: "
+        f"{shares}."
+    )
+    write(circuit, folder, "circuit", console)
 
 
 def write(result: "Shown", folder: Path | None, name: str, console: Console) -> None:

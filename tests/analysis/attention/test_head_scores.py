@@ -148,7 +148,7 @@ def test_the_command_line(llama, tmp_path):
     assert f"{layer}.{head}  {score:.3f}" in shown
     assert (tmp_path / "a.html").stat().st_size > 1000
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    run = CliRunner().invoke(app, ["heads", str(LLAMA), "--kind", "induction", "--batch", "2", "--json"])
+    run = CliRunner().invoke(app, ["heads", str(LLAMA), "--kinds", "induction", "--batch", "2", "--json"])
     assert json.loads(run.output)["kinds"] == ["induction"]
     assert np.allclose(json.loads(run.output)["values"], llama.head_scores("induction", batch=2).values)
 

@@ -141,7 +141,7 @@ def test_commands_over_pairs(shipped: MIModel, pairs: Path) -> None:
     assert json.loads(succeeded("logit-diff", LLAMA, pairs, "--json"))["mean"] == pytest.approx(found.mean)
     other = json.loads(succeeded("logit-diff", LLAMA, pairs, "--corrupted", "--json"))
     assert other["mean"] == pytest.approx(shipped.get_logit_diff(CORRUPTED, WORDS, "Berlin").mean, abs=1e-4)
-    table = succeeded("attribute", LLAMA, "--pairs", pairs, "--top", "3")
+    table = succeeded("attribute", LLAMA, "--pairs", pairs, "--k", "3")
     assert "3_mlp_out" in table
     assert "standard error" in table
     assert "4 prompts" in table

@@ -268,12 +268,12 @@ def small_files(size: int) -> Iterator[None]:
 
 def test_the_command_tells_what_it_made(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), "--hook", STREAM]
-    ran = CliRunner().invoke(app, [*command, "--positions", "last", "--json"])
+    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), "--points", STREAM]
+    ran = CliRunner().invoke(app, [*command, "--positions=-1", "--json"])
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)
     assert (told["tokens"], told["texts"], told["columns"]) == (9, 9, {STREAM: ["float32", [128]]})
-    assert CliRunner().invoke(app, [*command, "--positions", "last"]).stdout.startswith("Activations(1 hook point")
+    assert CliRunner().invoke(app, [*command, "--positions=-1"]).stdout.startswith("Activations(1 hook point")
 
 
 def test_no_room_on_the_disk_is_an_error_and_nothing_is_lost(model: MIModel, tmp_path: Path) -> None:

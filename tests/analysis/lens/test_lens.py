@@ -267,7 +267,7 @@ def test_figure_and_json(world, tmp_path):
 
 def test_the_command(tmp_path):
     files = [tmp_path / "lens.html", tmp_path / "lens.png"]
-    table = succeeded("lens", LLAMA, PROMPT, "--token", "Berlin", "--html", files[0], "--png", files[1])
+    table = succeeded("lens", LLAMA, PROMPT, "--token-ids", "Berlin", "--html", files[0], "--png", files[1])
     assert all(path.stat().st_size > 5000 for path in files)
     assert "3 post" in table
     assert "'Paris' 1.000" in table

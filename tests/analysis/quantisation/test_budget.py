@@ -127,13 +127,13 @@ def test_a_bound_that_cannot_be_met_says_the_best(shipped, tmp_path):
 
 def test_the_command_says_what_it_reached(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    given = ("--budget", 0.004, "--text", tmp_path / "text.txt")
+    given = ("--budget", 0.004, "--texts", tmp_path / "text.txt")
     found = json.loads(succeeded("quantise", FLOATS, "-o", tmp_path / "made", *given, "--json"))
     assert found["budget"]["kl"] <= found["budget"]["bound"] == 0.004
     said = " ".join(succeeded("quantise", FLOATS, "-o", tmp_path / "again", *given).split())
     moved = found["budget"]["moved_to_8_bits"]
     assert f"{len(moved)} of them moved to 8 bits, 0 to floats to 8 bits: {', '.join(moved)}" in said
     assert f"{found['budget']['bytes']:,} bytes of matrices" in said
-    refused = mionnx("quantise", FLOATS, "-o", tmp_path / "third", "--text", tmp_path / "text.txt")
+    refused = mionnx("quantise", FLOATS, "-o", tmp_path / "third", "--texts", tmp_path / "text.txt")
     assert refused.returncode == 1
     assert "give --budget too" in " ".join(refused.stderr.split())

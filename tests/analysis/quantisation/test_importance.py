@@ -103,5 +103,5 @@ def test_importance_without_effect_is_refused(shipped, tmp_path):
 def test_the_command_takes_a_text(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     source = REPOSITORY / "models" / "world-llama"
-    succeeded("quantise", source, "-o", tmp_path / "made", "--importance-text", tmp_path / "text.txt")
+    succeeded("quantise", source, "-o", tmp_path / "made", "--importance-texts", tmp_path / "text.txt")
     assert MIModel.from_pretrained(tmp_path / "made").hooked.metadata.quantised["importance"]["text"] == "given"

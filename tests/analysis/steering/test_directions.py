@@ -430,7 +430,7 @@ def test_the_command_line(tmp_path):
         for plus, minus in zip(POSITIVE, NEGATIVE, strict=True)
         for part in ("--positive", plus, "--negative", minus)
     ]
-    names = {"--html": "a.html", "--png": "a.png", "--save": "d.safetensors"}
+    names = {"--html": "a.html", "--png": "a.png", "--save-directions": "d.safetensors"}
     files = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
     made = CliRunner().invoke(
         app,
@@ -466,7 +466,7 @@ def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
     made = ["steer", "models/world-llama", "--prompt", PROMPT, "--json"]
     file = tmp_path / "vector.gguf"
     pair = ["--positive", POSITIVE[0], "--negative", NEGATIVE[0], "--hook", "resid_post", "--method", "pca"]
-    wrote = mionnx(*made, *pair, "--save", file)
+    wrote = mionnx(*made, *pair, "--save-directions", file)
     assert wrote.returncode == 0, wrote.stderr
     assert "note: " in wrote.stderr
     assert "holds layers 1 to 3: a control vector has no direction for layer 0" in " ".join(wrote.stderr.split())

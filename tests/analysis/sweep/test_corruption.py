@@ -194,7 +194,7 @@ def test_noise_and_specs_on_the_command_line(tmp_path):
     spec = ("--corrupted-spec", tmp_path / "zero.safetensors")
     assert json.loads(succeeded("sweep", LLAMA, prompt, *spec, *asked))["corrupted"] < 0.5
     assert "give one of them" in mionnx("sweep", LLAMA, prompt, *spec, "--noise", "France").stderr
-    assert "are of --noise" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--seed", "1").stderr
+    assert "goes with --noise" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--seed", "1").stderr
 
 
 def test_means_by_position_and_resampling_on_the_command_line(tmp_path, shipped):
@@ -206,4 +206,4 @@ def test_means_by_position_and_resampling_on_the_command_line(tmp_path, shipped)
     expected = shipped.ablation_sweep(prompt, kind="mean", by="position", reference=texts)
     np.testing.assert_allclose(found["values"], expected.values, atol=1e-6)
     assert json.loads(succeeded(*asked, "--ablate", "resample", "--repeats", 4, "--seed", 2))["n"] == 4
-    assert "are for --ablate" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--by", "token").stderr
+    assert "goes with --ablate" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--by", "token").stderr

@@ -108,7 +108,7 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path):
     assert imread(png).ndim == 3
     found = json.loads(succeeded("sweep", LLAMA, GIFT.format("John"), "--ablate", "zero", "--json"))
     assert np.array(found["values"]).shape == (4, 8)
-    path = ("sweep", LLAMA, GIFT.format("John"), GIFT.format("Mary"), "--receiver", "all", "--hook", "z", "--over")
+    path = ("sweep", LLAMA, GIFT.format("John"), GIFT.format("Mary"), "--receivers", "all", "--sender", "z", "--over")
     found = json.loads(succeeded(*path, "layer,head", "--metric", "probability", "--answer", "Mary", "--json"))
     assert max(map(max, found["values"])) > found["corrupted"]
 
@@ -117,7 +117,7 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path):
     ("message", "arguments"),
     [
         ("corrupted prompt to patch with", [FRANCE]),
-        ("are for patching", [FRANCE, "--ablate", "zero", "--noising"]),
+        ("goes with patching", [FRANCE, "--ablate", "zero", "--patching", "noising"]),
         ("should end in .html", [FRANCE, GERMANY, "--html", "x.txt"]),
         ("numbers with commas", [FRANCE, GERMANY, "--layers", "1;2"]),
         ("did you mean 'mean'", [FRANCE, "--ablate", "means"]),

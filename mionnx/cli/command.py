@@ -1,0 +1,101 @@
+"""`Command`: a verb of `MIModel` on the command line."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from inspect import getdoc
+from typing import Any
+
+from mionnx.cli.injection import (
+    NO_MODEL,
+    PRINTS,
+    RUNS,
+    WRITES,
+    Function,
+    Opening,
+    Output,
+    opening,
+    own_options,
+    with_groups,
+)
+from mionnx.cli.parameters import Verb, options_of
+from mionnx.model import MIModel
+
+Arguments = dict[str, Any]
+Open = Callable[[], MIModel]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that calls a verb, or one of several, and shows its result.
+
+    Attributes:
+        verbs: the verbs, whose parameters are the options.
+        examples: command lines.
+        more: words in the help below the verb's own.
+        call: (open, arguments, ...) -> result, where `open()` opens the model; by default it calls the first verb.
+            Further parameters are options of the command.
+        show: (result, ...) -> texts and tables to print; further parameters are options of the command.
+        facts: the values of a result that `--json` prints.
+        exit_code: the exit code by the result.
+        positional, optional, words, without: see `options_of`.
+        settings: parameters of `MIModel.from_pretrained` that are options; None for a command without a model.
+        before: passed to the verb as `before`, except where JSON is printed.
+        once: whether each graph runs once: then weights are not packed.
+        files: whether the result is saved by --html, --png and --save.
+    """
+
+    verbs: Sequence[Verb]
+    examples: Sequence[str]
+    more: str = ""
+    call: Callable[..., Any] | None = None
+    show: Callable[..., Iterable[Any]] = lambda result: [result.table()]
+    facts: Callable[[Any], Any] = lambda result: result
+    exit_code: Callable[[Any], int] = lambda result: 0
+    positional: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    words: dict[str, str] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    settings: Sequence[str] | None = RUNS
+    before: Callable[..., None] | None = None
+    once: bool = False
+    files: bool = True
+
+    def function(self) -> Function:
+        """The command as a function with a signature that typer reads."""
+        call = self.call or self._call_first
+        groups = {
+            "arguments": options_of(self.verbs, self.positional, self.optional, self.words, self.without),
+            "of_call": own_options(call, 2),
+            "of_show": own_options(self.show, 1),
+            "output": WRITES if self.files else PRINTS,
+            "opening": NO_MODEL if self.settings is None else opening(*self.settings),
+        }
+
+        @with_groups(**groups)
+        def run(
+            arguments: Arguments, of_call: Arguments, of_show: Arguments, output: Output, opening: Opening | None
+        ) -> None:
+            output.check()
+            if self.before and not output.as_json:
+                arguments["before"] = self.before
+            result = call(self._open(opening), arguments, **of_call)
+            output.deliver(result, self.facts(result), self.show(result, **of_show))
+            if code := self.exit_code(result):
+                sys.exit(code)
+
+        return run
+
+    def _open(self, model: Opening | None) -> Any:
+        return model and (model.once if self.once else model.model)
+
+    def _call_first(self, open: Open, arguments: Arguments) -> Any:
+        return self.verbs[0](open(), **arguments)
+
+    @property
+    def help(self) -> str:
+        """The verb's docstring below its first line, `more`, and the examples, in Markdown."""
+        words = re.split(r"^(?:Args|Raises|Returns|Example):", getdoc(self.verbs[0]) or "", maxsplit=1, flags=re.M)[0]
+        examples = ["Example:" if len(self.examples) == 1 else "Examples:", *self.examples]
+        return "\n\n".join([*words.strip().split("\n\n")[1:], *filter(None, [self.more]), *examples])

@@ -1,0 +1,172 @@
+"""Groups of options that many commands have, put into a command's signature in one place.
+
+A command has one parameter for a group (`opening`, `output`), and on the command line all options of the group.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from mionnx.cli.parameters import Group, keyword, options_of
+from mionnx.machine.stored import ENDING
+from mionnx.model import MIModel
+from mionnx.run.repository import Version
+from mionnx.view.page import plain
+
+SOURCE = "Folder of a model, a .pth file, a shipped model's name, or a Hub id."
+VERSION = ("revision", "subfolder")  # of models of the Hub: in each command that opens a model
+RUNS = ("dtype", "accuracy_level", "provider", "threads")
+Function = Callable[..., Any]
+Folder = Annotated[Path, typer.Option("--folder", "-o", help="Folder to create.")]
+AnyFolder = Annotated[Path | None, typer.Option("--folder", "-o", help="Folder to create.")]
+
+
+def with_groups(**groups: Group) -> Callable[[Function], Function]:
+    """Put groups of options in the place of a command's parameters.
+
+    Args:
+        groups: parameter -> group. The model of `opening` is the first argument; all options follow the command's own.
+    """
+
+    def decorate(command: Function) -> Function:
+        @wraps(command)
+        def grouped(*passed: Any, **values: Any) -> Any:
+            arguments = {
+                name: group.argument({option.name: values.pop(option.name) for option in group.parameters})
+                for name, group in groups.items()
+            }
+            return command(*passed, **values, **arguments)
+
+        own = [option for name, option in signature(command).parameters.items() if name not in groups]
+        model = groups["opening"].parameters if "opening" in groups else ()
+        others = [group.parameters for name, group in groups.items() if name != "opening"]
+        options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in chain(model[:1], own, *others, model[1:])]
+        grouped.__dict__["__signature__"] = Signature(options)
+        return grouped
+
+    return decorate
+
+
+def own_options(function: Callable[..., Any], passed: int) -> Group:
+    """The parameters of a function as a group, except the first ones, which its caller passes.
+
+    Args:
+        function: its parameters are annotated as typer reads them.
+        passed: number of the first ones.
+    """
+    options = [*signature(function).parameters.values()][passed:]
+    return Group([option.replace(kind=Parameter.KEYWORD_ONLY) for option in options], lambda values: values)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model that is not open yet.
+
+    Attributes:
+        source: as for `MIModel.from_pretrained`.
+        settings: keyword arguments of `MIModel.from_pretrained`; those that are left out have its defaults.
+    """
+
+    source: str
+    settings: dict[str, Any]
+
+    def model(self, check: str = "sampled") -> MIModel:
+        """Open the model."""
+        return MIModel.from_pretrained(self.source, check=check, **self.settings)
+
+    def once(self) -> MIModel:
+        """Open a model whose graphs run once each: weights are not packed, except blocks."""
+        model = self.model()
+        model.variants.settle(prepack=False)
+        return model
+
+    @property
+    def version(self) -> Version:
+        """The version of a repository of the Hub."""
+        return Version(self.settings.get("revision"), self.settings.get("subfolder", ""))
+
+
+def opening(*names: str, argument: str = "model", help: str = SOURCE, required: bool = True) -> Group:
+    """The model as the first argument, and options with which it is opened.
+
+    Args:
+        names: parameters of `MIModel.from_pretrained`, besides `revision` and `subfolder`.
+        argument: the argument's name on the command line.
+        help: text on the argument.
+        required: whether the command needs one.
+    """
+    settings = options_of([MIModel.from_pretrained], only=(*names, *VERSION), panel="The model")
+    source = keyword(argument, str, typer.Argument(help=help), ... if required else None)
+    return Group([source, *settings.parameters], lambda values: Opening(values[argument], settings.argument(values)))
+
+
+@dataclass(frozen=True)
+class Output:
+    """Files that a command writes, and whether it prints JSON.
+
+    Attributes:
+        files: (path, ending) of each form of a result.
+        as_json: print JSON in place of tables.
+    """
+
+    files: list[tuple[Path | None, str]]
+    as_json: bool
+
+    def check(self) -> None:
+        """Refuse names of files with another ending.
+
+        Raises:
+            BadParameter: there is one.
+        """
+        for path, ending in self.files:
+            if path is not None and path.suffix.lower() != ending:
+                raise typer.BadParameter(f"{path} should end in {ending}")
+
+    def deliver(self, result: Any, facts: Any, pieces: Iterable[RenderableType]) -> None:
+        """Write the files of a result, then print it.
+
+        Args:
+            result: has `save` where files can be asked for.
+            facts: a dictionary, list or result that is printed as JSON.
+            pieces: texts, as they are, and tables; taken one after the other, and only if they are printed.
+        """
+        for path, _ in self.files:
+            if path is not None:
+                result.save(path)
+        if self.as_json:
+            values = facts.to_dict() if hasattr(facts, "to_dict") else facts
+            typer.echo(json.dumps(plain(values, None), indent=1, allow_nan=False))
+            return
+        for piece in pieces:
+            if isinstance(piece, str):
+                typer.echo(piece)
+            else:
+                Console().print(piece)
+
+
+def _file(name: str, help: str) -> Parameter:
+    return keyword(name, Path, typer.Option(metavar="FILE", help=help), None)
+
+
+NO_MODEL = Group([], lambda values: None)
+JSON = keyword("as_json", bool, typer.Option("--json", help="Print JSON instead of tables."), False)
+PRINTS = Group([JSON], lambda values: Output([], values["as_json"]))
+WRITES = Group(
+    [
+        _file("html", "Write an HTML page that works offline."),
+        _file("png", "Write a picture."),
+        _file("save", "Write a .safetensors file to load in Python."),
+        JSON,
+    ],
+    lambda values: Output(
+        [(values["html"], ".html"), (values["png"], ".png"), (values["save"], ENDING)], values["as_json"]
+    ),
+)

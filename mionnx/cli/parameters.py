@@ -1,0 +1,284 @@
+"""Options of a verb, from its signature and the `Args:` of its docstring; their values as arguments of the verb.
+
+1. A parameter is an option of its name, with dashes; its help is its entry in `Args:`.
+2. "see `patch_sweep`" in an entry stands for the entry there, "see `mionnx.Options`" for the attribute.
+3. Its form follows from the annotation: a flag, a number, a text, a file, names with commas, numbers with ranges.
+4. What an annotation cannot say (a HookSpec is read from a file) stands in `WORDS`: a word means the same in each verb.
+5. An option that is left out is no argument: the verb's own default holds.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import Parameter, getdoc, signature
+from pathlib import Path
+from pydoc import locate
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from mionnx.analysis.features.sae import SAE
+from mionnx.analysis.harvest.activations import Activations
+from mionnx.cli.files import lines_of, read_text
+from mionnx.errors import InputError
+from mionnx.model import MIModel
+from mionnx.spec.hook_spec import HookSpec
+
+Verb = Callable[..., Any]
+Number = TypeVar("Number", int, float)
+MOST = 10_000  # numbers of one range
+SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"]}
+REFERENCE = re.compile(r"\bsee `([\w.]+)`")
+MANY = "Several with commas between, or the option again."
+NUMBERS = "As 0,3 or 16-29, or the option again."
+# Parameters for Python alone: functions, arrays, results of other verbs.
+WITHOUT = {"before", "cotangent", "resume", "resume_key", "scores", "shortcuts", "direction"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a parameter on the command line.
+
+    Attributes:
+        kind: the type that typer parses.
+        argument: (option, value) -> the verb's argument.
+        metavar: the value in the help.
+        remark: added to the help, or without an entry in `Args:` the help.
+        alone: the help is the remark, whatever the entry says.
+    """
+
+    kind: Any = str
+    argument: Callable[[str, Any], Any] = lambda option, value: value
+    metavar: str | None = None
+    remark: str = ""
+    alone: bool = False
+
+    def described(self, entry: str) -> str:
+        """The help of an entry of `Args:`, in Markdown."""
+        if self.alone or not entry:
+            return self.remark
+        text = re.sub(r"[,;]? or a (Python )?function\b[^.]*", "", entry)  # no option takes one
+        # A star would begin emphasis.
+        return " ".join(filter(None, [(text[0].upper() + text[1:]).replace("*", r"\*"), self.remark]))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that become one argument of a command.
+
+    Attributes:
+        parameters: the options, as typer reads them.
+        argument: the command's argument of their values by name.
+    """
+
+    parameters: Sequence[Parameter]
+    argument: Callable[[dict[str, Any]], Any]
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    """Parse the comma-separated numbers of an option, ranges of integers such as 16-29 too.
+
+    Raises:
+        InputError: a part is not a number of this kind.
+    """
+    try:
+        return [number for part in text.split(",") for number in spread(part, kind)]
+    except ValueError:
+        ranges = " or 2-5" if kind is int else ""
+        raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1{ranges}") from None
+
+
+def spread(part: str, kind: type[Number]) -> list[Number]:
+    """The numbers of a part between commas: one, or all of a range of integers.
+
+    Raises:
+        ValueError: neither, or a range that ends before it begins or has more than `MOST`.
+    """
+    ends = re.fullmatch(r"\s*(\d+)-(\d+)\s*", part) if kind is int else None
+    if ends is None:
+        return [kind(part)]
+    first, last = int(ends[1]), int(ends[2])
+    if not first <= last < first + MOST:
+        raise ValueError(part)
+    return [kind(number) for number in range(first, last + 1)]
+
+
+def integers(option: str, texts: Sequence[str]) -> list[int]:
+    """The numbers of an option that may be repeated."""
+    return [number for text in texts for number in numbers(option, text, int)]
+
+
+def _places(option: str, text: str) -> list[int] | str:
+    """Positions by number, or the text itself: a phase, or a string of the prompt."""
+    return numbers(option, text, int) if re.fullmatch(r"[\d\s,-]+", text) else text
+
+
+def _names(option: str, texts: Sequence[str]) -> list[str]:
+    return [name for text in texts for name in text.split(",")]
+
+
+def _one_or_more(option: str, texts: Sequence[str]) -> str | list[str]:
+    names = _names(option, texts)
+    return names[0] if len(names) == 1 else names
+
+
+def _knobs(option: str, texts: Sequence[str]) -> dict[str, list[str] | None]:
+    """Name -> the hook points whose strengths it controls; None for all."""
+    knobs: dict[str, list[str] | None] = {}
+    for text in texts:
+        name, _, hook = text.partition("=")
+        knobs[name] = [*(knobs.get(name) or []), hook] if hook else None
+    return knobs
+
+
+TEXT, TEXTS = Form(metavar="TEXT"), Form(list[str], metavar="TEXT", remark="May be repeated.")
+LINES = Form(Path, lambda _, path: lines_of(path), "FILE", "One a line.")
+WORDS = {
+    **{name: replace(TEXT, remark=f"The {name} prompt.", alone=True) for name in ("clean", "corrupted")},
+    **dict.fromkeys(("prompt", "source"), replace(TEXT, remark="The prompt.", alone=True)),
+    "progress": Form(bool, remark="A bar at once, or none; by default where it takes over two seconds.", alone=True),
+    **dict.fromkeys(("positive", "negative", "stop_strings"), TEXTS),
+    "batch_size": Form(str, lambda _, text: int(text) if text.isdecimal() else text, "N"),
+    "strengths": Form(str, lambda option, text: numbers(option, text, float), "NUMBERS", "As 0,0.5,1."),
+    "hooks": Form(Path, lambda _, path: HookSpec.load(path), "FILE", "A HookSpec that was saved."),
+    "other": Form(str, lambda _, model: MIModel.from_pretrained(model), "MODEL"),
+    "sae": Form(Path, lambda _, path: SAE.load(path), metavar="FOLDER"),
+    "texts": Form(list[Path], lambda _, paths: [read_text(path) for path in paths], "FILE", "May be repeated."),
+    "reference": LINES,
+    "knobs": Form(list[str], _knobs, "NAME[=HOOK]", "May be repeated."),
+    "activations": Form(Path, lambda _, folder: Activations(folder), "FOLDER"),
+    "labels": Form(Path, lambda _, path: [line or None for line in lines_of(path, blank=True)], "FILE"),
+    "groups": replace(LINES, argument=lambda _, path: lines_of(path, blank=True)),
+}
+
+
+def options_of(
+    verbs: Sequence[Verb],
+    positional: Sequence[str] = (),
+    optional: Iterable[str] = (),
+    words: Mapping[str, str] = MappingProxyType({}),
+    without: Iterable[str] = (),
+    only: Sequence[str] = (),
+    panel: str | None = None,
+) -> Group:
+    """Options of one or several verbs; those of a command line become keyword arguments.
+
+    Args:
+        positional: parameters whose values stand without an option.
+        optional: parameters that the command takes from elsewhere, where they are left out.
+        words: parameter -> option, where the two differ.
+        without: parameters that are no option.
+        only: if there are any, the others are no options either.
+        panel: heading of the options in the help.
+
+    Raises:
+        TypeError: a parameter without a form.
+    """
+    forms: dict[str, Form] = {}
+    options: dict[str, Parameter] = {}
+    for verb in verbs:
+        hints, helps = get_type_hints(verb), help_of(verb)
+        for name, parameter in signature(verb).parameters.items():
+            if name in {"self", "model", *WITHOUT, *without, *forms} or (only and name not in only):
+                continue
+            if parameter.kind is Parameter.VAR_KEYWORD:  # as of Ray's twin, whose other options the verb has
+                continue
+            form, word = _form(name, hints[name]), words.get(name, name)
+            required = parameter.default is Parameter.empty and name not in optional
+            about: dict[str, Any] = {"help": form.described(helps.get(name, "")), "rich_help_panel": panel}
+            about["show_default"] = name not in optional and _default(parameter.default)
+            if name in positional:
+                shape = typer.Argument(metavar=word.upper(), **about)
+            else:
+                shape = typer.Option(*_spellings(word, form, parameter.default), metavar=form.metavar, **about)
+            forms[name], options[name] = form, keyword(word, form.kind, shape, ... if required else None)
+
+    def arguments(values: dict[str, Any]) -> dict[str, Any]:
+        parsed = {name: values[option.name] for name, option in options.items()}
+        return {
+            name: forms[name].argument(options[name].name.replace("_", "-"), value)
+            for name, value in parsed.items()
+            if value not in (None, [])
+        }
+
+    order = [*positional, *(name for name in options if name not in positional)]
+    return Group([options[name] for name in order], arguments)
+
+
+def keyword(name: str, kind: Any, shape: Any, default: Any) -> Parameter:
+    """A parameter with its `typer.Option` or `typer.Argument`; `...`: without a default."""
+    annotation: Any = Annotated[kind | None if default is None else kind, shape]
+    empty = Parameter.empty if default is ... else default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=empty, annotation=annotation)
+
+
+def _spellings(word: str, form: Form, default: Any) -> list[str]:
+    flag = "--" + word.replace("_", "-")
+    if form.kind is bool and default is not False:
+        return [f"{flag}/--no-{flag[2:]}"]
+    return [flag, *SAME.get(word, ())]
+
+
+def _default(default: Any) -> str | bool:
+    """A default in the help; nothing where it is a value for "left out"."""
+    if default is Parameter.empty or default is None or default is False or default in ("", ()):
+        return False
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, those of unions in it too."""
+    if get_origin(hint) in (Union, UnionType):
+        return [member for part in get_args(hint) for member in _members(part)]
+    return [hint]
+
+
+def _form(name: str, hint: Any) -> Form:
+    members = _members(hint)
+    if name in WORDS and Path not in members:
+        return WORDS[name]
+    listed = [member for part in members for inner in get_args(part) for member in _members(inner)]
+    for kind in (bool, Path):
+        if kind in members:
+            return Form(kind, metavar=None if kind is bool else "FOLDER" if name == "folder" else "PATH")
+    if choices := [member for member in members if get_origin(member) is Literal]:
+        return Form(choices[0])
+    if int in listed and str in listed:
+        return TEXT if str in members else TEXTS
+    if int in listed:
+        return Form(str, _places, "POSITIONS") if str in members else Form(list[str], integers, "NUMBERS", NUMBERS)
+    if str in listed:
+        return Form(list[str], _one_or_more if str in members else _names, "NAMES", MANY)
+    if plain := next((kind for kind in (str, int, float) if kind in members), None):
+        return Form(plain)
+    raise TypeError(f"{name}: {hint} has no form on the command line: see mionnx.cli.parameters.WORDS")
+
+
+@cache
+def help_of(verb: Any) -> dict[str, str]:
+    """Parameter -> its entry in `Args:` or `Attributes:`, with entries of others put in."""
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(verb) or "", re.S | re.M)
+    entries: list[str] = []
+    for line in (section[1] if section else "").splitlines():
+        if re.match(r"    \S", line):
+            entries.append(line.strip())
+        elif line.strip():
+            entries[-1] += " " + line.strip()
+    helps = {}
+    for entry in entries:
+        names, _, text = entry.partition(": ")
+        for name in names.split(", "):
+            helps[name] = _resolved(name, text, alone=names == name)
+    return helps
+
+
+def _resolved(name: str, text: str, alone: bool) -> str:
+    """An entry with those that it refers to; a remark on several parameters is left out."""
+    reference = REFERENCE.search(text)
+    there = reference and (getattr(MIModel, reference[1], None) or locate(reference[1]))
+    entry = help_of(there).get(name) if there else None
+    if reference is None or entry is None:
+        return text
+    return text.replace(reference[0], entry.rstrip(".")) if alone else entry
