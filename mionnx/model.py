@@ -21,7 +21,7 @@ from mionnx.analysis.statistics import collect
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
-from mionnx.analysis.sweep import ablating, patching
+from mionnx.analysis.sweep import ablation, patching
 from mionnx.compile import compile_model
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
@@ -52,7 +52,7 @@ class MIModel(Runner, Translated):
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch
-    ablation_sweep = ablating.ablation_sweep
+    ablation_sweep = ablation.ablation_sweep
     # gradients of a metric, in one pass
     gradients = differentiating.gradients
     attribute_patch = attributing.attribute_patch
