@@ -47,10 +47,13 @@ def harvest(
 
     Example: mionnx harvest models/world-llama texts.txt -o activations --hook "blocks.*.hook_resid_post"
     """
-    asked = HookSpec.load(spec) if spec is not None else HookSpec()
-    for name in hook or ():
-        asked.capture(name)
-    options: dict[str, Any] = {"context": context, "packed": packed, "separator": separator, "dtype": dtype}
+    options: dict[str, Any] = {
+        "hooks": None if spec is None else HookSpec.load(spec),
+        "context": context,
+        "packed": packed,
+        "separator": separator,
+        "dtype": dtype,
+    }
     options |= {"format": format_, "column": column, "batch_size": rows_of_pass(batch_size), "k": k}
     options["shard_bytes"] = shard_bytes
     options |= {"positions": None if positions is None else _positions(positions)}
@@ -59,9 +62,9 @@ def harvest(
         raise InputError("--workers are those of a Ray cluster: give --ray local, or its address")
     opened = opening.model(model)
     if ray is None:
-        made = opened.harvest(texts, asked, output, **options)
+        made = opened.harvest(texts, hook, output, **options)
     else:
-        made = distributed.harvest(opened, texts, asked, output, address=ray, workers=workers, **options)
+        made = distributed.harvest(opened, texts, hook, output, address=ray, workers=workers, **options)
     told = {"tokens": made.tokens, "texts": made.texts, "columns": made.columns, "settings": made.settings}
     typer.echo(json.dumps(told, indent=1) if as_json else str(made))
 

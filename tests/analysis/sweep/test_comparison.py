@@ -11,7 +11,7 @@ from mionnx.errors import InputError
 
 VERBS = ("patch_sweep", "path_patch", "attribute_patch", "edge_attribution", "circuit")
 FIELDS = {"metric": "probability", "answer": 5, "position": -1}
-FEW = {"edge_attribution": {}, "circuit": {"edges": [0, 100], "steps": 1}}
+FEW = {"edge_attribution": {}, "circuit": {"edges": [0, 80], "steps": 1}}
 
 
 def numbers(result: object) -> np.ndarray:
