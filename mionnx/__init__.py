@@ -27,6 +27,7 @@ from mionnx.analysis.statistics.statistics import Statistics
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.noise import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
@@ -84,6 +85,7 @@ __all__ = [
     "Bisection",
     "ChatTokens",
     "Circuit",
+    "Comparison",
     "Compiled",
     "Direction",
     "Directions",

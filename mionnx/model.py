@@ -16,13 +16,13 @@ from mionnx.analysis.gradients import integrated
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
-from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
+from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
 from mionnx.analysis.statistics import collect
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
-from mionnx.analysis.sweep import ablating, patching
+from mionnx.analysis.sweep import ablation, patching
 from mionnx.compile import compile_model
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
@@ -55,7 +55,7 @@ class MIModel(Runner, Translated):
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch
-    ablation_sweep = ablating.ablation_sweep
+    ablation_sweep = ablation.ablation_sweep
     # gradients of a metric, in one pass
     gradients = differentiating.gradients
     attribute_patch = attributing.attribute_patch
@@ -64,13 +64,6 @@ class MIModel(Runner, Translated):
     # edges between heads, MLPs, embedding and logits
     edge_attribution = edges.edge_attribution
     circuit = circuits.circuit
-    # activations of a dataset, on disk
-    harvest = harvesting.harvest
-    # moments of a dataset, without storing activations
-    statistics = collect.statistics
-    # attention heads
-    attention = attention_patterns.attention
-    head_scores = heads.head_scores
     # layers read as predictions, and tokens as vectors
     logit_lens = lens.logit_lens
     project_to_vocab = lens.project_to_vocab
@@ -90,23 +83,26 @@ class MIModel(Runner, Translated):
     apply_ln_to_stack = stack_attribution.apply_ln_to_stack
     logit_attrs = stack_attribution.logit_attrs
     get_logit_diff = logit_diff.get_logit_diff
+    # attention heads
+    attention = attention_patterns.attention
+    head_scores = heads.head_scores
     # steering, and features of sparse autoencoders
     contrast = contrasting.contrast
     calibrate = calibration.calibrate
     dose_response = dosing.dose_response
     features = active_features.features
-    # Python functions at hook points
+    # datasets: activations on disk, and moments without storing them
+    harvest = harvesting.harvest
+    statistics = collect.statistics
+    # deployment, reproducibility
+    compile = compile_model.compile_model
+    quantise = quantise_model.quantise_model
+    verify = comparing.verify
+    bisect = comparing.bisect
+    # words of TransformerLens: `mionnx/analysis/python_hooks/transformer_lens.py` has theirs and ours
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks
     run_with_cache = hooked_calls.run_with_cache
-    # one prompt's residual stream
-    capture_residuals = residual.capture_residuals
-    forward_with_capture = residual.forward_with_capture
-    forward_ablate = residual.forward_ablate
-    forward_steer = residual.forward_steer
-    patch_activations = residual.patch_activations
-    generate_with_hooks = residual.generate_with_hooks
-    # TransformerLens's names for sizes, hook points, matrices and tokens
     cfg = once_property(transformer_lens.cfg)
     hook_dict = once_property(transformer_lens.hook_dict)
     device = transformer_lens.device
@@ -118,12 +114,13 @@ class MIModel(Runner, Translated):
     to_str_tokens = transformer_lens.to_str_tokens
     to_string = transformer_lens.to_string
     to_single_token = transformer_lens.to_single_token
-
-    # deployment, reproducibility
-    compile = compile_model.compile_model
-    quantise = quantise_model.quantise_model
-    verify = comparing.verify
-    bisect = comparing.bisect
+    # words of LARQL: `larql.py` beside it
+    capture_residuals = larql.capture_residuals
+    forward_with_capture = larql.forward_with_capture
+    forward_ablate = larql.forward_ablate
+    forward_steer = larql.forward_steer
+    patch_activations = larql.patch_activations
+    generate_with_hooks = larql.generate_with_hooks
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in INSIDE]

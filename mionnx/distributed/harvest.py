@@ -26,9 +26,10 @@ from mionnx.spec.hook_spec import HookSpec
 def harvest(
     model: MIModel,
     texts: Source,
-    points: HookSpec | Hooks,
+    points: Hooks | None,
     folder: str | Path,
     *,
+    hooks: HookSpec | None = None,
     address: str = LOCAL,
     workers: int | None = None,
     cpus: int = 1,
@@ -42,8 +43,8 @@ def harvest(
 
     Args:
         model: the model; workers open its folder, which on a cluster lies on shared storage.
-        texts, points, folder, progress: as for `MIModel.harvest`. Texts are a file or folder, which on a cluster lies
-            on shared storage as `folder` does, or a list.
+        texts, points, folder, hooks, progress: as for `MIModel.harvest`. Texts are a list, or a file or folder, which
+            on a cluster lies on shared storage as `folder` does.
         address: "local" begins a cluster on this machine; "auto" is the one that this machine belongs to, "HOST:PORT"
             another. Where this process is connected already, that cluster is used.
         workers: number of processes; as many as the cluster has room for if left out.
@@ -58,7 +59,7 @@ def harvest(
     Example:
         made = mionnx.distributed.harvest(model, "texts.jsonl", "blocks.*.hook_resid_post", "activations", workers=2)
     """
-    writer = open_writer(model, texts, points, folder, Settings(**options))
+    writer = open_writer(model, texts, points, hooks, folder, Settings(**options))
     if not writer.rows.texts.again:
         raise InputError("texts of an iterator stay in this process: give a file, a folder or a list to workers")
     with cluster(address, model, workers, cpus) as found:

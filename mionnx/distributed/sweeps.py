@@ -6,36 +6,35 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
-from mionnx.analysis.sweep.pairs import Corrupted, Pair
-from mionnx.analysis.sweep.patching import make_patch_sweep
+from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compares
+from mionnx.analysis.sweep.metric import Measure, Tokens
+from mionnx.analysis.sweep.patching import patching_sweep
 from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
-from mionnx.analysis.sweep.running import run_sweep
-from mionnx.analysis.sweep.sweep import Sweep, SweepSetting
+from mionnx.analysis.sweep.sweep import Sweep, SweepSetting, run_sweep
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.run.runner import Runner
-from mionnx.run.segments import Segments
 from mionnx.run.tokenizing import Prompt
 
 Numbers = NDArray[np.float64]
 Cells = NDArray[np.int64]
 
 
+@compares
 @typed(leave=["clean", "corrupted", "layers", "over", "answer", "versus", "positions"])
 def patch_sweep(
     model: MIModel,
-    clean: Prompt,
-    corrupted: Corrupted,
+    clean: Prompt | Comparison,
+    corrupted: Corrupted | None = None,
     hook: str | HookPoint = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",
@@ -60,11 +59,9 @@ def patch_sweep(
 
     Args:
         model: the model; workers open its folder, which on a cluster lies on shared storage.
-        clean, corrupted, hook, over, metric, answer, versus, patching, layers, position, positions, resume_key,
-            progress: as for `MIModel.patch_sweep`.
+        hook, over, layers, resume_key, progress: as for `MIModel.patch_sweep`.
         address, workers, cpus: see `mionnx.distributed.harvest`.
-        resume: a file that holds the finished pairs, and from which a sweep that was killed goes on; see
-            `MIModel.patch_sweep`.
+        resume: a file that holds the finished pairs, and from which a sweep that was killed goes on.
 
     Raises:
         RuntimeMissingError: Ray is not installed.
@@ -74,17 +71,17 @@ def patch_sweep(
         result = mionnx.distributed.patch_sweep(model, clean, corrupted, "z", ("layer", "head"), workers=2)
         result.values, result.std  # [layers, heads]
     """
-    request, cells = MetricRequest(metric, answer, versus, resume_key), (hook, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, patching, position, positions=positions)
-    with cluster(address, model, workers, cpus) as found:
-        return run_sweep(_SharedSweep(sweep, found), progress, resume, None)
+    comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position, positions)
+    sweep = patching_sweep(model, comparison.on(model), hook, over, layers)
+    with cluster(address, model, workers, cpus) as workers_of_cluster:
+        return run_sweep(_SharedSweep(sweep, workers_of_cluster), progress, resume, resume_key, None)
 
 
 class _SharedSweep(Sweep):
     """A sweep whose pairs are computed by workers."""
 
     def __init__(self, sweep: Sweep, workers: Workers) -> None:
-        super().__init__(sweep.model, sweep.graphs, sweep.pairs, sweep.setting)
+        super().__init__(sweep.model, sweep.compared, sweep.setting)
         self.workers = workers
 
     def run(self, progress: Progress = silent) -> SweepResult:
@@ -92,7 +89,7 @@ class _SharedSweep(Sweep):
         begin, grid, count = time.perf_counter(), self.setting.grid, len(self.pairs)
         stored, unpatched, idle = self._stored(), np.empty((2, count)), 0
         pieces = [(pair, stored.missing(pair)) for pair in range(count)]
-        work = _PairWork, self.workers.model(self.model), self.pairs, self.setting
+        work = _PairWork, self.workers.model(self.model), self.compared, self.setting
         try:
             for one in self.workers.map(pieces.__iter__, *work):
                 stored.store(one.pair, one.cells, one.values)
@@ -126,8 +123,8 @@ class _SweptPair:
 class _PairWork:
     """Sweeps pairs in a worker."""
 
-    def __init__(self, model: Runner, pairs: list[Pair], setting: SweepSetting) -> None:
-        self.sweep = Sweep(model, model.opened(Segments.of_sweep), pairs, setting)
+    def __init__(self, model: Runner, compared: Pairs, setting: SweepSetting) -> None:
+        self.sweep = Sweep(model, compared, setting)
 
     def __call__(self, piece: tuple[int, Any]) -> _SweptPair:
         pair, cells = piece

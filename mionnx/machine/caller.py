@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parents[1])
-WRAPPERS = ("machine/typed.py", "run/tokenizing.py")  # of decorators around verbs
+WRAPPERS = ("machine/typed.py", "run/tokenizing.py", "sweep/comparison.py")  # of decorators around verbs
 
 
 def caller_level() -> int:

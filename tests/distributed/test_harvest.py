@@ -104,7 +104,7 @@ def test_errors_of_workers_are_raised_here(
     hook = HOOKS.replace("*", "0")
     spec = HookSpec().capture(hook).intervene(hook, Intervention.Scale(factor))
     with pytest.raises((InputError, TokenizerError), match=message):
-        distributed.harvest(model, texts, spec, tmp_path / "made", workers=2, dtype="float16", **OPTIONS)
+        distributed.harvest(model, texts, None, tmp_path / "made", hooks=spec, workers=2, dtype="float16", **OPTIONS)
 
 
 @pytest.mark.slow

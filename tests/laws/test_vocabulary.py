@@ -14,7 +14,7 @@ MEANS = {
     "tokens": r"Prompt|Prompt \| None",
     "prompt": r"Prompt|str \| Tokens",
     "hooks": r"HookSpec( \| None)?",
-    "points": r"(HookSpec \| )?Hooks|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*"
+    "points": r"Hooks( \| None)?|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*"
     r"|(list|Sequence)\[str\] \| None",
     "position": r"int( \| None)?|int \| str",
     "patching": r"str",

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.circuit_run import CircuitRun, circuits_at_once
-from mionnx.analysis.circuits.edge_attribution import (
-    Seed,
-    about,
-    bound_metric,
-    edge_attribution,
-    make_pairs,
-    measured,
-)
+from mionnx.analysis.circuits.edge_attribution import edge_attribution
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.circuits.node_values import NodeValues, node_values
+from mionnx.analysis.circuits.node_values import node_values
 from mionnx.analysis.circuits.nodes import Nodes, all_nodes
 from mionnx.analysis.circuits.parts import Parts
-from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
-from mionnx.analysis.sweep.pairs import Pair
+from mionnx.analysis.gradients.first_order import Seed
+from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
+from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError
 from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
@@ -34,11 +28,12 @@ from mionnx.run.tokenizing import Prompt
 Masks = NDArray[np.bool_]
 
 
-@typed(leave=["edges", "answer", "versus"])
+@compares
+@typed(leave=["corrupted", "edges", "answer", "versus"])
 def circuit(
     model: Runner,
-    clean: Prompt,
-    corrupted: Prompt,
+    clean: Prompt | Comparison,
+    corrupted: Prompt | None = None,
     edges: int | Iterable[int] | None = None,
     metric: Measure = "logit_diff",
     *,
@@ -56,9 +51,8 @@ def circuit(
     now. Faithfulness is (metric - corrupted) / (clean - corrupted): 1 with all edges, 0 with none.
 
     Args:
-        clean, corrupted, metric, answer, versus: see `patch_sweep`.
         edges: numbers of kept edges, the leading ones by the size of their score; by default from 0 to all of them.
-        steps, rules, position, cotangent: of the scores, see `edge_attribution`.
+        steps, rules, cotangent: of the scores, see `edge_attribution`.
         scores: other scores, of all senders and receivers: of other prompts, or an array of one's own in
             `EdgeAttribution.scores`.
 
@@ -70,18 +64,17 @@ def circuit(
         InputError: as there; or more edges than there are, or scores of some nodes only.
 
     Example:
-        found = model.circuit("The capital of France is", "The capital of Italy is", [10, 50, 200])
-        found.faithfulness, found.kept(10)
+        result = model.circuit("The capital of France is", "The capital of Italy is", [10, 50, 200])
+        result.faithfulness, result.kept(10)
     """
-    request = MetricRequest(metric, answer, versus)
     nodes = all_nodes(model.hooked)
-    given: dict[str, Any] = {"answer": answer, "versus": versus, "position": position, "cotangent": cotangent}
     sizes = _sizes(edges, int(nodes.edges.sum()))
     _refuse_other_nodes(scores, nodes)
-    pairs = make_pairs(model, clean, corrupted, position, "noising")
+    comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, "noising", position)
+    compared = comparison.on(model).of_texts("a circuit")
     begin = time.perf_counter()
-    ranking = scores or edge_attribution(model, clean, corrupted, metric=metric, steps=steps, rules=rules, **given)
-    by_pair, bases = _values(model, nodes, pairs, request, _masks(ranking, sizes))
+    ranking = scores or edge_attribution(model, comparison, steps=steps, rules=rules, cotangent=cotangent)
+    by_pair, bases = _values(model, nodes, compared, _masks(ranking, sizes))
     seconds = time.perf_counter() - begin
     clean_mean, corrupted_mean = bases.mean(axis=1).tolist()
     return Circuit(
@@ -91,9 +84,9 @@ def circuit(
         by_pair,
         clean_mean,
         corrupted_mean,
-        request.name,
-        about(model, pairs),
-        {"circuits": float(len(sizes)), "pairs": float(len(pairs)), "seconds": seconds},
+        compared.metric.name,
+        compared.about,
+        {"circuits": float(len(sizes)), "pairs": float(len(compared)), "seconds": seconds},
     )
 
 
@@ -141,21 +134,17 @@ def _masks(ranking: EdgeAttribution, sizes: Sequence[int]) -> Masks:
 
 
 def _values(
-    model: Runner, nodes: Nodes, pairs: Sequence[Pair], request: MetricRequest, masks: Masks
+    model: Runner, nodes: Nodes, compared: Pairs, masks: Masks
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The metric [pairs, circuits], and that of both prompts, [2, pairs]."""
-    made, bases = np.empty((len(pairs), len(masks))), np.empty((2, len(pairs)))
-    for number, pair in enumerate(pairs):
+    by_pair, bases = np.empty((len(compared), len(masks))), np.empty((2, len(compared)))
+    for number, pair in enumerate(compared.pairs):
         parts = Parts(model, nodes, len(pair.base))
-        found = node_values(model, nodes, pair)
-        metric, _ = bound_metric(model, request, number, len(pairs), found, True)
-        bases[:, number] = measured(metric, found.logits)
+        values = node_values(model, nodes, pair)
+        metric = compared.bind(model, number, *values.logits)
+        bases[:, number] = metric.measure(values.logits)
         most = circuits_at_once(nodes, len(pair.base), model.hidden_size)
         for begin in range(0, len(masks), most):
             some = slice(begin, begin + most)
-            made[number, some] = metric(_logits(parts, found, masks[some], metric))
-    return made, bases
-
-
-def _logits(parts: Parts, found: NodeValues, masks: Masks, metric: Metric) -> NDArray[Any]:
-    return CircuitRun(parts, found, masks).logits(metric.needs)
+            by_pair[number, some] = metric(CircuitRun(parts, values, masks[some]).logits(metric.needs))
+    return by_pair, bases

@@ -19,9 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.circuits.node_values import LAST, NodeValues
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
 from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
-from mionnx.analysis.gradients.seeded import Seed, with_metric
-from mionnx.analysis.sweep.metric import MetricRequest
-from mionnx.analysis.sweep.pairs import Pair
+from mionnx.analysis.gradients.first_order import Seed, with_metric
+from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -39,53 +38,54 @@ class EdgeGradients:
 
     Attributes:
         model: the model.
-        metric: the metric.
+        compared: the prompts and their metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the rules of going back.
+        rules: the name of the backward rules.
         steps: points between the two prompts' embeddings; 1 for the base alone.
     """
 
     model: Runner
-    metric: MetricRequest
+    compared: Pairs
     cotangent: ArrayLike | Seed | None
     rules: str
     steps: int
 
-    def of(self, parts: Parts, found: NodeValues, pair: Pair, known: Mapping[str, Any]) -> NDArray[np.float64]:
-        """The gradient of the metric by what each receiver reads.
+    def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
+        """The gradient of one pair's metric by what each receiver reads: the mean over steps.
 
         Args:
-            parts, found: the parts of the model, and their values on the pair.
-            pair: the base, and the other prompt.
-            known: tokens or reference of the metric.
+            parts, values: the parts of the model, and their values on the pair.
+            number: the number of the pair.
 
         Returns:
-            [receivers, seq, hidden]: the mean over steps.
+            [receivers, seq, hidden].
         """
-        total: dict[Receives, Any] = {}
+        pair, total = self.compared.pairs[number], dict[Receives, Any]()
+        reads = self.compared.reads(self.model, number, *values.logits)
         shares = (np.arange(self.steps) + 1) / self.steps
         most = max(1, TOKENS // len(pair.base))
         for begin in range(0, self.steps, most):
-            cache = self._back(parts.nodes, found, pair, shares[begin : begin + most], known)
+            cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
             for key, value in _read_back(parts, cache, self.rules):
                 total[key] = total.get(key, 0) + value / self.steps
         return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
 
     def _back(
-        self, nodes: Nodes, found: NodeValues, pair: Pair, shares: NDArray[np.float64], known: Mapping[str, Any]
+        self, nodes: Nodes, values: NodeValues, pair: Pair, shares: NDArray[np.float64], reads: Mapping[str, Any]
     ) -> HookCache:
         """The streams, and the gradients by what receivers compute, [steps, ...]."""
         ids = np.repeat(pair.base[None], len(shares), axis=0)
         spec = HookSpec()
         if self.steps > 1:
             start = str(HookPoint.ResidPre(0))
-            base, other = (found.of(start, row) for row in (0, 1))
+            base, other = (values.of(start, row) for row in (0, 1))
             path = other + np.multiply.outer(shares.astype(np.float32), base - other)
             spec.intervene(start, Intervention.Replace(path))
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
-        asked = with_metric(self.model, spec, self.metric.measure, self.cotangent, known, self.rules, ids)
-        return self.model.forward(ids, asked.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
+        measure = self.compared.metric.measure
+        spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
+        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:

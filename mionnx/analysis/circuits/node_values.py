@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.circuits.separate import differing
-from mionnx.analysis.sweep.pairs import Pair
+from mionnx.analysis.sweep.comparison import Pair
 from mionnx.bind.logit_selection import Logits
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache

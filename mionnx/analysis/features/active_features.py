@@ -32,7 +32,7 @@ def features(
     They are ranked inside the graph: no [seq, d_sae] array leaves it, and what comes after is not computed.
 
     Args:
-        prompt: a text; `harvest(texts, spec, folder, sae=sae)` ranks the features of a list, in batches, on disk.
+        prompt: a text; `harvest(texts, None, folder, sae=sae)` ranks the features of a list, in batches, on disk.
         sae: the SAE or transcoder.
         k: how many features a token.
         follow: features whose activations are wanted at every token; if left out, the largest among the k of any

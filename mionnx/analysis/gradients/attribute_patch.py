@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
-from mionnx.analysis.gradients.first_order import FirstOrder, cells_of
-from mionnx.analysis.gradients.seeded import Seed, check_metric
+from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of, check_metric
+from mionnx.analysis.sweep.comparison import Comparison, Corrupted, compares
 from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
-from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
-from mionnx.analysis.sweep.pairs import Corrupted
-from mionnx.analysis.sweep.patching import make_patch_sweep
+from mionnx.analysis.sweep.metric import Measure, Tokens
+from mionnx.analysis.sweep.patching import patching_sweep
 from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
@@ -38,11 +38,12 @@ Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, ax
 Numbers = NDArray[np.float64]
 
 
-@typed(leave=["hook", "layers", "over", "answer", "versus", "positions"])
+@compares
+@typed(leave=["corrupted", "hook", "layers", "over", "answer", "versus", "positions"])
 def attribute_patch(
     model: Runner,
-    clean: Prompt,
-    corrupted: Corrupted,
+    clean: Prompt | Comparison,
+    corrupted: Corrupted | None = None,
     hook: Hook | Iterable[Hook] = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",
@@ -63,7 +64,7 @@ def attribute_patch(
     A cell is worth the sum over its numbers of (clean value - corrupted value) times the gradient of the metric.
 
     Args:
-        clean, corrupted, over, metric, answer, versus, layers, positions: see `patch_sweep`; "rank" has no gradient.
+        over, layers: see `patch_sweep`.
         hook: as for `patch_sweep`; or a glob that means several kinds ("blocks.*.attn.*"), of which those with the axes
             of `over` and a gradient are taken, or a list. All of them come from the same passes.
         linearize_at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
@@ -73,7 +74,6 @@ def attribute_patch(
             and products give half to each factor), "relp_frozen_pattern", "frozen_norm_pattern" (attention patterns
             too); see `mionnx.rewrite.gradient.propagation`.
         confirm: leading cells that are computed exactly besides, of each kind of hook point.
-        position: whose logits are read; cells behind it have no effect.
         cotangent: of a metric that is a function, its derivative by the logits: [vocab], [2, vocab] (the corrupted
             prompt's first), or a function of the logits [rows, vocab] that gives it.
 
@@ -82,25 +82,26 @@ def attribute_patch(
 
     Raises:
         HookError: no such hook point.
-        GradientError: a metric without a gradient, or hook points that it does not depend on.
+        GradientError: a metric without a gradient ("rank"), or hook points that it does not depend on.
         InputError: prompts, axes, tokens or a metric that do not fit.
 
     Example:
         result = model.attribute_patch(clean, corrupted, "z", ("layer", "head", "position"), confirm=10)
         result.top(3), result.agreement().pearson
     """
-    request = MetricRequest(check_metric(metric, cotangent, "patch_sweep"), answer, versus)
+    check_metric(metric, cotangent, "patch_sweep")
     _check(linearize_at, steps, rules, metric, model.hooked.metadata.recurrent)
-    chosen, several = _kinds(model.hooked, hook, over, layers)
+    kinds, several = _kinds(model.hooked, hook, over, layers)
+    compared = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, None, position, positions).on(model)
     sweeps = {}
-    for kind in chosen:
-        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position, positions=positions)
+    for kind in kinds:
+        sweep = patching_sweep(model, compared, *kind)
         sweeps[sweep.setting.grid.template] = sweep
         _check_confirm(confirm, sweep)
     hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
     model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=rules), differentiated=True)
-    found = _results(sweeps, FirstOrder(model, hooks, request, cotangent, rules, linearize_at, steps), confirm)
-    return found if several else next(iter(found.values()))
+    results = _results(sweeps, FirstOrder(model, hooks, compared, cotangent, rules, linearize_at, steps), confirm)
+    return results if several else next(iter(results.values()))
 
 
 def _check(linearize_at: str, steps: int, rules: str, metric: Measure, recurrent: bool) -> None:
@@ -167,21 +168,21 @@ def _fitting(
 
 def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int) -> dict[str, AttributedSweep]:
     """Attribute all kinds of hook points pair by pair, and compute the leading cells exactly."""
-    begin, pairs = time.perf_counter(), next(iter(sweeps.values())).pairs
+    begin, pairs = time.perf_counter(), first_order.compared.pairs
     bases = np.empty((2, len(pairs)))
     by_pair: dict[str, list[Numbers]] = {kind: [] for kind in sweeps}
     try:
         for number, pair in enumerate(pairs):
-            effects, bases[:, number] = first_order.of(pair, number, len(pairs))
+            effects, bases[:, number] = first_order.of(number)
             for kind, sweep in sweeps.items():
                 by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid.at(pair.places), effects))
         seconds = time.perf_counter() - begin
-        found = {}
+        results = {}
         for kind, sweep in sweeps.items():
             cost = {"cells": float(sweep.setting.grid.cells * len(pairs)), "seconds": seconds}
             result = sweep.result(np.stack(by_pair[kind]), bases, cost)
-            found[kind] = _result(result, sweep, first_order, confirm)
-        return found
+            results[kind] = _result(result, sweep, first_order, confirm)
+        return results
     finally:
         first_order.model.give_back(later=True)
 

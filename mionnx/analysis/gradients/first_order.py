@@ -7,11 +7,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.seeded import LAST, Seed, with_metric
+from mionnx.analysis.gradients.gradients import Seed, metric_name
+from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.metric import MetricRequest
-from mionnx.analysis.sweep.pairs import Pair
-from mionnx.errors import InputError
+from mionnx.analysis.sweep.metric import Measure
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import GradientError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
@@ -20,6 +21,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 Arrays = dict[str, NDArray[Any]]
+LAST = Logits(positions=-1)
 TOKENS = 4096  # most tokens of one call along a path
 
 
@@ -30,67 +32,52 @@ class FirstOrder:
     Attributes:
         model: the model.
         hooks: hook points.
-        metric: the metric.
+        compared: corrupted prompts, into which clean ones are patched, and the metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the rules of going back.
+        rules: the name of the backward rules.
         linearize_at: "corrupted", "clean" or "mean".
         steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
     """
 
     model: Runner
     hooks: Sequence[str]
-    metric: MetricRequest
+    compared: Pairs
     cotangent: ArrayLike | Seed | None
     rules: str
     linearize_at: str
     steps: int
 
-    def of(self, pair: Pair, number: int, count: int) -> tuple[Arrays, tuple[float, float]]:
+    def of(self, number: int) -> tuple[Arrays, tuple[float, float]]:
         """The effect of each number at each hook point, on one pair.
-
-        Args:
-            pair: the corrupted prompt, and the clean one.
-            number, count: number of the pair, and of all pairs.
 
         Returns:
             hook point -> (clean value - corrupted value) * gradient, float64, without the batch axis; and the metric
             of the corrupted and of the clean prompt.
         """
+        pair, compared = self.compared.pairs[number], self.compared
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
-        reads = self.metric.top_tokens or self.metric.measure == "kl"
-        logits = self._logits(ids, _corrupted(pair, [0])) if reads else None
-        known = {} if callable(self.metric.measure) else self._read(number, count, logits)
+        both: Any = (None, None)
+        if compared.metric.needs_logits:
+            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST).output()[:, 0]
+        reads = compared.reads(self.model, number, *both)
         spec = _corrupted(pair, [0]).capture([*self.hooks]).gradient([*self.hooks])
-        cache = self.model.forward(ids, self._with_metric(spec, known, ids), logits=LAST)
+        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
-        gradients = self._along(pair, differences, known) if self.steps > 1 else self._at(cache.grad or {})
+        gradients = self._along(pair, differences, reads) if self.steps > 1 else self._at(cache.grad or {})
         last = cache.output()[:, 0]
-        metric = self.metric.bind(self.model, number, count, last[1], last[0])
-        base, other = metric(last if metric.needs is None else last[:, list(metric.needs)]).tolist()
+        base, other = compared.bind(self.model, number, *last).measure(last).tolist()
         return {hook: differences[hook] * gradients[hook] for hook in self.hooks}, (base, other)
 
-    def _logits(self, ids: NDArray[np.int64], spec: HookSpec) -> NDArray[Any]:
-        return self.model.forward(ids, spec, logits=LAST).output()[:, 0]
-
-    def _read(self, number: int, count: int, logits: NDArray[Any] | None) -> dict[str, Any]:
-        """Tokens or reference of the metric."""
-        corrupted, clean = (None, None) if logits is None else (logits[0], logits[1])
-        if self.metric.measure == "kl":
-            return {"reference": clean}
-        given = clean, (np.empty(0) if corrupted is None else corrupted)
-        tokens = self.metric.tokens(self.model, number, count, *given)
-        return dict(zip(("answer", "versus"), tokens, strict=False))
-
-    def _with_metric(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
-        return with_metric(self.model, spec, self.metric.measure, self.cotangent, known, self.rules, ids)
+    def _with_metric(self, spec: HookSpec, reads: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
+        return with_metric(self.model, spec, self.compared.metric.measure, self.cotangent, reads, self.rules, ids)
 
     def _at(self, gradients: Mapping[str, NDArray[Any]]) -> Arrays:
         """Gradients [...] of one row, or the mean of both."""
         rows = {"corrupted": [0], "clean": [1], "mean": [0, 1]}[self.linearize_at]
         return {hook: gradients[hook].astype(np.float64)[rows].mean(axis=0) for hook in self.hooks}
 
-    def _along(self, pair: Pair, differences: Arrays, known: Mapping[str, Any]) -> Arrays:
+    def _along(self, pair: Pair, differences: Arrays, reads: Mapping[str, Any]) -> Arrays:
         """Gradients [...], each the mean along its own hook point's straight path.
 
         A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
@@ -101,11 +88,11 @@ class FirstOrder:
         made = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
         for hook in self.hooks:
             for part in parts:
-                made[hook] += self._steps(pair, hook, part, differences, known)
+                made[hook] += self._steps(pair, hook, part, differences, reads)
         return made
 
     def _steps(
-        self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, known: Mapping[str, Any]
+        self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, reads: Mapping[str, Any]
     ) -> NDArray[np.float64]:
         """Sum a hook point's gradients at some shares of the difference, over all steps."""
         ids = np.repeat(pair.base[None], len(shares), axis=0)
@@ -113,7 +100,7 @@ class FirstOrder:
         for other in self.hooks:
             moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
             spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
-        spec = self._with_metric(spec.gradient([*self.hooks]), known, ids)
+        spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
         gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
         return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
@@ -163,3 +150,49 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
     made = np.zeros(grid.sizes)
     made[tuple(map(slice, cells.shape))] = cells
     return made
+
+
+def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:
+    """Refuse a metric without a gradient.
+
+    Args:
+        metric, cotangent: of the verb.
+        estimated: the verb whose exact numbers are estimated.
+
+    Raises:
+        GradientError, InputError: a function without a cotangent, a cotangent without a function, or no metric of that
+            verb.
+    """
+    if callable(metric) and cotangent is not None:
+        return
+    if cotangent is not None:
+        raise GradientError(f"cotangent= is the derivative of a metric that is a function; {metric!r} has its own")
+    if metric_name(metric) in ("logit", "loss"):
+        raise InputError(f"metric {metric!r} is none of `{estimated}`, which this estimates: give logit_diff")
+
+
+def with_metric(
+    model: Runner,
+    spec: HookSpec,
+    metric: Measure,
+    cotangent: ArrayLike | Seed | None,
+    reads: Mapping[str, Any],
+    rules: str,
+    ids: NDArray[np.int64],
+) -> HookSpec:
+    """Set the metric; a cotangent that is a function is called with the logits of these rows.
+
+    Args:
+        model, spec: what runs.
+        metric, cotangent: what is measured, and the derivative of a metric that is a function.
+        reads: tokens or reference of the metric.
+        rules: the name of the rules of going back.
+        ids: the rows, [batch, seq].
+    """
+    if not callable(metric):
+        return spec.set_metric(metric, **reads, rules=rules)
+    if callable(cotangent):
+        plain = HookSpec()
+        plain.interventions += spec.interventions
+        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST).output()[:, 0])
+    return spec.set_metric("cotangent", cotangent=np.asarray(cotangent), rules=rules)

@@ -34,9 +34,10 @@ HOOKS_ONLY = Outputs(logits=False, carried=False)
 def harvest(
     model: Runner,
     texts: Source,
-    points: HookSpec | Hooks,
+    points: Hooks | None,
     folder: str | Path,
     *,
+    hooks: HookSpec | None = None,
     context: int | None = None,
     packed: bool = False,
     separator: int | str | None = None,
@@ -58,8 +59,9 @@ def harvest(
     Args:
         texts: a file (.txt with a text a line, .jsonl, .parquet), a folder of such or of Hugging Face's `datasets`, or
             an iterable of texts, ids [seq] or `Tokens`, which gives the same at every call.
-        points: hook points, or a `HookSpec` with captures and interventions.
+        points: hook points; None where `sae` or the captures of `hooks` say what is written.
         folder: where the shards go; `Activations(folder)` reads them.
+        hooks: interventions in force, and captures, which are written besides.
         context: tokens of a window if `packed`; otherwise the most of a text, the rest of which is left out.
         packed: run windows over all texts, one after the other, and not a text at a time.
         separator: a token (id or text) that is put before each text of packed windows, if it does not begin with it.
@@ -87,11 +89,11 @@ def harvest(
         made["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
     """
     settings = Settings(context, packed, separator, positions, dtype, format, sae, k, batch_size, shard_bytes, column)
-    return write(open_writer(model, texts, points, folder, settings), in_turn, progress)
+    return write(open_writer(model, texts, points, hooks, folder, settings), in_turn, progress)
 
 
 def open_writer(
-    model: Runner, texts: Source, points: HookSpec | Hooks, folder: str | Path, settings: Settings
+    model: Runner, texts: Source, points: Hooks | None, hooks: HookSpec | None, folder: str | Path, settings: Settings
 ) -> ShardWriter:
     """Check a harvest; nothing is written yet.
 
@@ -100,19 +102,19 @@ def open_writer(
         InputError: texts that cannot be read, or a spec with something else than captures and interventions.
     """
     model = _settled(model)
-    asked = exact_spec(points, settings)
-    bound = model.binder.bind(asked, HOOKS_ONLY)
+    spec = exact_spec(points, hooks, settings)
+    bound = model.binder.bind(spec, HOOKS_ONLY)
     separator = separator_of(model, settings.packed, settings.separator)
     dataset = Texts(texts, settings.column)
     rows = Rows(model, dataset, settings.context, settings.packed, separator, settings.positions)
-    changes = HookSpec().extend(asked)
+    changes = HookSpec().extend(spec)
     changes.captures = []
-    told = {
+    identity = {
         "model": {"family": model.hooked.metadata.family, "weights_sha256": model.hooked.weights_sha256},
         "hooks": [capture.node.output for capture in bound.captures],
         "interventions_sha256": changes.sha256,
     }
-    return ShardWriter(model, asked, bound, rows, settings, told | settings.told(separator), Path(folder))
+    return ShardWriter(model, spec, bound, rows, settings, identity | settings.told(separator), Path(folder))
 
 
 def _settled(model: Runner) -> Runner:

@@ -86,14 +86,26 @@ class Settings:
         }
 
 
-def exact_spec(given: HookSpec | Hooks, settings: Settings) -> HookSpec:
+def capturing(points: Hooks | None, hooks: HookSpec | None) -> HookSpec:
+    """A spec in force that captures further hook points.
+
+    Raises:
+        HookError: no hook points, or a spec in their place.
+    """
+    if isinstance(points, HookSpec):
+        raise HookError("points= are names of hook points, globs or functions of the name; a HookSpec goes in hooks=")
+    spec = HookSpec().extend(hooks or HookSpec())
+    return spec if points is None else spec.capture(points)
+
+
+def exact_spec(points: Hooks | None, hooks: HookSpec | None, settings: Settings) -> HookSpec:
     """The spec of the passes, whose values keep their dtype.
 
     Raises:
         HookError: nothing is captured, or an autoencoder without a hook point.
         InputError: gradients, positions or a dtype of a capture, or more features than there are.
     """
-    spec = HookSpec().extend(given) if isinstance(given, HookSpec) else HookSpec().capture(given)
+    spec = capturing(points, hooks)
     if spec.gradients or spec.metric is not None:
         raise InputError("harvest writes captures; a spec with gradients or a metric has no place there")
     if any(request.positions is not None for request in spec.captures):
@@ -102,7 +114,7 @@ def exact_spec(given: HookSpec | Hooks, settings: Settings) -> HookSpec:
         raise InputError("dtype of a capture: give dtype= to harvest, which is that of all fractions")
     if settings.sae is None:
         if not spec.captures:
-            raise HookError("nothing to harvest: the spec captures no hook point")
+            raise HookError("nothing to harvest: points=None names no hook point")
         return spec
     return _with_features(spec, settings.sae, settings.features or 0)
 
@@ -116,8 +128,8 @@ def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
     if k > sae.d_sae:
         raise InputError(f"k={k} of {sae.d_sae} features")
     spec.captures = [request for request in spec.captures if str(request) != where]
-    asked = {"k": np.array([k]), "followed": np.array([0])}
-    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
+    inputs = {"k": np.array([k]), "followed": np.array([0])}
+    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, inputs)))
     return spec.capture([f"{where}.hook_top_ids", f"{where}.hook_top_values"])
 
 

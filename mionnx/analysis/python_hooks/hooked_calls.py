@@ -8,16 +8,15 @@ from typing import Any, overload
 
 from numpy.typing import ArrayLike
 
-from mionnx.analysis.python_hooks.backward_hooks import run_backwards
-from mionnx.analysis.python_hooks.batched_run import run_batches
+from mionnx.analysis.python_hooks.hooked_run import RunInputs, run_backwards, run_batches, run_segments
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
-from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
 from mionnx.machine.typed import typed
 from mionnx.run.batching import check_batch_size
+from mionnx.run.decoding import StepFunctions
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import HookFunction, Where, register
@@ -134,24 +133,25 @@ def run_with_hooks(
     check_return_type(return_type)
     inputs = RunInputs(model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     check_batch_size(batch_size)
-    spec, asked = hooks or HookSpec(), {"name": metric, "answer": answer, "versus": versus}
+    spec, functions = hooks or HookSpec(), StepFunctions(model.hooked, fwd_hooks)
     if spec.metric is not None or spec.gradients:
         raise GradientError("hooks= has a metric or gradients, and no logits tell them: `forward` returns them")
     if backward := register(model.hooked, bwd_hooks):
         if batch_size is not None:
             raise GradientError("bwd_hooks are called for one batch: `gradients` has batch_size=")
-        if register(model.hooked, fwd_hooks):
+        if functions.names:
             raise GradientError(
                 "fwd_hooks and bwd_hooks in one call: no graph can differentiate a Python function; say what the first "
                 "do as interventions, in hooks="
             )
-        result = run_backwards(model, inputs, spec, backward, {**asked, "name": metric or "loss"})
-    elif any(value is not None for value in asked.values()):
+        differentiated = {"name": metric or "loss", "answer": answer, "versus": versus}
+        result = run_backwards(model, inputs, spec, backward, differentiated)
+    elif not metric is answer is versus is None:
         raise GradientError("metric=, answer= and versus= are what bwd_hooks= differentiates, and there are none")
     elif batch_size is not None:
-        return run_batches(model, inputs, spec, fwd_hooks, return_type, batch_size, state=False)[0]
+        return run_batches(model, inputs, spec, functions, return_type, batch_size, state=False)[0]
     else:
-        result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=False)
+        result = run_segments(model, inputs, spec, functions, return_type is not None, state=False)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 
@@ -237,17 +237,17 @@ def run_with_cache(
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
     check_batch_size(batch_size)
+    functions = StepFunctions(model.hooked, fwd_hooks)
     if stop_at_layer is not None:
         if batch_size is not None or return_type != "logits":
             raise InputError("stop_at_layer= returns the residual stream of one batch: no batch_size=, no return_type=")
         end = _end(model, stop_at_layer)
-        result = run_segments(
-            model, inputs, _until(model, spec, end, names_filter is None), fwd_hooks, logits=False, state=False
-        )
+        spec = _until(model, spec, end, names_filter is None)
+        result = run_segments(model, inputs, spec, functions, logits=False, state=False)
         return result[end], result
     if batch_size is not None:
-        return run_batches(model, inputs, spec, fwd_hooks, return_type, batch_size, state=True)
-    result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=True)
+        return run_batches(model, inputs, spec, functions, return_type, batch_size, state=True)
+    result = run_segments(model, inputs, spec, functions, return_type is not None, state=True)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model)), result
 
 

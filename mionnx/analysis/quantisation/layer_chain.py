@@ -56,7 +56,7 @@ class LayerChain(Segments):
                 self.read.setdefault(product.weight, product.node.input[0])
         self.products |= {stack.weight: [stack.node.output[0]] for stack in found.stacks}
         # without a base: it would be one of this graph alone
-        super().__init__(replace(model, proto=_fed(model.proto, found, self.products)), replace(options, base="auto"))
+        super().__init__(replace(model, proto=_fed(model.proto, found, self.products)), replace(options, base=False))
         self.pieces = range(EMBEDDING, self.layers + 1)
         self.matrices: dict[int, list[str]] = {}
         self.values: dict[int, list[str]] = {}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.harvest.settings import capturing
 from mionnx.analysis.harvest.texts import Source, Texts
 from mionnx.analysis.statistics.statistics import Statistics
 from mionnx.errors import HookError, InputError
@@ -33,8 +34,9 @@ ROWS = 65_536  # tokens of harvested activations at a time
 def statistics(
     model: Runner,
     texts: Source,
-    points: HookSpec | Hooks,
+    points: Hooks,
     *,
+    hooks: HookSpec | None = None,
     by: By = None,
     covariance: bool = False,
     batch_size: int | str = AUTO,
@@ -48,7 +50,8 @@ def statistics(
 
     Args:
         texts: a list of texts or ids, an iterator, or a file or folder as `harvest` takes it.
-        points: hook points with one value a token, or a spec that captures some and changes others.
+        points: hook points with one value a token.
+        hooks: interventions in force, and captures, which count besides.
         by: classes of tokens: "position", "token", or a function: ids [seq] -> integers [seq]; all together if left
             out.
         covariance: of all numbers of a vector [d], as [d, d]; for one class.
@@ -69,7 +72,7 @@ def statistics(
     check_batch_size(batch_size)
     if covariance and by is not None:
         raise InputError("covariance= is of all tokens together: leave by= out")
-    spec = HookSpec().extend(points) if isinstance(points, HookSpec) else HookSpec().capture(points)
+    spec = capturing(points, hooks)
     names = _captured(model, spec)
     source, made, done = Texts(texts, column), Statistics(by), 0
     waiting = iter(source)

@@ -56,6 +56,10 @@ class Metric:
             )
         return values.astype(np.float64)
 
+    def measure(self, logits: NDArray[Any]) -> Numbers:
+        """Compute the metric of logits of the whole vocabulary, [rows, vocab] -> [rows]."""
+        return self(logits if self.needs is None else logits[:, list(self.needs)])
+
 
 @dataclass(frozen=True)
 class MetricRequest:
@@ -66,13 +70,11 @@ class MetricRequest:
             gives [rows].
         answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the top token of the clean
             prompt and of the corrupted one.
-        resume_key: a name for a function, in the file that a sweep is resumed from.
     """
 
     measure: Measure
     answer: Tokens = None
     versus: Tokens = None
-    resume_key: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.measure, str) and self.measure not in NAMES:
@@ -90,19 +92,18 @@ class MetricRequest:
         """Name for tables and messages."""
         return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
 
-    @property
-    def identity(self) -> list[Any]:
+    def identity(self, resume_key: str | None) -> list[Any]:
         """Name, `resume_key` and tokens, as JSON holds them.
 
         Raises:
             InputError: a function without a `resume_key`: two functions cannot be compared.
         """
-        if callable(self.measure) and self.resume_key is None:
+        if callable(self.measure) and resume_key is None:
             raise InputError(
                 f"a sweep with the function {self.name} as its metric is resumed by a name that you give it: "
                 'resume_key="..."; without one, resume=False'
             )
-        return [self.name, self.resume_key, _plain(self.answer), _plain(self.versus)]
+        return [self.name, resume_key, _plain(self.answer), _plain(self.versus)]
 
     def bind(self, model: Runner, pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
         """Make the metric of one of several pairs.
@@ -120,7 +121,7 @@ class MetricRequest:
         if self.measure == "kl":
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
-        answer, *versus = self.tokens(model, pair, count, clean, other)
+        answer, *versus = self._tokens(model, pair, count, clean, other)
         warn_of_spelling(model, "answer", _of_pair(self.answer, pair), clean)
         warn_of_spelling(model, "versus", _of_pair(self.versus, pair), clean if other is None else other)
         if not versus:
@@ -138,24 +139,32 @@ class MetricRequest:
         return self if repeats == 1 else replace(self, answer=each(self.answer), versus=each(self.versus))
 
     @property
-    def top_tokens(self) -> bool:
-        """Whether it reads a token that only the prompts' own logits tell."""
-        difference = self.measure == "logit_diff"
-        return self.measure in (*_OF_ANSWER, "logit_diff") and (
-            self.answer is None or (difference and self.versus is None)
-        )
+    def needs_logits(self) -> bool:
+        """Whether only logits of the prompts tell the tokens or the distribution that it reads."""
+        if callable(self.measure) or self.measure == "kl":
+            return self.measure == "kl"
+        return self.answer is None or (self.measure == "logit_diff" and self.versus is None)
 
-    def tokens(
+    def reads(
         self, model: Runner, pair: int, count: int, clean: NDArray[Any] | None, other: NDArray[Any] | None
-    ) -> tuple[int, ...]:
-        """The answer, and what "logit_diff" compares it with.
+    ) -> dict[str, Any]:
+        """The tokens, or the reference, that the metric's gradient reads; nothing for a function.
 
         Args:
-            model, pair, count, clean, other: see `bind`; without logits, only tokens that were given.
+            model, pair, count, clean, other: see `bind`; no logits are needed unless `needs_logits`.
 
         Raises:
             InputError: an answer that is no token, or that equals `versus`.
         """
+        if callable(self.measure):
+            return {}
+        if self.measure == "kl":
+            return {"reference": clean}
+        return dict(zip(("answer", "versus"), self._tokens(model, pair, count, clean, other), strict=False))
+
+    def _tokens(
+        self, model: Runner, pair: int, count: int, clean: NDArray[Any] | None, other: NDArray[Any] | None
+    ) -> tuple[int, ...]:
         answer = _token(model, self.answer, pair, count, "answer", clean)
         if self.measure != "logit_diff":
             return (answer,)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
+from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.metric import Metric, MetricRequest
-from mionnx.analysis.sweep.pairs import Pair
+from mionnx.analysis.sweep.metric import Metric
 from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts, first_difference
 from mionnx.analysis.sweep.path_runs import PathPatchedRuns, written
 from mionnx.analysis.sweep.progress_file import ProgressFile, key_of
@@ -24,11 +26,13 @@ from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.cache_entry import SWEEPS
+from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.progress import Progress, shown, silent
+from mionnx.run.find_model import cache_folder
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Segments
 
-Ids = NDArray[np.int64]
 Donors = Callable[[CleanRun], dict[str, NDArray[Any]]]
 FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
 Before = Callable[["Sweep"], None]
@@ -55,32 +59,23 @@ class SweepEstimate(Brief):
 
 @dataclass(frozen=True)
 class SweepSetting:
-    """Everything that defines a sweep besides its prompts.
+    """Everything that defines a sweep besides its prompts and its metric.
 
     Attributes:
         grid: the cells.
-        metric: the metric that is asked for.
-        patching: "denoising", "noising" or "ablation".
+        title: the method, for pictures: "Path patching".
+        shortcuts: how cells are computed.
         donors: make the values that replace the base's; None for those of the other run.
         kind: part of the key of a file to resume from: "patch", "zero", "mean 3f2a..".
-        labels: of the axes.
-        title, about: of pictures.
-        shortcuts: how cells are computed.
         receivers: of path patching; None where everything reads the change.
-        repeats: pairs of each prompt, which follow each other.
     """
 
     grid: Grid
-    metric: MetricRequest
-    patching: str
-    donors: Donors | None
-    kind: str
-    labels: dict[str, list[str]]
     title: str
-    about: str
-    shortcuts: Shortcuts = field(default_factory=Shortcuts)
+    shortcuts: Shortcuts
+    donors: Donors | None = None
+    kind: str = "patch"
     receivers: Receivers | None = None
-    repeats: int = 1
 
     @property
     def hooks(self) -> list[str]:
@@ -98,18 +93,22 @@ class Sweep:
 
     Attributes:
         model, graphs: the model, and the graphs of its layers.
-        pairs: its prompts.
-        setting: what it measures.
+        compared: its prompts, its metric and what is put where.
+        setting: cells and method.
         file: stores computed cells, and is continued if it exists; None for neither.
+        resume_key: a name for a metric that is a function, in that file.
     """
 
     file: Path | None = None
+    resume_key: str | None = None
 
-    def __init__(self, model: Runner, graphs: Segments, pairs: Sequence[Pair], setting: SweepSetting) -> None:
-        self.model, self.graphs, self.pairs, self.setting = model, graphs, list(pairs), setting
-        for number, pair in enumerate(self.pairs):
-            if pair.other is not None and pair.corruption is None and np.array_equal(pair.base, pair.other):
-                raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
+    def __init__(self, model: Runner, compared: Pairs, setting: SweepSetting) -> None:
+        self.model, self.graphs, self.compared, self.setting = model, model.opened(Segments.of_sweep), compared, setting
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Its prompts."""
+        return self.compared.pairs
 
     @property
     def key(self) -> str:
@@ -128,8 +127,8 @@ class Sweep:
                     [ids if ids is None else ids.tolist() for ids in (pair.base, pair.other)] for pair in self.pairs
                 ],
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
-                "metric": setting.metric.identity,
-                "how": [setting.patching, setting.kind, repr(setting.receivers)],
+                "metric": self.compared.metric.identity(self.resume_key),
+                "how": [self.compared.patching, setting.kind, repr(setting.receivers)],
                 **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
                 **({"specs": specs} if specs else {}),
             }
@@ -222,30 +221,31 @@ class Sweep:
             bases: the metric of the run that is patched and of the one patched in, [2, pairs].
             cost: see `SweepResult`.
         """
-        setting = self.setting
-        if 1 < setting.repeats < len(by_pair):  # draws of one prompt are no independent pairs
-            by_pair = by_pair.reshape(-1, setting.repeats, *by_pair.shape[1:]).mean(axis=1)
-            bases = bases.reshape(2, -1, setting.repeats).mean(axis=2)
-        base, other = bases.mean(axis=1).tolist()
-        moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)
-        values = np.where(moved, by_pair.mean(axis=0), base)  # the two means may add up in different orders
-        clean, corrupted = (other, base) if setting.patching == "denoising" else (base, other)
+        compared, grid, repeats = self.compared, self.setting.grid, self.compared.repeats
+        if 1 < repeats < len(by_pair):  # draws of one prompt are no independent pairs
+            by_pair = by_pair.reshape(-1, repeats, *by_pair.shape[1:]).mean(axis=1)
+            bases = bases.reshape(2, -1, repeats).mean(axis=2)
+        moved = (by_pair - bases[0].reshape([-1, *[1] * len(grid.sizes)])).any(axis=0)
+        # the two means may add up in different orders
+        values = np.where(moved, by_pair.mean(axis=0), float(bases[0].mean()))
+        clean, corrupted = compared.ordered(*bases)
+        alone, how = compared.patching == "ablation", f" ({compared.patching})"
         return SweepResult(
             values,
             by_pair,
-            setting.grid.over,
-            setting.labels,
-            clean,
-            None if setting.patching == "ablation" else corrupted,
-            setting.patching,
-            setting.metric.name,
-            setting.grid.template,
-            setting.title,
-            setting.about,
+            grid.over,
+            compared.labels(self.model, grid),
+            float(clean.mean()),
+            None if alone else float(corrupted.mean()),
+            compared.patching,
+            compared.metric.name,
+            grid.template,
+            f"{self.setting.title} {grid.template.format(i='*')}" + ("" if alone else how),
+            compared.about,
             cost,
-            clean_by_pair=bases[1] if setting.patching == "denoising" else bases[0],
-            corrupted_by_pair={"denoising": bases[0], "noising": bases[1], "ablation": None}[setting.patching],
-            named=self.pairs[0].places is not None,
+            clean_by_pair=clean,
+            corrupted_by_pair=None if alone else corrupted,
+            named=compared.names is not None,
         )
 
     @cached_property
@@ -258,14 +258,11 @@ class Sweep:
         grid = setting.grid.at(prompts.places)
         base, other = self._unpatched(prompts)
         donors = other.values if setting.donors is None else setting.donors(base)
-        clean, corrupted = (other, base) if setting.patching == "denoising" else (base, other)
-        second = None if prompts.other is None else corrupted.logits[0]
-        metric = setting.metric.bind(self.model, pair, len(self.pairs), clean.logits[0], second)
-        logits = np.concatenate([base.logits, other.logits])
-        read = logits if metric.needs is None else logits[:, list(metric.needs)]
-        values = metric(read)
+        metric = self.compared.bind(self.model, pair, base.logits[0], other.logits[0])
+        values = metric.measure(np.concatenate([base.logits, other.logits]))
         first = prompts.first if prompts.corruption is None else first_difference(grid, base, donors)
-        arguments = (self.graphs, grid, base, donors, first, setting.shortcuts, read.shape[1])
+        read = base.logits.shape[1] if metric.needs is None else len(metric.needs)
+        arguments = (self.graphs, grid, base, donors, first, setting.shortcuts, read)
         receivers = setting.receivers
         runs = PatchedRuns(*arguments) if receivers is None else PathPatchedRuns(receivers, *arguments)
         return runs, metric, (float(values[0]), float(values[-1]))
@@ -279,7 +276,56 @@ class Sweep:
             ids = prompts.base[None]
             clean = run_clean(self.graphs, ids, begins, setting.hooks)
             corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
-            return (corrupted, clean) if setting.patching == "denoising" else (clean, corrupted)
+            base, other = self.compared.ordered(clean, corrupted)
+            return base, other
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         both = run_clean(self.graphs, ids, begins, setting.hooks)
         return both.row(0), both.row(len(ids) - 1)
+
+
+def run_sweep(
+    sweep: Sweep, progress: bool | None, resume: str | Path | bool, resume_key: str | None, before: Before | None
+) -> SweepResult:
+    """Run a sweep with progress and a file to resume from; see `patch_sweep`."""
+    sweep.resume_key = resume_key
+    sweep.file = _progress_file(sweep, resume)
+    temporary = sweep.file if resume is True else None
+    if before is not None:
+        before(sweep)
+    try:
+        with shown(progress) as show:
+            result = sweep.run(show)
+    except Exception:  # an interruption is none: its file stays
+        _delete(temporary)
+        raise
+    finally:
+        sweep.model.give_back(later=True)
+    _delete(temporary)
+    return result
+
+
+def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
+    """Path of the file for computed cells; None if nothing is stored."""
+    if not isinstance(resume, bool):
+        return Path(resume)
+    if not resume:
+        if sweep.resume_key is not None:
+            raise InputError(f"resume_key={sweep.resume_key!r} has no effect without resume=True or resume=FILE")
+        return None
+    try:
+        folder = DiskCache(cache_folder()).kind_folder(SWEEPS)
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EROFS, "it cannot be written", str(folder))
+        file = folder / f"{sweep.key[:32]}.safetensors"
+        if file.is_symlink():
+            raise OSError(errno.EEXIST, "it is a link, which is not followed", str(file))
+    except OSError as error:
+        lost = "an interruption would lose the cells that are computed; resume=FILE keeps them elsewhere"
+        DiskCache(cache_folder()).say_unusable(error, lost, SWEEPS)
+        return None
+    return file
+
+
+def _delete(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)

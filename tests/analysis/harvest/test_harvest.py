@@ -119,9 +119,9 @@ def test_a_separator_stands_before_each_text_of_packed_windows(model: MIModel, t
 
 
 def test_interventions_apply(model: MIModel, tmp_path: Path) -> None:
-    spec = HookSpec().capture(STREAM).intervene("blocks.1.hook_mlp_out", Intervention.Zero())
-    made = model.harvest(TEXTS[:1], spec, tmp_path / "made")
-    np.testing.assert_allclose(made[STREAM][:], model.forward(TEXTS[0], spec)[STREAM][0], atol=1e-5)
+    spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+    made = model.harvest(TEXTS[:1], STREAM, tmp_path / "made", hooks=spec)
+    np.testing.assert_allclose(made[STREAM][:], model.forward(TEXTS[0], spec.capture(STREAM))[STREAM][0], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -135,7 +135,7 @@ def test_values_are_rounded_once(model: MIModel, tmp_path: Path, dtype: str) -> 
 def test_a_number_too_large_for_float16_is_refused(model: MIModel, tmp_path: Path) -> None:
     spec = HookSpec().capture(STREAM).intervene(STREAM, Intervention.Scale(1e5))
     with pytest.raises(InputError, match=f"{STREAM} has .* too large for float16: use bfloat16"):
-        model.harvest(TEXTS, spec, tmp_path / "made", dtype="float16")
+        model.harvest(TEXTS, None, tmp_path / "made", hooks=spec, dtype="float16")
 
 
 def test_what_is_no_number_before_the_cast_is_no_reason_to_refuse(model: MIModel, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_is_no_number_before_the_cast_is_no_reason_to_refuse(model: MIModel
         .intervene(STREAM, Intervention.Scale(1e30))
         .intervene(STREAM, Intervention.Scale(1e30))
     )
-    made = model.harvest(TEXTS[:2], spec, tmp_path / "made", dtype="float16")
+    made = model.harvest(TEXTS[:2], None, tmp_path / "made", hooks=spec, dtype="float16")
     assert np.isinf(made[STREAM][:]).any()
 
 
@@ -158,7 +158,7 @@ def test_other_engines_round_as_well(model: MIModel, tmp_path: Path) -> None:
 
 def test_features_are_those_of_the_verb(model: MIModel, tmp_path: Path) -> None:
     sae = SAE(Config(activation="standard", hook="blocks.1.hook_resid_post"), random_weights("standard"))
-    made = model.harvest(TEXTS, HookSpec(), tmp_path / "made", sae=sae, k=4)
+    made = model.harvest(TEXTS, None, tmp_path / "made", sae=sae, k=4)
     ids, values = (made[f"blocks.1.hook_resid_post.hook_top_{name}"] for name in ("ids", "values"))
     found = model.features(TEXTS[1], sae, k=4)
     mask = np.asarray(made.text_index) == 1
@@ -388,7 +388,7 @@ def test_a_random_order_is_a_permutation_of_its_seed() -> None:
         (["The capital", ""], STREAM, {}, "text 1: .*empty"),
         ("nowhere.txt", STREAM, {}, "nowhere.txt is no file and no folder"),
         (3, STREAM, {}, "texts are a file, a folder or an iterable of texts, got int"),
-        (TEXTS, [], {}, "list|no hook point"),
+        (TEXTS, None, {}, "list|no hook point"),
         (TEXTS, "blocks.1.attn.hook_pattern", {}, r"hook_pattern .* has no value of one size for each token"),
         (TEXTS, STREAM, {"packed": True}, "context .* must be 1 or above"),
         (TEXTS, STREAM, {"separator": "France"}, "give packed=True"),
@@ -401,10 +401,12 @@ def test_a_random_order_is_a_permutation_of_its_seed() -> None:
         (TEXTS, STREAM, {"batch_size": 0}, "batch_size=0"),
         (TEXTS, STREAM, {"column": "story"}, "only tables and JSON lines have columns"),
         (TEXTS, STREAM, {"k": 4}, "give sae="),
-        (TEXTS, HookSpec().capture(STREAM, positions=[0]), {}, "give positions= to harvest"),
-        (TEXTS, HookSpec().capture(STREAM, dtype="float16"), {}, "give dtype= to harvest"),
+        (TEXTS, None, {"hooks": HookSpec().capture(STREAM, positions=[0])}, "give positions= to harvest"),
+        (TEXTS, None, {"hooks": HookSpec().capture(STREAM, dtype="float16")}, "give dtype= to harvest"),
         (TEXTS, STREAM, {"dtype": "int8"}, "dtype='int8'; one of float32, float16, bfloat16"),
-        (TEXTS, HookSpec().gradient(STREAM).set_metric("loss"), {}, "captures"),
+        (TEXTS, None, {"hooks": HookSpec().gradient(STREAM).set_metric("loss")}, "captures"),
+        (TEXTS, HookSpec().capture(STREAM), {}, "hooks="),
+        (TEXTS, None, {}, "names no hook point"),
     ],
 )
 def test_bad_input_is_refused(model: MIModel, tmp_path: Path, texts, hooks, options, message) -> None:

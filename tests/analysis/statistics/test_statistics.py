@@ -138,8 +138,8 @@ def test_means_take_the_place_of_activations(models, references, streams):
 
 
 def test_a_spec_with_interventions_is_measured_under_them(models):
-    spec = HookSpec().intervene(HOOK, Intervention.Scale(0.0)).capture(HOOK)
-    assert np.abs(models("llama").statistics(TEXTS, spec).mean(HOOK)).max() == 0
+    spec = HookSpec().intervene(HOOK, Intervention.Scale(0.0))
+    assert np.abs(models("llama").statistics(TEXTS, HOOK, hooks=spec).mean(HOOK)).max() == 0
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_spec_with_interventions_is_measured_under_them(models):
         ({"by": "positon"}, InputError, "did you mean 'position'"),
         ({"by": "token", "covariance": True}, InputError, "leave by= out"),
         ({"by": lambda ids: ids[:1]}, InputError, "a class a token"),
-        ({"points": HookSpec().capture(HOOK, positions=-1)}, InputError, "capture without positions"),
+        ({"hooks": HookSpec().capture(HOOK, positions=-1)}, InputError, "capture without positions"),
         ({"batch_size": 0}, InputError, "batch_size=0"),
     ],
 )

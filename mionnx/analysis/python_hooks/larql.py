@@ -1,7 +1,14 @@
-"""Capture, ablation, steering and patching of the residual stream after a layer (`hook_resid_post`).
+"""Words of LARQL: one prompt's residual stream after a layer, captured, ablated, steered and patched.
 
-Each verb is one spec on one prompt. A layer or position that does not exist, or a change that nothing captured could
-show, is an error.
+their word              ours
+capture_residuals       forward(prompt, HookSpec().capture("blocks.*.hook_resid_post", positions=-1), logits=False)
+forward_with_capture    the same without positions=
+forward_ablate          .intervene("blocks.1.hook_resid_post", Intervention.Zero(positions=...)) besides
+forward_steer           .intervene("blocks.1.hook_resid_post", Intervention.Add(strength * vector, positions=-1))
+patch_activations       .intervene("blocks.1.hook_resid_post", Intervention.Replace(donor, positions=...))
+generate_with_hooks     generate(prompt, hooks, max_new_tokens=...)
+
+A layer or position that does not exist, or a change that nothing captured could show, is an error.
 """
 
 from __future__ import annotations

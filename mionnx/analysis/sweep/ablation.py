@@ -1,0 +1,196 @@
+"""`ablation_sweep`: zero, mean or resample ablation of every cell of a grid, and the values that are put in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
+from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
+from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.layer_graphs import Arrays, Segments
+from mionnx.analysis.sweep.metric import Measure, Tokens
+from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
+from mionnx.analysis.sweep.places import Positions
+from mionnx.analysis.sweep.result import SweepResult
+from mionnx.analysis.sweep.sweep import Before, Donors, Sweep, SweepSetting, run_sweep
+from mionnx.errors import InputError, nearest
+from mionnx.graph.axes import sequence_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.moments import Moments
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
+from mionnx.run.prompt import Ids, prompt_ids
+from mionnx.run.runner import Runner
+from mionnx.run.token_classes import By, check_by, classes_of
+from mionnx.run.tokenizing import Prompt
+
+KINDS = ("zero", "mean", "resample")
+
+
+@compares
+@typed(leave=["layers", "over", "answer", "versus", "seed", "positions", "by"])
+def ablation_sweep(
+    model: Runner,
+    prompts: Prompt | Comparison,
+    hook: str | HookPoint = "hook_z",
+    over: str | Iterable[str] = ("layer", "head"),
+    metric: Measure = "kl",
+    *,
+    kind: str = "zero",
+    reference: Prompt | None = None,
+    by: By = None,
+    seed: int | None = None,
+    repeats: int | None = None,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    layers: Iterable[int] | None = None,
+    positions: Positions | None = None,
+    position: int = -1,
+    resume: str | Path | bool = False,
+    resume_key: str | None = None,
+    before: Before | None = None,
+    progress: bool | None = None,
+    shortcuts: Shortcuts | None = None,
+) -> SweepResult:
+    """Ablation of every cell of a grid: zeros, means or resampled values replace its value.
+
+    Args:
+        prompts: one or several.
+        hook, over, layers, resume, resume_key, before, progress, shortcuts: see `patch_sweep`.
+        kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
+            the value in a reference prompt, drawn for each prompt, not the prompt itself; of a longer one its
+            beginning counts.
+        reference: prompts for "mean" and "resample"; by default the prompts themselves.
+        by: classes of tokens for "mean", whose means are put in apart: "position", "token", or a function: ids [seq] ->
+            integers [seq]; by default all tokens together.
+        seed: of the draw of "resample"; by default 0.
+        repeats: draws of "resample" for each prompt, whose values are averaged (of a single prompt they are the pairs).
+
+    Raises:
+        HookError: no such hook point.
+        InputError: prompts, axes, tokens or a metric that do not fit.
+
+    Example:
+        result = model.ablation_sweep("The capital of France is", "hook_z", kind="mean")
+        result.top(3)  # the three heads whose ablation changes the prediction most
+    """
+    _check(kind, reference, seed, by, repeats)
+    compared = Comparison(cast(Prompt, prompts), None, metric, answer, versus, None, position, positions).on(model)
+    others = compared.bases if reference is None else prompt_ids(model, reference)
+    grid, identity = compared.grid(model, hook, over, layers), kind
+    donors: Donors | None = None
+    if kind == "zero":
+        donors = zero_donors
+    elif kind == "mean":
+        donors, digest = mean_donors(model.opened(Segments.of_sweep), grid, others, by)
+        identity = f"mean {digest}"
+    else:
+        compared, identity = _resampled(compared, others, seed or 0, repeats or 1), f"resample {seed or 0}"
+    shortcuts = shortcuts_for(model.hooked, shortcuts)
+    setting = SweepSetting(grid, f"{kind.capitalize()} ablation of", shortcuts, donors, identity)
+    return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
+
+
+def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: int) -> Pairs:
+    """Each prompt `repeats` times, with other prompts whose values are put in."""
+    drawn = draw_donors([ids for ids in compared.bases for _ in range(repeats)], reference, seed)
+    pairs = [pair for pair in compared.pairs for _ in range(repeats)]
+    pairs = [replace(pair, other=other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
+    return replace(compared, pairs=pairs, metric=compared.metric.for_repeats(repeats), repeats=repeats)
+
+
+def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeats: int | None) -> None:
+    check_by(by)
+    if kind not in KINDS:
+        raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+    if kind == "zero" and reference is not None:
+        raise InputError("a zero ablation has no use for reference prompts")
+    if kind != "resample" and seed is not None:
+        raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")
+    if kind != "resample" and repeats is not None:
+        raise InputError(f"a {kind} ablation draws nothing: repeats={repeats!r} would have no effect")
+    at_least("repeats", 1 if repeats is None else repeats, 1)
+    if kind != "mean" and by is not None:
+        raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")
+
+
+def zero_donors(base: CleanRun) -> Arrays:
+    """Zeros for every value."""
+    return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
+
+
+def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = None) -> tuple[Donors, str]:
+    """Mean of each head and feature over the tokens of some prompts, of each class apart.
+
+    Args:
+        graphs: the model.
+        grid: the cells.
+        prompts: [seq] each.
+        by: classes of tokens; see `token_classes.classes_of`.
+
+    Returns:
+        a function that makes the donors, and a digest of the prompts and classes.
+
+    Raises:
+        InputError: a value with keys along its last axis, which have no mean over prompts, or without tokens.
+    """
+    if "seq_k" in grid.axes:
+        raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
+    if "seq" not in grid.axes:
+        raise InputError(f"{grid.template} is [{', '.join(grid.axes)}]: it has no tokens to take the mean over")
+    hooks = [grid.hook(layer) for layer in grid.layers]
+    axis = sequence_axis(grid.axes)
+    found: dict[str, Moments] = {}
+    told = hashlib.sha256()
+    for prompt in prompts:
+        classes = classes_of(by, prompt)
+        told.update(prompt.tobytes() + b"|" + (b"" if by is None else classes.tobytes() + b"|"))
+        for hook, value in run_clean(graphs, prompt[None], (), hooks).values.items():
+            here = Moments.of(np.moveaxis(value, axis, 1)[0], classes)
+            found[hook] = found[hook].merged(here) if hook in found else here
+
+    def donors(base: CleanRun) -> Arrays:
+        places = _places(found[hooks[0]], classes_of(by, base.ids[0]), by)
+        means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in found.items()}
+        return {hook: mean.astype(base.values[hook].dtype) for hook, mean in means.items()}
+
+    return donors, told.hexdigest()[:16]
+
+
+def _places(moments: Moments, classes: Ids, by: By) -> Ids:
+    """The place of each token's class; one place for all of them where there is one class."""
+    if by is None:
+        return np.zeros(1, np.int64)
+    places = moments.places(classes)
+    if (places < 0).any():
+        first = int(np.flatnonzero(places < 0)[0])
+        raise InputError(
+            f"{by if isinstance(by, str) else 'class'} {classes[first]}, of the token at {first}, is in none of the "
+            "reference prompts: there is no mean for it"
+        )
+    return places
+
+
+def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
+    """Draw for each prompt another one; a longer one is cut to its length.
+
+    Raises:
+        InputError: no other prompt of that length or above, or a seed that is no natural number.
+    """
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed={seed!r}: an integer of 0 or above")
+    draw = np.random.default_rng(seed)
+    drawn = []
+    for number, prompt in enumerate(prompts):
+        cut = [other[: len(prompt)] for other in reference if len(other) >= len(prompt)]
+        fitting = [other for other in cut if not np.array_equal(other, prompt)]
+        if not fitting:
+            raise InputError(f"prompt {number}: no other reference prompt has {len(prompt)} tokens to resample from")
+        drawn.append(fitting[int(draw.integers(len(fitting)))])
+    return drawn
