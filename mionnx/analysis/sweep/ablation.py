@@ -13,7 +13,6 @@ import numpy as np
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays, Segments
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.places import Positions
@@ -27,6 +26,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import Ids, prompt_ids
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Arrays, Segments
 from mionnx.run.token_classes import By, check_by, classes_of
 from mionnx.run.tokenizing import Prompt
 
