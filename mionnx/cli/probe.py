@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.probes.labels import KINDS
+from mionnx.analysis.probes.labels import PROBE_KINDS
 from mionnx.analysis.probes.probe import probe as fit
 from mionnx.cli.options import Html, Json, Png, Save, deliver
 from mionnx.errors import InputError
 
-CLASSES, VALUES = KINDS
+CLASSES, VALUES = PROBE_KINDS
 
 
 def probe(

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Column
 
-from mionnx.analysis.steering.directions import STREAM, Directions
+from mionnx.analysis.steering.directions import VECTOR_HOOK, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
 from mionnx.cli.options import BatchSize, Html, Json, Model, Png, deliver, numbers, rows_of_pass
@@ -33,7 +33,7 @@ def steer(
     gguf: Annotated[Path | None, typer.Option(metavar="FILE", help="A control vector of llama.cpp instead.")] = None,
     load: Annotated[Path | None, typer.Option(metavar="FILE", help="Directions saved earlier instead.")] = None,
     hook: Annotated[
-        str | None, typer.Option(help=f"Variant of hook point, such as mlp_out; {STREAM} if left out.")
+        str | None, typer.Option(help=f"Variant of hook point, such as mlp_out; {VECTOR_HOOK} if left out.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="mean_difference, the default, or pca.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", "--layers", help=LAYER)] = None,
@@ -71,7 +71,7 @@ def steer(
         shared: dict[str, Any] = {"batch_size": rows_of_pass(batch_size)}
         if positive is not None and negative is not None:
             directions = opened.contrast(
-                positive, negative, hook or STREAM, method=method or "mean_difference", **shared
+                positive, negative, hook or VECTOR_HOOK, method=method or "mean_difference", **shared
             )
         else:
             directions = Directions.from_gguf(gguf) if gguf is not None else Directions.load(str(load))

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from playground_deeds import FRANCE, GERMANY, add_direction, cut_an_edge, exported, zero_a_head_by_keyboard, zero_attention
+from playground_deeds import (
+    FRANCE,
+    GERMANY,
+    add_direction,
+    cut_an_edge,
+    exported,
+    zero_a_head_by_keyboard,
+    zero_attention,
+)
 from playground_pages import LOGITS, idle, view, visit
 
 from mionnx import HookSpec, MIModel

@@ -22,7 +22,7 @@ from mionnx.run.prompt import each_of, is_list, prompt_text, texts_of, token_of,
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import Token, Tokens
+from mionnx.spec.metric import Tokens
 from mionnx.view import Framed, Table, new_figure, render
 from mionnx.view.figure import token_label
 from mionnx.view.framed import Columns
@@ -148,7 +148,7 @@ def get_logit_diff(
     position: int = -1,
     hooks: HookSpec | None = None,
     batch_size: int | str = AUTO,
-) -> float | LogitDiffs:
+) -> Any:
     """The lead of a token's logit over another's, on a prompt or each of a list.
 
     Args:

@@ -20,7 +20,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.quantise.matrices import Found
+from mionnx.quantise.matrices import WeightUses
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
@@ -47,7 +47,7 @@ class LayerChain:
         read_later: of each segment, what later ones read.
     """
 
-    def __init__(self, model: HookedModel, found: Found, options: Options, inputs: bool = False) -> None:
+    def __init__(self, model: HookedModel, found: WeightUses, options: Options, inputs: bool = False) -> None:
         model.need_weights()
         self.bound = bind(HookSpec(), model, Outputs(carried=False))
         self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
@@ -124,7 +124,7 @@ class LayerChain:
 
 
 def _fed(
-    proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[str]], read: Iterable[str]
+    proto: onnx.ModelProto, found: WeightUses, products: Mapping[str, Sequence[str]], read: Iterable[str]
 ) -> onnx.ModelProto:
     """Make inputs of a graph's matrices, and outputs of their products and of what is read."""
     held = {tensor.name: tensor for tensor in proto.graph.initializer}
