@@ -119,3 +119,10 @@ def test_a_distribution_without_a_token_is_infinitely_far_one_way() -> None:
     found = LogitDifference()
     found.add(np.array([[[0.0, 0.0]]]), np.array([[[0.0, -np.inf]]]))
     assert (found.sum_kl, found.same_first) == (np.inf, 1)
+
+
+def test_equal_logits_without_a_token_are_no_divergence() -> None:
+    """Tokens that a model forbids have minus infinity in both: their difference is no number."""
+    found = LogitDifference()
+    found.add(np.array([[[0.0, -np.inf]]]), np.array([[[0.0, -np.inf]]]))
+    assert (found.sum_kl, found.max_back, found.same_first) == (0, 0, 1)

@@ -1,6 +1,7 @@
 """Parts of a graph compute what the whole graph does; recorded values come back to the last bit, from any reader."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ NAMES = ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_mid", "blocks.3.hook_re
 CPU = GraphRuntime("ort-cpu", Options(level="none"))
 
 
-def graph_of(model: MIModel, spec: HookSpec | None = None) -> GraphUnderTest:
+def graph_of(model: MIModel, spec: HookSpec | None = None, names: Sequence[str] = NAMES) -> GraphUnderTest:
     calls = [make_token_batch(np.array([ids]), None, None, model.hooked.metadata.sizes) for ids in ([3, 4, 5], [6, 7])]
-    return GraphUnderTest(model.hooked, spec or HookSpec(), NAMES, calls)
+    return GraphUnderTest(model.hooked, spec or HookSpec(), names, calls)
 
 
 def values_of(graph: GraphUnderTest, folder: Path) -> RecordedValues:
     recording = RecordedValues(folder / "values")
-    with CPU.passes(graph, NAMES) as run:
+    with CPU.passes(graph, graph.names) as run:
         for prompt, call in enumerate(graph.calls):
             run(call, lambda name, value, prompt=prompt: recording.add(prompt, name, value))
     return recording
@@ -60,6 +61,16 @@ def test_steps_one_after_the_other_are_the_whole_graph(shipped: MIModel, tmp_pat
     steps = [nodes_of(graph, NAMES[:at], NAMES[at]) for at in range(len(NAMES))]
     assert all(steps)
     assert {node for step in steps for node in step} == {*nodes_of(graph, (), NAMES[-1])}
+
+
+def test_a_step_from_two_values_reads_both(shipped: MIModel, tmp_path: Path) -> None:
+    names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out", "blocks.1.hook_resid_mid", "hook_logits"]
+    graph = graph_of(shipped, names=names)
+    recording = values_of(graph, tmp_path)
+    assert {*graph.starts_of(names[:2], names[2:3])} == {*names[:2]}
+    assert local_difference(CPU, graph, recording, names[:2], names[2], "float32").max_abs == 0
+    sums = [recording.get(prompt, names[0]) + recording.get(prompt, names[1]) for prompt in range(2)]
+    assert all((recording.get(prompt, names[2]) == sums[prompt]).all() for prompt in range(2))
 
 
 def test_a_wrong_value_at_the_start_of_a_step_is_seen_at_its_end(shipped: MIModel, tmp_path: Path) -> None:
