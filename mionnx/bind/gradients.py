@@ -15,7 +15,7 @@ from mionnx.rewrite.plan import GradientNode, Gradients
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import RULES, MetricSpec
+from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 
 
 def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
@@ -32,7 +32,7 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
         raise GradientError(
             f"{spec.gradients[0]}: a gradient is that of a metric: set_metric('logit', answer=...) says of which"
         )
-    if spec.metric is not None and spec.metric.rules != RULES[0] and not spec.gradients:
+    if spec.metric is not None and spec.metric.rules != GRADIENT_RULES[0] and not spec.gradients:
         raise GradientError(f"rules={spec.metric.rules!r} has no effect: the spec asks for no gradient()")
     if spec.metric is not None and not computed:
         raise GradientError(

@@ -15,7 +15,7 @@ from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
-from mionnx.spec.metric import READS, WHOLE, MetricSpec, Token, Tokens
+from mionnx.spec.metric import READS, READS_ALL, MetricSpec, Token, Tokens
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -59,7 +59,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
         InterventionError: a position that a row does not have.
     """
     places = _places(logits)
-    if metric.name in WHOLE:
+    if metric.name in READS_ALL:
         return _loss(batch, places)
     feeds = {METRIC_WEIGHTS: _weights(metric, batch, places)}
     count = feeds[METRIC_WEIGHTS].shape[1]

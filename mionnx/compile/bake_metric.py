@@ -20,7 +20,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
-from mionnx.spec.metric import WHOLE, MetricSpec, Tokens
+from mionnx.spec.metric import READS_ALL, MetricSpec, Tokens
 
 REST = 2**62  # the end of a slice that goes to the end
 
@@ -42,7 +42,7 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
         seed = op.constant(_of_value(metric, bound.hooks.dims(point)))
         texts = calls.of_texts(bound.hooks.axes(point))
         by[METRIC_SEED] = seed if texts is None else op.Mul(seed, op.Cast(texts, to=np.float32))
-    elif metric.name in WHOLE:
+    elif metric.name in READS_ALL:
         _refuse_last(bound.plan.outputs.last, metric)
         by[METRIC_ANSWER], by[METRIC_WEIGHTS] = _next_tokens(op, calls)
     else:

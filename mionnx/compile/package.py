@@ -46,7 +46,7 @@ from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.graph.restore import restore
-from mionnx.inputs.tokens import TOKENIZER, copy_tokenizer
+from mionnx.inputs.tokens import TOKENIZER_FILE, copy_tokenizer
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, silent
@@ -361,7 +361,7 @@ def _write_rest(
     facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
     spec.save(str(at / SPEC))
     for file in files_beside(model.folder, KEPT):
-        (copy_tokenizer if file.name == TOKENIZER else shutil.copyfile)(file, at / file.name)
+        (copy_tokenizer if file.name == TOKENIZER_FILE else shutil.copyfile)(file, at / file.name)
     _name_inputs(at / "tokenizer_config.json")
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")

@@ -12,7 +12,7 @@ from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, write_tensors
 
-KEY = "mionnx_cache"
+CACHE_KEY = "mionnx_cache"
 
 
 def write_cache(path: str | Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -22,7 +22,7 @@ def write_cache(path: str | Path, kind: str, tensors: Mapping[str, NDArray[Any]]
         InputError: it cannot be written, or in a dtype that safetensors does not have.
     """
     try:
-        write_tensors(path, tensors, {KEY: kind})
+        write_tensors(path, tensors, {CACHE_KEY: kind})
     except SpecFileError as error:
         raise InputError(f"the cache cannot be saved: {error}") from error
 
@@ -34,7 +34,7 @@ def read_cache(path: str | Path, kind: str, parts: Sequence[str]) -> dict[str, N
         InputError: the file is missing, damaged, of another kind, lacks a part, or holds NaN.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved cache", InputError)
-    found = metadata.get(KEY)
+    found = metadata.get(CACHE_KEY)
     if found != kind:
         raise InputError(f"{path} is no saved cache of kind {kind!r}: {whose(metadata)}")
     layers = {int(match[1]) for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}

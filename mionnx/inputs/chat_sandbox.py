@@ -21,11 +21,11 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 2**30  # bytes of the process
-LONGEST = 2**22  # characters of a rendered chat
+LONGEST_CHAT = 2**22  # characters of a rendered chat
 CACHED = 8  # compiled templates
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """Tag `{% generation %}`, which marks the assistant's text for training: its body stays."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
@@ -65,7 +65,7 @@ def tojson(
 def environment() -> ImmutableSandboxedEnvironment:
     """Make the sandbox, with the functions, filters and tags that chat templates know."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     made.filters["tojson"] = tojson
     made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
@@ -79,8 +79,8 @@ def rendered(compiled: Callable[[str], jinja2.Template], template: str, variable
         for piece in compiled(template).generate(variables):
             pieces.append(piece)
             length += len(piece)
-            if length > LONGEST:
-                return {"error": f"its text is longer than {LONGEST} characters"}
+            if length > LONGEST_CHAT:
+                return {"error": f"its text is longer than {LONGEST_CHAT} characters"}
         return {"text": "".join(pieces)}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}

@@ -14,8 +14,8 @@ from mionnx.errors import InputError, ModelError, TokenizerError, nearest
 from mionnx.graph.folder_file import check_regular, files_beside, read_json
 from mionnx.inputs.chat_renderer import chats
 
-FILE, CONFIG, OLDER = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-LARGEST = 2**20  # bytes of a template
+FILE, TOKENIZER_CONFIG, OLDER = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+LARGEST_TEMPLATE = 2**20  # bytes of a template
 PRIVATE = range(0xF0000, 0x10FFFE)  # characters without a meaning of their own: marks
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that a message's reasoning has
 Message = Mapping[str, Any]
@@ -79,7 +79,7 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
         TokenizerError: there is none, or it is damaged.
     """
     try:
-        config, older = _settings(folder, CONFIG), _settings(folder, OLDER)
+        config, older = _settings(folder, TOKENIZER_CONFIG), _settings(folder, OLDER)
         source = chosen if chosen is not None else _source(folder, config)
     except (ModelError, OSError, UnicodeError) as error:
         raise TokenizerError(f"the chat template of {folder} cannot be read: {error}") from error
@@ -89,7 +89,7 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
 
 def _source(folder: Path, config: Mapping[str, Any]) -> str:
     for path in files_beside(folder, [FILE]):
-        check_regular(path, LARGEST)
+        check_regular(path, LARGEST_TEMPLATE)
         return path.read_text("utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
@@ -99,7 +99,7 @@ def _source(folder: Path, config: Mapping[str, Any]) -> str:
             raise TokenizerError(f"{folder} has no default chat template, but {', '.join(named)}: give one of them")
     if not isinstance(found, str):
         raise TokenizerError(
-            f"{folder} has no chat template, neither {FILE} nor chat_template in {CONFIG}: "
+            f"{folder} has no chat template, neither {FILE} nor chat_template in {TOKENIZER_CONFIG}: "
             "give the prompt as one text, or a template, chat_template=TEXT"
         )
     return found

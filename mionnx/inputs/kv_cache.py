@@ -28,7 +28,7 @@ from mionnx.machine.typed import typed
 
 MOST_LAYERS = 2**16
 Layer = tuple[NDArray[Any], NDArray[Any]]
-PARTS = KEYS_AND_VALUES.parts
+CACHE_PARTS = KEYS_AND_VALUES.parts
 
 
 @typed(InputError)
@@ -43,7 +43,7 @@ class KVCache(LayerCache[Layer], Translated):
 
     NOUN = "cache"
     KIND = "kv"
-    PARTS = PARTS
+    PARTS = CACHE_PARTS
 
     @staticmethod
     def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
@@ -64,7 +64,7 @@ class KVCache(LayerCache[Layer], Translated):
         own = self.get_layer(layer)
         new = [
             checked_like(old, value, f"the {part}s of layer {layer}")
-            for old, value, part in zip(own, (keys, values), PARTS, strict=True)
+            for old, value, part in zip(own, (keys, values), CACHE_PARTS, strict=True)
         ]
         self.put_layer(layer, new)
 
@@ -130,7 +130,7 @@ class KVCache(LayerCache[Layer], Translated):
         Raises:
             InputError: the file is missing, damaged, or no key/value cache.
         """
-        tensors = read_cache(path, "kv", PARTS)
+        tensors = read_cache(path, "kv", CACHE_PARTS)
         layers = [(tensors[f"{i}.key"], tensors[f"{i}.value"]) for i in range((len(tensors) - 1) // 2)]
         cache = KVCache(layers, tensors["attention_mask"])
         shapes = {value.shape for layer in layers for value in layer}
@@ -178,7 +178,7 @@ def fitting_feeds(cache: KVCache, shapes: Mapping[str, tuple[int, ...]], dtype: 
     Raises:
         InputError: another number of layers, another shape or dtype.
     """
-    if cache.num_layers != (wanted := len(shapes) // len(PARTS)):
+    if cache.num_layers != (wanted := len(shapes) // len(CACHE_PARTS)):
         raise InputError(f"the cache has {cache.num_layers} layers, the model {wanted}")
     values = [value for layer in cache.held() for value in layer]
     for (name, shape), value in zip(shapes.items(), values, strict=True):

@@ -13,7 +13,7 @@ from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
 from mionnx.machine import memory
-from mionnx.machine.arrays import LARGE, to_array
+from mionnx.machine.arrays import LARGE_ARRAY, to_array
 from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
@@ -138,7 +138,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
             InputError: it has several rows already; less than one row, or more than memory holds, are asked for.
         """
         size = rows * sum(value.nbytes for layer in self.held() for value in layer)
-        if rows < 1 or (size > LARGE and size > memory.available()):
+        if rows < 1 or (size > LARGE_ARRAY and size > memory.available()):
             raise InputError(f"repeat({rows}): one or more rows, and {memory.format_bytes(size)} of memory are needed")
         if self.batch != 1:
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")

@@ -24,11 +24,11 @@ from mionnx.machine.arrays import zeros
 from mionnx.machine.brief import Brief
 from mionnx.machine.typed import typed
 
-PARTS = STATE.parts
+STATE_PARTS = STATE.parts
 
 
 @dataclass(frozen=True, repr=False)
-class Layer(Brief):
+class LayerState(Brief):
     """One layer's state.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layer(Brief):
 
 
 @typed(InputError)
-class RWKVState(LayerCache[Layer]):
+class RWKVState(LayerCache[LayerState]):
     """The state after the tokens seen so far.
 
     Attributes:
@@ -55,12 +55,12 @@ class RWKVState(LayerCache[Layer]):
 
     NOUN = "state"
     KIND = "rwkv"
-    PARTS = PARTS
+    PARTS = STATE_PARTS
 
     @staticmethod
-    def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
+    def layer_of(parts: Iterable[NDArray[Any]]) -> LayerState:
         """The three parts."""
-        return Layer(*parts)
+        return LayerState(*parts)
 
     def set_layer(
         self,
@@ -83,7 +83,7 @@ class RWKVState(LayerCache[Layer]):
         given = (att_shift, wkv, ffn_shift)
         new = [
             before if value is None else checked_like(before, value, f"{part} of layer {layer}")
-            for before, value, part in zip(old, given, PARTS, strict=True)
+            for before, value, part in zip(old, given, STATE_PARTS, strict=True)
         ]
         self.put_layer(layer, new)
 
@@ -139,9 +139,9 @@ class RWKVState(LayerCache[Layer]):
         Raises:
             InputError: the file is missing, damaged, or no RWKV state.
         """
-        tensors = read_cache(path, "rwkv", PARTS)
-        count = (len(tensors) - 1) // len(PARTS)
-        layers = [Layer(*(tensors[f"{i}.{part}"] for part in PARTS)) for i in range(count)]
+        tensors = read_cache(path, "rwkv", STATE_PARTS)
+        count = (len(tensors) - 1) // len(STATE_PARTS)
+        layers = [LayerState(*(tensors[f"{i}.{part}"] for part in STATE_PARTS)) for i in range(count)]
         return RWKVState(layers, tensors["attention_mask"])
 
     @staticmethod
@@ -153,7 +153,7 @@ class RWKVState(LayerCache[Layer]):
         """
         shift = zeros((batch, sizes.hidden_size), dtype)
         wkv = zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
-        return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))
+        return RWKVState([LayerState(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))
 
     def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:
         """The inputs of the graph.
@@ -168,7 +168,7 @@ class RWKVState(LayerCache[Layer]):
         feeds: dict[str, Value] = {}
         for i, layer in enumerate(self.held()):
             names = STATE.layer_inputs(i)
-            for part, name, (kind, shape), given in zip(PARTS, names, (shift, wkv, shift), layer, strict=True):
+            for part, name, (kind, shape), given in zip(STATE_PARTS, names, (shift, wkv, shift), layer, strict=True):
                 value: Value = given if hasattr(given, "__array__") else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(

@@ -21,7 +21,7 @@ from mionnx.errors import InputError, nearest
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
 
-IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+IDS, ATTENTION_MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
 
 
@@ -133,14 +133,14 @@ def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
         if "role" in given:
             raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
         raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
-    known = (IDS, MASK, TYPES)
+    known = (IDS, ATTENTION_MASK, TYPES)
     for key in given:
         if key not in (*known, *ASIDE) and given[key] is not None:
             choice = nearest(str(key), known) or f"; it may have {', '.join(known)}"
             raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
     rows = read_rows(given[IDS])
     refuse_types(given.get(TYPES))
-    own = given.get(MASK)
+    own = given.get(ATTENTION_MASK)
     return rows if own is None else TokenRows(rows.ids, rows.widths, rows.chosen_mask(own))
 
 
@@ -167,7 +167,7 @@ def _is_encoding(given: Any) -> bool:
 
 def _of_encoding(given: Any) -> TokenRows:
     row = read_row(given.ids)
-    mask = getattr(given, MASK, None)
+    mask = getattr(given, ATTENTION_MASK, None)
     return row if mask is None else TokenRows(row.ids, row.widths, mask)
 
 

@@ -21,11 +21,11 @@ from mionnx.machine import memory
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.typed import typed
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 PROBE = "a"  # a text that has tokens
 FACTOR = 2**14  # by which all rules of a part of a tokenizer together may multiply a text
 ADDED = 2**20  # bytes that they may add to it
-LONG = 2**16  # characters of a text that takes so long that Ctrl-C may come meanwhile: some 0.05 s
+SLOW_LENGTH = 2**16  # characters of a text that takes so long that Ctrl-C may come meanwhile: some 0.05 s
 TAKEN = 80  # bytes that the library takes for a character, at the least: 84 to 270 with world-llama and SmolLM2
 STEP = 0.1  # seconds after which Ctrl-C is heard where waiting for a lock does not hear it, as on Windows
 
@@ -110,7 +110,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
     Raises:
         TokenizerError: there is none, or it is damaged.
     """
-    path = folder / TOKENIZER
+    path = folder / TOKENIZER_FILE
     if not path.is_file():
         vocabulary = find_vocabulary(folder)
         if vocabulary is None:
@@ -119,7 +119,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
             )
         return WorldTokenizer.from_file(vocabulary)
     try:
-        files_beside(folder, [TOKENIZER])
+        files_beside(folder, [TOKENIZER_FILE])
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     with boundary(TokenizerError, f"{path} is damaged"):
@@ -218,13 +218,13 @@ def encode(
         InputError: memory does not hold the tokens of so long a text.
         TokenizerError: the tokenizer's rules fail on the text.
     """
-    if len(text) > LONG and (need := TAKEN * len(text)) > (free := memory.available()):
+    if len(text) > SLOW_LENGTH and (need := TAKEN * len(text)) > (free := memory.available()):
         raise InputError(
             f"a text of {len(text):,} characters needs {memory.format_bytes(need)} or more to be tokenised, and "
             f"{memory.format_bytes(free)} of memory are free: give it in pieces"
         )
     with boundary(TokenizerError, f"the tokenizer fails on the text {spelled(text)}"):
-        if len(text) > LONG and isinstance(tokenizer, Tokenizer):
+        if len(text) > SLOW_LENGTH and isinstance(tokenizer, Tokenizer):
             return _encode_apart(tokenizer, text, add_special_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -9,7 +9,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine.caller import caller_level
 
-SHOWN = 5  # words that a warning names
+SAID = 5  # words that a warning names
 
 
 class UnknownWordWarning(UserWarning):
@@ -40,9 +40,9 @@ class UnknownWords:
         words = [word for word in dict.fromkeys(found) if word and word != self.token]
         if words:
             self._said = True
-            more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+            more = f" and {len(words) - SAID} more" if len(words) > SAID else ""
             warnings.warn(
-                f"not in the vocabulary of {self.model}: {', '.join(map(repr, words[:SHOWN]))}{more}; the model reads "
+                f"not in the vocabulary of {self.model}: {', '.join(map(repr, words[:SAID]))}{more}; the model reads "
                 f"{self.token} instead (said once for a model)",
                 UnknownWordWarning,
                 stacklevel=caller_level(),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, MIError
 from mionnx.machine import memory
 
-LARGE = 2**26  # bytes for which nobody needs to ask how much memory is left
+LARGE_ARRAY = 2**26  # bytes for which nobody needs to ask how much memory is left
 
 
 def to_array(given: Any) -> NDArray[Any]:
@@ -37,7 +37,7 @@ def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -
     kind = read_dtype(dtype, error)
     if any(size < 0 for size in shape):
         raise error(f"sizes are 0 or above, got {list(shape)}")
-    if (size := prod(shape) * kind.itemsize) > LARGE and size > memory.available():
+    if (size := prod(shape) * kind.itemsize) > LARGE_ARRAY and size > memory.available():
         raise error(f"an array {list(shape)} of {kind} needs {memory.format_bytes(size)}, more than is free")
     return np.zeros([int(size) for size in shape], kind)
 

@@ -7,7 +7,7 @@ from typing import Any
 WIDTH = 110  # characters of a line
 LINES = 8  # of a printed result
 ITEMS = 6  # of a list or tuple that are written out
-LETTERS = 40  # of a text
+TEXT_LETTERS = 40  # of a text
 DEPTH = 4  # of lists in lists
 
 
@@ -38,7 +38,7 @@ def spelled(value: Any, depth: int = DEPTH) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return shape_of(value)
     if isinstance(value, str):
-        return repr(cut(value, LETTERS))
+        return repr(cut(value, TEXT_LETTERS))
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):

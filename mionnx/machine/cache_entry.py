@@ -25,9 +25,9 @@ MARK = ".mionnx.entry"  # of a folder that mionnx made in the store; holds the a
 SWEEP_MARK = "mionnx_sweep"  # key in the metadata of a sweep's file: the sweep
 SWEEP_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 PIN = re.compile(r".+@\d+@[\d.]+")  # host, number and beginning of a process
-SMALL = 2**24  # bytes of a mark or manifest that is read
+SMALL_FILE = 2**24  # bytes of a mark or manifest that is read
 MODELS, SWEEPS = "models", "sweeps"  # kinds without a manifest
-LARGE = 2**28
+LARGE_FILE = 2**28
 A_DAY = 86400.0
 CLOCK = 2.0  # seconds by which the time that a process began moves when the machine's clock is set
 
@@ -164,7 +164,7 @@ class CacheEntry:
         faults += [f"{name} does not belong to it" for name in found - files.keys()]
         for name in found & files.keys():
             fact, at = files[name], (self.path / name).stat()
-            untouched = at.st_mtime_ns == fact["changed"] and at.st_size > LARGE and not thorough
+            untouched = at.st_mtime_ns == fact["changed"] and at.st_size > LARGE_FILE and not thorough
             if at.st_size != fact["size"] or not (untouched or sha256(self.path / name) == fact["sha256"]):
                 faults.append(f"{name} was changed")
         return faults
@@ -223,7 +223,7 @@ def small_file(path: Path) -> bytes | None:
     """The bytes of a small regular file; None for a link, a pipe, a device."""
     try:
         found = path.lstat()
-        return path.read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= SMALL else None
+        return path.read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= SMALL_FILE else None
     except OSError:
         return None
 

@@ -54,17 +54,17 @@ FORMS = {
 TRANSFORMER_LENS, NNSIGHT, LARQL, CANDLE_MI = LIBRARIES = ("TransformerLens", "nnsight", "LARQL", "candle-mi")
 NO_HOOK_STAYS = "nothing, functions are given to a call and end with it"
 RUN_WITH_HOOKS = "`model.run_with_hooks(tokens, fwd_hooks=[(name, function)])`, or `generate(tokens, fwd_hooks=...)`"
-WHOLE = 'give `hooks=HookSpec().intervene(f"blocks.{k}.hook_resid_pre", Intervention.Replace(stream))`'
-NAMES = '`cache["blocks.5.attn.hook_z"]` or `cache["z", 5]`: values have names, `model.hook_points()`, and no modules'
-WEIGHTS = "not by name yet: `W_E`, `W_U`, `b_U`, `W_O`, and the checkpoint's own .safetensors"
+LATER_LAYERS = 'give `hooks=HookSpec().intervene(f"blocks.{k}.hook_resid_pre", Intervention.Replace(stream))`'
+BY_NAME = '`cache["blocks.5.attn.hook_z"]` or `cache["z", 5]`: values have names, `model.hook_points()`, and no modules'
+WEIGHT_WORDS = "not by name yet: `W_E`, `W_U`, `b_U`, `W_O`, and the checkpoint's own .safetensors"
 BATCH_AXIS = '`cache["z", 5][0]`: the batch axis is always there'
 MAPPED_HEAD = f"a function at `blocks.{{i}}.attn.hook_z`: {RUN_WITH_HOOKS}"
 MODEL = "`MIModel.from_pretrained(source)`"
-ROWS: dict[str, list[tuple[str, str, str]]] = {
+DIALECT_ROWS: dict[str, list[tuple[str, str, str]]] = {
     TRANSFORMER_LENS: [
-        ("MIModel", "W_Q W_K W_V b_Q b_K b_V b_O W_in W_gate W_out b_in b_out W_pos W_E_pos QK OV", WEIGHTS),
-        ("MIModel", "all_composition_scores accumulated_bias tl_parameters get_params", WEIGHTS),
-        ("MIModel", "blocks embed unembed ln_final mod_dict", NAMES),
+        ("MIModel", "W_Q W_K W_V b_Q b_K b_V b_O W_in W_gate W_out b_in b_out W_pos W_E_pos QK OV", WEIGHT_WORDS),
+        ("MIModel", "all_composition_scores accumulated_bias tl_parameters get_params", WEIGHT_WORDS),
+        ("MIModel", "blocks embed unembed ln_final mod_dict", BY_NAME),
         ("MIModel", "add_hook add_perma_hook hooks check_hooks_to_add", RUN_WITH_HOOKS),
         ("MIModel", "reset_hooks remove_all_hook_fns clear_contexts", NO_HOOK_STAYS),
         (
@@ -124,17 +124,17 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("run_with_cache", "device cache_device", "nothing, captures are numpy arrays"),
         ("run_with_cache", "remove_batch_dim", BATCH_AXIS),
         ("run_with_cache", "return_cache_object", "`dict(cache)`"),
-        ("run_with_cache", "start_at_layer", WHOLE),
+        ("run_with_cache", "start_at_layer", LATER_LAYERS),
         ("run_with_cache", "reset_hooks_end clear_contexts", NO_HOOK_STAYS),
         ("run_with_cache", "prepend_bos padding_side", "give ids: `model.to_tokens(text, prepend_bos=True)`"),
         ("run_with_hooks", "stop_at_layer", "`return_type=None`: the model runs to the last hooked value"),
-        ("run_with_hooks", "start_at_layer", WHOLE),
+        ("run_with_hooks", "start_at_layer", LATER_LAYERS),
         ("run_with_hooks", "reset_hooks_end clear_contexts", NO_HOOK_STAYS),
         ("run_with_hooks", "remove_batch_dim", "nothing, functions get the batch axis"),
         ("run_with_hooks", "prepend_bos padding_side", "give ids: `model.to_tokens(text, prepend_bos=True)`"),
         ("forward", "prepend_bos padding_side", "give ids: `model.to_tokens(text, prepend_bos=True)`"),
         ("forward", "stop_at_layer", "`logits=False`: the model runs to the last capture"),
-        ("forward", "start_at_layer", WHOLE),
+        ("forward", "start_at_layer", LATER_LAYERS),
         ("forward", "past_kv_cache past_key_values", "`cache=`, the `kv_cache` of a pass with `use_cache=True`"),
         ("forward", "loss_per_token", '`model(tokens, return_type="loss per token")`'),
         ("to_tokens", "padding_side truncate", "give the texts to the model: they are padded, and never cut"),
@@ -185,7 +185,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("MIModel", "skip", "`Intervention.Replace(value)` at the module's output, or `Intervention.Zero()`"),
         ("MIModel", "source", "the graph itself, `model.onnx` in Netron: values are called as their hook points"),
         ("MIModel", "output input inputs", '`cache["attn_out", 5]`: a module\'s output is a hook point'),
-        ("MIModel", "transformer lm_head model layers h modules named_modules", NAMES),
+        ("MIModel", "transformer lm_head model layers h modules named_modules", BY_NAME),
         ("MIModel", "iter all", "`model.generate(tokens, hooks, max_new_tokens=5).steps[i]`, or `fwd_hooks=`"),
         ("forward", "remote", "nothing, models run where the call is"),
         ("generate", "remote", "nothing, models run where the call is"),
@@ -263,7 +263,9 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
     ],
 }
 TABLE = tuple(
-    Word(library, owner, tuple(names.split()), ours) for library, rows in ROWS.items() for owner, names, ours in rows
+    Word(library, owner, tuple(names.split()), ours)
+    for library, rows in DIALECT_ROWS.items()
+    for owner, names, ours in rows
 )
 _LINES = {(word.owner, name): word.line for word in reversed(TABLE) for name in word.names}
 

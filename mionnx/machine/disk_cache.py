@@ -50,7 +50,7 @@ from mionnx.machine.cache_entry import (
 )
 from mionnx.machine.leftovers import LOCK, new_folder, partial_path, remove_leftovers
 
-KINDS = (MODELS, "bases", "graphs", "npm")
+ENTRY_KINDS = (MODELS, "bases", "graphs", "npm")
 IN_USE = "in use"
 DEFAULT_LIMIT = 20 * 2**30
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40, "B": 1, "": 1}
@@ -215,7 +215,7 @@ class DiskCache:
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
-        found = [CacheEntry(path) for kind in (*KINDS, SWEEPS) for path in self._in(kind)]
+        found = [CacheEntry(path) for kind in (*ENTRY_KINDS, SWEEPS) for path in self._in(kind)]
         return sorted((entry for entry in found if entry.made_for == entry.address), key=lambda entry: entry.used)
 
     def _in(self, kind: str) -> list[Path]:
@@ -254,7 +254,7 @@ class DiskCache:
         Returns:
             how many folders and files.
         """
-        folders = [self.root / kind for kind in (*KINDS, SWEEPS)]
+        folders = [self.root / kind for kind in (*ENTRY_KINDS, SWEEPS)]
         return sum(remove_leftovers(one, (MARK,), SWEEP_NAME) for one in folders if not one.is_symlink())
 
     def discard(self, folder: Path, reason: str) -> bool:
@@ -272,7 +272,7 @@ class DiskCache:
         return True
 
     def _holds(self, entry: CacheEntry) -> bool:
-        inside = entry.path.resolve().parent.parent == self.root.resolve() and entry.kind in KINDS
+        inside = entry.path.resolve().parent.parent == self.root.resolve() and entry.kind in ENTRY_KINDS
         return inside and entry.made_for == entry.address
 
     def remove(self, entry: CacheEntry, mine: bool = False) -> str:

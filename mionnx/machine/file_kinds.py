@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-RESULT = "mionnx_result"  # its class is in the metadata
-KINDS = {
+RESULT_KEY = "mionnx_result"  # its class is in the metadata
+FILE_KINDS = {
     "mionnx_spec": "HookSpec",
     "mionnx_directions": "Directions",
 }
@@ -19,9 +19,9 @@ def whose(metadata: Mapping[str, str]) -> str:
     for key, words in OTHERS.items():
         if key in metadata:
             return words
-    kind = metadata.get("kind") if RESULT in metadata else None
+    kind = metadata.get("kind") if RESULT_KEY in metadata else None
     kind = CACHES.get(metadata.get("mionnx_cache", ""), kind)
-    kind = next((name for key, name in KINDS.items() if key in metadata), kind)
+    kind = next((name for key, name in FILE_KINDS.items() if key in metadata), kind)
     if kind is None:
         return "it is not of a kind that mionnx writes"
     return f"it is a saved {kind}, which {kind}.load reads"

@@ -25,7 +25,7 @@ from filelock import FileLock
 from mionnx.machine.cache_entry import CLOCK, files_in
 
 LOCK = ".mionnx.lock"
-PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
+PARTIAL_NAME = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 AN_HOUR = 3600.0
 A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it makes in less
 
@@ -74,7 +74,7 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files
         how many were removed.
     """
     try:
-        found = [path for path in folder.iterdir() if PARTIAL.fullmatch(path.name) and _own(path)]
+        found = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
     except OSError:
         return 0
     removed = 0
@@ -97,7 +97,7 @@ def _ours(path: Path, holding: Collection[str], files: re.Pattern[str] | None) -
     if path.is_dir():
         begun = files is not None and not any(path.iterdir())  # killed before it had a lock
         return begun or any((path / name).exists() for name in [LOCK, *holding])
-    found = PARTIAL.fullmatch(path.name)
+    found = PARTIAL_NAME.fullmatch(path.name)
     return files is not None and found is not None and files.fullmatch(found["name"]) is not None
 
 
@@ -119,7 +119,7 @@ def _abandoned(partial: Path) -> bool:
 
 
 def _dead(partial: Path, changed: float) -> bool:
-    found = PARTIAL.fullmatch(partial.name)
+    found = PARTIAL_NAME.fullmatch(partial.name)
     try:
         return found is None or psutil.Process(int(found["pid"])).create_time() > changed + CLOCK
     except (psutil.NoSuchProcess, OverflowError, ValueError):

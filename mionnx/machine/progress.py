@@ -67,7 +67,7 @@ def drawn(at_once: bool) -> Iterator[Progress]:
     """Draw what is reported, from a thread."""
     stages, ended = Stages(), Event()
     console = Console(stderr=True)
-    place: Place = InNotebook() if in_notebook() else InTerminal(console) if console.is_terminal else InLog()
+    place: ProgressPlace = InNotebook() if in_notebook() else InTerminal(console) if console.is_terminal else InLog()
 
     def draw() -> None:
         if not at_once and ended.wait(place.first):
@@ -94,7 +94,7 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class Place(Protocol):
+class ProgressPlace(Protocol):
     """A place where progress is shown.
 
     Attributes:

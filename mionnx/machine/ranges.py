@@ -6,7 +6,7 @@ from typing import Any
 
 from mionnx.errors import InputError, MIError
 
-MOST = 2**20  # entries of a list of indices or prompts; more than any text has positions
+MOST_ENTRIES = 2**20  # entries of a list of indices or prompts; more than any text has positions
 
 
 def index_within(what: str, index: int, count: int, error: type[MIError] = InputError) -> int:
@@ -51,7 +51,7 @@ def listed(what: str, given: Iterable[Any], error: type[MIError] = InputError) -
     Raises:
         MIError: more than a million.
     """
-    found = list(islice(given, MOST + 1))
-    if len(found) > MOST:
-        raise error(f"{what} has more than {MOST:,} entries: give fewer")
+    found = list(islice(given, MOST_ENTRIES + 1))
+    if len(found) > MOST_ENTRIES:
+        raise error(f"{what} has more than {MOST_ENTRIES:,} entries: give fewer")
     return found

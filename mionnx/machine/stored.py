@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.file_kinds import RESULT, whose
+from mionnx.machine.file_kinds import RESULT_KEY, whose
 from mionnx.machine.tensor_file import read_metadata, read_tensors, told_of, write_tensors
 from mionnx.machine.typed import typed
 
@@ -71,11 +71,11 @@ class Stored(Storable):
         name = cls.__name__
         problem = f"{path} is no saved {name}"
         metadata = read_metadata(path, problem)
-        if RESULT not in metadata or metadata.get("kind") != name:
+        if RESULT_KEY not in metadata or metadata.get("kind") != name:
             raise SpecFileError(f"{problem}: {whose(metadata)}")
         metadata, tensors = read_tensors(path, problem)
-        if metadata[RESULT] != VERSION:
-            raise SpecFileError(f"{problem} of version {VERSION}: its metadata says {metadata[RESULT]!r}")
+        if metadata[RESULT_KEY] != VERSION:
+            raise SpecFileError(f"{problem} of version {VERSION}: its metadata says {metadata[RESULT_KEY]!r}")
         with told_of(path):
             result = _Reader(cls, tensors).made(cls, json.loads(metadata["contents"]))
         if tensors:
@@ -85,7 +85,7 @@ class Stored(Storable):
     def _store(self, path: str | Path) -> Path:
         writer = _Writer(self)
         contents = json.dumps(writer.members(self))
-        write_tensors(path, writer.tensors, {RESULT: VERSION, "kind": type(self).__name__, "contents": contents})
+        write_tensors(path, writer.tensors, {RESULT_KEY: VERSION, "kind": type(self).__name__, "contents": contents})
         return Path(path)
 
 

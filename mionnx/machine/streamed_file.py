@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-NAMES |= {"int32": "I32", "int64": "I64", "bool": "BOOL", "uint8": "U8", "int8": "I8"}
+TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+TYPE_NAMES |= {"int32": "I32", "int64": "I64", "bool": "BOOL", "uint8": "U8", "int8": "I8"}
 ALIGNMENT = 8
 Kind = tuple["np.dtype[Any]", tuple[int, ...]]  # dtype and shape
 
@@ -31,10 +31,10 @@ def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
     """
     entries, places, at = {}, {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: -one[1][0].itemsize):
-        if dtype.name not in NAMES:
-            raise ModelError(f"{name} is {dtype.name}, which a .safetensors file cannot hold: {', '.join(NAMES)}")
+        if dtype.name not in TYPE_NAMES:
+            raise ModelError(f"{name} is {dtype.name}, which a .safetensors file cannot hold: {', '.join(TYPE_NAMES)}")
         size = prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype.name], "shape": [*shape], "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": TYPE_NAMES[dtype.name], "shape": [*shape], "data_offsets": [at, at + size]}
         places[name], at = at, at + size
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % ALIGNMENT)

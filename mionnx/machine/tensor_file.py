@@ -25,7 +25,7 @@ from mionnx.errors import MIError, SpecFileError
 from mionnx.machine.files import is_no_file, write_atomic
 
 CHECKSUM = "mionnx_sha256"
-OWN = "mionnx_"  # how metadata keys of mionnx begin
+OWN_KEYS = "mionnx_"  # how metadata keys of mionnx begin
 
 
 def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -147,7 +147,7 @@ def _check(path: Path, metadata: Mapping[str, str], error: type[MIError]) -> Non
     if CHECKSUM in metadata:
         if metadata[CHECKSUM] != _checksum_of(path):
             raise error(f"{path} is damaged: it does not have the checksum that was written with it")
-    elif any(key.startswith(OWN) for key in metadata):
+    elif any(key.startswith(OWN_KEYS) for key in metadata):
         raise error(f"{path} is damaged: it has no checksum, and every file that mionnx writes has one")
 
 

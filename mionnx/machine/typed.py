@@ -25,9 +25,9 @@ import numpy as np
 
 from mionnx.errors import InputError, MIError
 from mionnx.machine.arrays import is_tensor, scalar, to_array
-from mionnx.machine.brief import LETTERS, cut, spelled
+from mionnx.machine.brief import TEXT_LETTERS, cut, spelled
 from mionnx.machine.dialects import unknown_keyword
-from mionnx.machine.ranges import MOST
+from mionnx.machine.ranges import MOST_ENTRIES
 
 T = TypeVar("T", bound=Callable[..., Any])
 Check = Callable[[Any], Any]  # gives the value to use, or REFUSED
@@ -42,9 +42,9 @@ HELD: tuple[type, ...] = (
 )  # entries are looked at without being used up
 WORDS = {int: "an integer", float: "a number", str: "a text", bool: "True or False", types.NoneType: "None"}
 PLURALS = {"a text": "texts", "True or False": "booleans", "a number": "numbers", "an integer": "integers"}
-LONGEST, PATH = 255, 4095  # bytes of a file's name, and of a path
+LONGEST_NAME, PATH = 255, 4095  # bytes of a file's name, and of a path
 DEEPEST = 64  # lists in a list: more dimensions than numpy has
-MADE = {"HookSpec": "HookSpec().capture(NAME) makes one", "Intervention": "Intervention.Zero() is one"}
+REMEDIES = {"HookSpec": "HookSpec().capture(NAME) makes one", "Intervention": "Intervention.Zero() is one"}
 
 
 def typed(error: type[MIError] = InputError, leave: Sequence[str] = ()) -> Callable[[T], T]:
@@ -91,8 +91,8 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
         given[:] = map(scalar, given)
         named.update((name, one) for name, value in named.items() if (one := scalar(value)) is not value)
         for name, value in (*zip(names, given, strict=False), *named.items()):
-            if type(value) is range and abs((value.stop - value.start) // value.step) > MOST:
-                raise error(f"{name} has more than {MOST:,} entries, got {value}: give fewer")
+            if type(value) is range and abs((value.stop - value.start) // value.step) > MOST_ENTRIES:
+                raise error(f"{name} has more than {MOST_ENTRIES:,} entries, got {value}: give fewer")
         for place, check in enumerate(placed[: len(given)]):
             if check is not None and (fitted := check(given[place])) is not given[place]:
                 if fitted is REFUSED:
@@ -161,7 +161,7 @@ def _hint(hint: Any, names: dict[str, Any]) -> Any:
 def refusal(name: str, hint: Any, value: Any) -> str:
     """The message that refuses an argument."""
     parts = [part for part in _parts(hint) if part is not types.NoneType]
-    made = next((f": {MADE[part.__name__]}" for part in parts if getattr(part, "__name__", "") in MADE), "")
+    made = next((f": {REMEDIES[part.__name__]}" for part in parts if getattr(part, "__name__", "") in REMEDIES), "")
     wanted = [*dict.fromkeys(map(_words, parts))]
     listed = ", ".join(wanted[:-1]) + " or " * (len(wanted) > 1) + wanted[-1]
     return f"{name} must be {listed}, got {shown(value)}{made}"
@@ -171,12 +171,12 @@ def shown(value: Any) -> str:
     """A value in a message: spelled out where it is short, and its type."""
     kind = type(value).__name__
     if value is None or isinstance(value, bool | int | float | str):
-        text = cut(ascii(value) if isinstance(value, str) and not _is_text(value) else repr(value), LETTERS)
-        kind += f" of {len(value)} characters" if isinstance(value, str) and len(value) > LETTERS else ""
+        text = cut(ascii(value) if isinstance(value, str) and not _is_text(value) else repr(value), TEXT_LETTERS)
+        kind += f" of {len(value)} characters" if isinstance(value, str) and len(value) > TEXT_LETTERS else ""
         return text if value is None or isinstance(value, bool) else f"{text} ({kind})"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
-    return f"{cut(spelled(value), LETTERS)} ({kind})"
+    return f"{cut(spelled(value), TEXT_LETTERS)} ({kind})"
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -216,8 +216,8 @@ def _check(hint: Any) -> Check | None:
         return lambda value: value if isinstance(value, str | int) and value in args else REFUSED
     if Callable in (origin, hint):
         return lambda value: value if callable(value) else REFUSED
-    if hint in PLAIN:
-        return PLAIN[hint]
+    if hint in PLAIN_CHECKS:
+        return PLAIN_CHECKS[hint]
     if origin is type:
         return partial(_instance, type)
     kind = origin or hint
@@ -304,7 +304,7 @@ def _path(value: Any) -> Any:
         name = os.fsencode(value)
     except UnicodeEncodeError:
         return REFUSED
-    return REFUSED if b"\0" in name or len(name) > PATH or max(map(len, name.split(b"/"))) > LONGEST else value
+    return REFUSED if b"\0" in name or len(name) > PATH or max(map(len, name.split(b"/"))) > LONGEST_NAME else value
 
 
 def _mapping(keys: Check | None, entries: Check | None, value: Any) -> Any:
@@ -335,15 +335,15 @@ def _entries(check: Check | None, ordered: bool, value: Any) -> Any:
         if value.ndim == 0:
             return REFUSED
     elif ordered and not isinstance(value, Sequence):
-        value = list(islice(value, MOST + 1))  # there may be no end
-        if len(value) > MOST:
+        value = list(islice(value, MOST_ENTRIES + 1))  # there may be no end
+        if len(value) > MOST_ENTRIES:
             return REFUSED
     looked_at = isinstance(value, (*HELD, np.ndarray))
     refused = looked_at and check is not None and any(check(one) is REFUSED for one in value)
     return REFUSED if refused else value
 
 
-PLAIN: dict[Any, Check | None] = {
+PLAIN_CHECKS: dict[Any, Check | None] = {
     int: _integer, float: _number, bool: _boolean, str: _text, types.NoneType: partial(_instance, types.NoneType),
     None: partial(_instance, types.NoneType),
 }  # fmt: skip

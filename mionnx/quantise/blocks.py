@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mionnx.graph.blocks import Blocks, pack
 from mionnx.quantise.weighted_scales import weighted_scales
 
-ROWS = 2**24  # numbers that are quantised at once
+NUMBERS_AT_ONCE = 2**24  # numbers that are quantised at once
 
 
 def quantise_blocks(
@@ -37,7 +37,7 @@ def quantise_blocks(
     weights = None
     if importance is not None and bits == 4:
         weights = np.pad(importance, (0, count * block_size - columns)).reshape(count, block_size)
-    step = max(1, (ROWS if weights is None else ROWS // 8) // columns)
+    step = max(1, (NUMBERS_AT_ONCE if weights is None else NUMBERS_AT_ONCE // 8) // columns)
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         numbers = np.zeros((part.stop - begin, count * block_size), np.float32)

@@ -12,13 +12,13 @@ from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
 from mionnx.machine.caller import caller_level
-from mionnx.quantise.matrices import FLOATS, Found, Stack, rows_of
+from mionnx.quantise.matrices import FLOAT_TYPES, ExpertStack, WeightUses, rows_of
 from mionnx.quantise.quantised_graph import Matrix, order_of_all
 from mionnx.quantise.settings import Quantisation
 
 ASKED = "as asked"
 MOST_NODES = 30_000  # of a graph whose experts have nodes of their own
-OTHER = "no product with a matrix reads it (a router, a convolution)"
+NO_PRODUCT = "no product with a matrix reads it (a router, a convolution)"
 
 
 class FewBlocksWarning(UserWarning):
@@ -49,7 +49,7 @@ class Choice:
 
 
 def choose(
-    model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
+    model: HookedModel, found: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
 ) -> Choice:
     """Choose the weights of blocks; warn if most of the model stays in floats.
 
@@ -93,7 +93,7 @@ def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str,
 
 
 def _add_stack(
-    model: HookedModel, stack: Stack, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+    model: HookedModel, stack: ExpertStack, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
 ) -> None:
     """Choose the matrices of experts, all of a stack or none."""
     width = rows_of(model, stack.experts[0], stack.turned).shape[1]
@@ -123,7 +123,7 @@ def _why_none(model: HookedModel, choice: Choice) -> str:
 
 
 def _add_table(
-    model: HookedModel, found: Found, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+    model: HookedModel, found: WeightUses, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
 ) -> str | None:
     """Choose the token table too; tell why it stays in floats against the settings."""
     own = found.table is not None and found.table in given
@@ -154,16 +154,16 @@ def _add_table(
 def _count(model: HookedModel, choice: Choice) -> None:
     """Add the bytes, and the weights that no product reads."""
     for tensor in model.proto.graph.initializer:
-        if tensor.data_type in FLOATS and len(tensor.dims) > 1:
+        if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 1:
             size = prod(tensor.dims) * onnx_file.weight(model.proto, model.folder, tensor.name).dtype.itemsize
             if tensor.name in choice.matrices or tensor.name in choice.stacks:
                 choice.bytes_in_blocks += size
             else:
-                choice.left.setdefault(tensor.name, OTHER)
+                choice.left.setdefault(tensor.name, NO_PRODUCT)
                 choice.bytes_left += size
 
 
-def _refuse_unused(found: Found, settings: Quantisation, choice: Choice) -> None:
+def _refuse_unused(found: WeightUses, settings: Quantisation, choice: Choice) -> None:
     """Refuse a pattern of no weight that could be blocks."""
     could = (
         {one.weight for one in found.products}

@@ -17,10 +17,12 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import attributes
 from mionnx.graph.weight_value import product_of
 
-FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
-PASSING = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
+FLOAT_TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+PASSING_ON = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
 ROUTER = ".hook_router_logits"
-STEPS = [("Slice", product, "Concat", "Sub", "Min", "Gather") for product in ("Gemm", "MatMul")]  # of a Scan of experts
+SCAN_STEPS = [
+    ("Slice", product, "Concat", "Sub", "Min", "Gather") for product in ("Gemm", "MatMul")
+]  # of a Scan of experts
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """The products of rows with the matrices that they chose: a Scan over a stack of experts.
 
     Attributes:
@@ -68,19 +70,19 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Found:
+class WeightUses:
     """Products with weights, stacks of experts, and the look-up of the token table."""
 
     products: list[Product]
     lookup: onnx.NodeProto | None
     table: str | None
-    stacks: list[Stack] = field(default_factory=list)
+    stacks: list[ExpertStack] = field(default_factory=list)
 
 
-def find_weights(model: HookedModel) -> Found:
+def find_weights(model: HookedModel) -> WeightUses:
     """The products and the table of a hooked model."""
     flow = Dataflow(model.proto)
-    held = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOATS}
+    held = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOAT_TYPES}
     heads, routers = _heads(flow), _routers(flow, model)
     products = []
     for node in flow.nodes:
@@ -90,15 +92,15 @@ def find_weights(model: HookedModel) -> Found:
     lookups = [node for node in flow.nodes if node.op_type == "Gather" and _reads_tokens(flow, node)]
     table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in held else None
     stacks = [stack for node in flow.nodes if (stack := _stack(node, held)) is not None]
-    return Found(products, table, None if table is None else table.input[0], stacks)
+    return WeightUses(products, table, None if table is None else table.input[0], stacks)
 
 
-def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> Stack | None:
+def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> ExpertStack | None:
     """The stack of experts of a Scan, see `exporters.transformers.grouped`; None for others."""
     if node.op_type != "Scan" or len(node.input) != 3 or len(getattr(held.get(node.input[0]), "dims", ())) != 3:
         return None
     body = next(entry.g for entry in node.attribute if entry.name == "body")
-    if tuple(one.op_type for one in body.node) not in STEPS:
+    if tuple(one.op_type for one in body.node) not in SCAN_STEPS:
         return None
     matrix, begin, end = (value.name for value in body.input)
     cut, product, padded, count, picked, made = body.node
@@ -116,7 +118,7 @@ def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> Stack | N
     )
     outside = (cut.input[0], picked.input[0], padded.input[1])
     count_of = held[node.input[0]].dims[0]
-    return Stack(node, node.input[0], turned, count_of, *outside) if all(fits) else None
+    return ExpertStack(node, node.input[0], turned, count_of, *outside) if all(fits) else None
 
 
 def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> tuple[str, bool] | None:
@@ -157,7 +159,7 @@ def _before(flow: Dataflow, value: str) -> Iterator[str]:
         name = waiting.pop()
         yield name
         node = flow.producer(name)
-        if node is not None and node.op_type in (*PASSING, "Mul", "Div", "Tanh"):
+        if node is not None and node.op_type in (*PASSING_ON, "Mul", "Div", "Tanh"):
             waiting += [entry for entry in node.input if entry in flow.producers]
 
 

@@ -24,10 +24,10 @@ from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.choice import Choice, choose
 from mionnx.quantise.matrices import find_weights, rows_of
-from mionnx.quantise.quantised_graph import Matrix, Parts, with_blocks
+from mionnx.quantise.quantised_graph import BlockNames, Matrix, with_blocks
 from mionnx.quantise.settings import Quantisation
 
-WEIGHTS = "quantised.safetensors"
+BLOCK_WEIGHTS = "quantised.safetensors"
 
 
 def quantise(model: HookedModel, target: Path, settings: Quantisation, progress: Progress = silent) -> Path:
@@ -106,8 +106,8 @@ def _write_weights(
     for name, matrix in matrices.items():
         rows = rows_of(model, name, matrix.turned)
         parts = matrix.kinds(name, rows.shape, rows.dtype)
-        kinds |= {part: kind for part, kind in parts.items() if part != Parts.of(name).order or part in read}
-    with streamed(folder / WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
+        kinds |= {part: kind for part, kind in parts.items() if part != BlockNames.of(name).order or part in read}
+    with streamed(folder / BLOCK_WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
         for name, array in floats.items():
             _put_floats(file, name, array, given, turned)
         total = sum(rows_of(model, name, True).size for name in matrices)
@@ -132,7 +132,7 @@ def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[st
 
     Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
     """
-    parts = [part for same in zip(*map(Parts.of, matrices), strict=True) for part in same if part in kinds]
+    parts = [part for same in zip(*map(BlockNames.of, matrices), strict=True) for part in same if part in kinds]
     held = {*parts}
     others = [name for name in kinds if name not in held]
     return {name: kinds[name] for name in (*others, *parts)}
@@ -160,8 +160,8 @@ def _point(
     for tensor in kept:
         tensor.CopyFrom(_external(tensor.name, file, tensor.name))
     for name, matrix in matrices.items():
-        for part in Parts.of(name):
-            if part in file.kinds and (matrix.product or part != Parts.of(name).packed):
+        for part in BlockNames.of(name):
+            if part in file.kinds and (matrix.product or part != BlockNames.of(name).packed):
                 proto.graph.initializer.append(_external(part, file, part))
         if matrix.table:
             for part, view in matrix.views(name, file.kinds).items():
@@ -174,7 +174,7 @@ def _external(name: str, file: StreamedFile, held: str, dims: Iterable[int] | No
     tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     length = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    for key, value in (("location", WEIGHTS), ("offset", file.places[held]), ("length", length)):
+    for key, value in (("location", BLOCK_WEIGHTS), ("offset", file.places[held]), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 
@@ -188,9 +188,9 @@ def _describe(
     progress: Progress,
 ) -> None:
     """Write the metadata: those of the model, its new weights, and how they were made."""
-    digest, files = describe_export(folder, [WEIGHTS], [folder / WEIGHTS], progress)
+    digest, files = describe_export(folder, [BLOCK_WEIGHTS], [folder / BLOCK_WEIGHTS], progress)
     attention = [
-        replace(one, output_projection=Parts.of(one.output_projection).packed, output_is_rows=False)
+        replace(one, output_projection=BlockNames.of(one.output_projection).packed, output_is_rows=False)
         if one.output_projection in choice.matrices
         else one
         for one in model.metadata.attention

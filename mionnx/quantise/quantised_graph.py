@@ -19,14 +19,14 @@ from mionnx.errors import ModelError
 from mionnx.graph.blocks import Blocks, GivenBlocks
 from mionnx.graph.operator_table import DOMAIN
 from mionnx.machine.streamed_file import Kind
-from mionnx.quantise.matrices import Found, Product, Stack
+from mionnx.quantise.matrices import ExpertStack, Product, WeightUses
 from mionnx.quantise.settings import Quantisation
 
-OPSET = 1  # of ONNX Runtime's operators
-BYTES, FLOAT, INT64 = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.int64)
+CONTRIB_OPSET = 1  # of ONNX Runtime's operators
+BYTES, FLOAT, INT64_DTYPE = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.int64)
 
 
-class View(NamedTuple):
+class Reshaped(NamedTuple):
     """Another shape of the same bytes, under another name."""
 
     name: str
@@ -61,7 +61,7 @@ class Matrix:
     def kinds(self, name: str, shape: tuple[int, int], scales: np.dtype[Any]) -> dict[str, Kind]:
         """Dtypes and shapes of its parts, by name; `shape` is [out, in]."""
         rows, count = shape[0], -(-self.places(shape[1]) // self.block_size)
-        parts = Parts.of(name)
+        parts = BlockNames.of(name)
         kinds: dict[str, Kind] = {
             parts.packed: (BYTES, (rows, count, self.block_size * self.bits // 8)),
             parts.scales: (scales, (rows, count)),
@@ -72,12 +72,12 @@ class Matrix:
             kinds |= {parts.offsets: (FLOAT, (count, rows))} if self.product else {}
             kinds |= {parts.row_offsets: (FLOAT, (rows, count))} if self.table else {}
         if self.given is not None and self.given.order is not None:
-            kinds[parts.order] = (INT64, self.given.order.shape)
+            kinds[parts.order] = (INT64_DTYPE, self.given.order.shape)
         return kinds
 
     def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
         """Its parts, by name."""
-        parts = Parts.of(name)
+        parts = BlockNames.of(name)
         found = {
             parts.packed: blocks.packed,
             parts.scales: blocks.scales,
@@ -88,14 +88,14 @@ class Matrix:
         }
         return {part: values for part, values in found.items() if values is not None}
 
-    def views(self, name: str, kinds: Mapping[str, Kind]) -> dict[str, View]:
+    def views(self, name: str, kinds: Mapping[str, Kind]) -> dict[str, Reshaped]:
         """The shape in which a lookup reads its parts."""
-        packed = Parts.of(name).packed
+        packed = BlockNames.of(name).packed
         rows, blocks, size = kinds[packed][1]
-        return {packed: View(table_name(name), (rows, blocks * size))}
+        return {packed: Reshaped(table_name(name), (rows, blocks * size))}
 
 
-class Parts(NamedTuple):
+class BlockNames(NamedTuple):
     """Names of the parts of blocks: numbers, scales, zero points, offsets, order."""
 
     packed: str
@@ -106,7 +106,7 @@ class Parts(NamedTuple):
     order: str
 
     @classmethod
-    def of(cls, weight: str) -> "Parts":
+    def of(cls, weight: str) -> "BlockNames":
         """The names of a weight's parts."""
         names = ("blocks", "scales", "zero_points", "offsets", "row_offsets", "order")
         return cls(*(f"{weight}_{name}" for name in names))
@@ -126,7 +126,7 @@ def table_name(weight: str) -> str:
 
 
 def with_blocks(
-    proto: onnx.ModelProto, found: Found, matrices: Mapping[str, Matrix], settings: Quantisation
+    proto: onnx.ModelProto, found: WeightUses, matrices: Mapping[str, Matrix], settings: Quantisation
 ) -> onnx.ModelProto:
     """A copy of a graph in which products read blocks; the initializers of these are not in it."""
     made = onnx.ModelProto()
@@ -153,7 +153,7 @@ def with_blocks(
             made.graph.node.append(node)
     _drop_unread(made)
     if all(entry.domain != DOMAIN for entry in made.opset_import):
-        made.opset_import.add(domain=DOMAIN, version=OPSET)
+        made.opset_import.add(domain=DOMAIN, version=CONTRIB_OPSET)
     return made
 
 
@@ -182,7 +182,7 @@ class _Writer:
         """A MatMul or Gemm as a MatMulNBits."""
         held = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
         outputs, inputs = held.dims if matrix.turned else held.dims[::-1]
-        parts, given = Parts.of(product.weight), matrix.given
+        parts, given = BlockNames.of(product.weight), matrix.given
         x, y = node.input[0], node.output[0]
         read = x if given is None or given.order is None else self._in_order(x, parts.order, given.order)
         reads = [read, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
@@ -205,7 +205,7 @@ class _Writer:
             sums = self._sums(read, matrix.block_size)
             self._add("Add", [made, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
 
-    def multiply_chosen(self, stack: Stack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
+    def multiply_chosen(self, stack: ExpertStack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
         """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
 
         Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
@@ -217,11 +217,11 @@ class _Writer:
         order = order_of_all([matrices[name].given for name in stack.experts])
         read = stack.rows
         if order is not None:
-            read = self._in_order(read, Parts.of(stack.experts[0]).order, order)
+            read = self._in_order(read, BlockNames.of(stack.experts[0]).order, order)
         for number, name in enumerate(stack.experts):
             matrix, rows = matrices[name], self._add("Slice", [read, begins[number], ends[number]], f"{y}.rows{number}")
             if order is None and matrix.given is not None and matrix.given.order is not None:
-                rows = self._in_order(rows, Parts.of(name).order, matrix.given.order)
+                rows = self._in_order(rows, BlockNames.of(name).order, matrix.given.order)
             made.append(self._product(name, rows, f"{y}.expert{number}", matrix, (outputs, inputs)))
         joined = self._add("Concat", [*made, stack.nobody], f"{y}.joined", axis=0)
         self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
@@ -232,7 +232,7 @@ class _Writer:
         self.graph.value_info.extend(onnx.helper.make_tensor_value_info(name, dtype, new[name]) for name in new)
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
-        parts, level = Parts.of(name), self.settings.accuracy_level
+        parts, level = BlockNames.of(name), self.settings.accuracy_level
         reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
         given = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
         return self._add("MatMulNBits", reads, y, DOMAIN, **given, **({"accuracy_level": level} if level else {}))
@@ -266,7 +266,7 @@ class _Writer:
 
     def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:
         """A Gather of rows as a GatherBlockQuantized."""
-        parts, ids, y = Parts.of(table), node.input[1], node.output[0]
+        parts, ids, y = BlockNames.of(table), node.input[1], node.output[0]
         reads = [table_name(table), ids, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
         sizes = {"gather_axis": 0, "quantize_axis": 1, "block_size": matrix.block_size, "bits": matrix.bits}
         if matrix.given is None or not matrix.given.offsets:

@@ -7,10 +7,10 @@ from typing import Any
 
 from mionnx.errors import InputError
 
-BITS = (4, 8)
-BLOCKS = (16, 32, 64, 128, 256)  # that ONNX Runtime's kernels take
-LEVELS = (0, 4)
-LEVEL = 0
+BLOCK_BITS = (4, 8)
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # that ONNX Runtime's kernels take
+FILE_LEVELS = (0, 4)
+DEFAULT_LEVEL = 0
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Quantisation:
     bits: int = 4
     block_size: int = 32
     symmetric: bool = True
-    accuracy_level: int = LEVEL
+    accuracy_level: int = DEFAULT_LEVEL
     keep: tuple[str, ...] = ()
     in_8_bits: tuple[str, ...] = ()
     embedding: bool = True
     unembedding: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("bits", BITS), ("block_size", BLOCKS), ("accuracy_level", LEVELS)):
+        for name, choices in (("bits", BLOCK_BITS), ("block_size", BLOCK_SIZES), ("accuracy_level", FILE_LEVELS)):
             if getattr(self, name) not in choices:
                 raise InputError(f"{name}={getattr(self, name)!r}; one of {', '.join(map(str, choices))}")
         for name in ("keep", "in_8_bits"):
@@ -74,4 +74,4 @@ class Quantisation:
 
 
 # The settings of a dtype, as `from_pretrained` and `mionnx export` take it.
-DTYPES = {"int4": Quantisation(4), "int8": Quantisation(8)}
+BLOCK_DTYPES = {"int4": Quantisation(4), "int8": Quantisation(8)}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST = (7.1, 7.4, 7.7, 8.0, 8.3, 8.6)  # what the largest number of a symmetric block is rounded from, in steps
+TOP_LEVELS = (7.1, 7.4, 7.7, 8.0, 8.3, 8.6)  # what the largest number of a symmetric block is rounded from, in steps
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the range of a block with a zero point
 FAINT = 1e-6  # weight of a column whose input is always 0, as a share of the mean
 
@@ -49,7 +49,7 @@ def _symmetric(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
     largest = np.take_along_axis(blocks, at, axis=-1)
     inverse = np.divide(1, largest, out=np.zeros_like(largest), where=largest != 0)
     middle = np.full(blocks.shape[:2], 8, np.float32)
-    for size in LARGEST:
+    for size in TOP_LEVELS:
         for steps in (-size, size - 1):
             yield np.clip(np.rint(blocks * (inverse * np.float32(steps))), -8, 7), middle
 

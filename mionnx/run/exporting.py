@@ -15,7 +15,7 @@ from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.quantise.quantise import quantise_into
-from mionnx.quantise.settings import DTYPES as BLOCKS
+from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.quantise.settings import Quantisation
 from mionnx.run.model_dtype import AUTO, Unsaid
 from mionnx.run.source_path import advice, is_hooked

@@ -22,7 +22,7 @@ from mionnx.machine.leftovers import new_folder, temporary_folder
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
-from mionnx.quantise.settings import DTYPES as BLOCKS
+from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download, download_file
 from mionnx.run.hub_files import names_file

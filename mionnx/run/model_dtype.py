@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import DTYPE_NAMES
-from mionnx.quantise.settings import DTYPES as BLOCKS
+from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 
 AUTO = "auto"
 NAMES = (*DTYPE_NAMES, *BLOCKS)

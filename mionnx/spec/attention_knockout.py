@@ -15,7 +15,7 @@ from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import shown, typed
 
-MOST = 2**16  # layers, or heads, of any model
+MOST_INDICES = 2**16  # layers, or heads, of any model
 
 
 @typed(InterventionError)
@@ -153,8 +153,8 @@ def at_most(what: str, number: int) -> int:
     Raises:
         InterventionError: too many, or a negative number.
     """
-    if not 0 <= number <= MOST:
-        raise InterventionError(f"{number} {what}: a model has 0 to {MOST}")
+    if not 0 <= number <= MOST_INDICES:
+        raise InterventionError(f"{number} {what}: a model has 0 to {MOST_INDICES}")
     return number
 
 

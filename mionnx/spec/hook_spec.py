@@ -27,7 +27,9 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec, Tokens
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
-MOST = 2000  # interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long
+MOST_INTERVENTIONS = (
+    2000  # interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long
+)
 
 Where = HookPoint | HookChoice
 
@@ -164,8 +166,13 @@ class HookSpec(Brief, Storable, Translated):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
         chosen = [what if isinstance(what, HookPoint) else HookChoice(what) for what in each(hook)]
         for where in chosen:
-            if len(self.interventions) >= MOST and sum(other == where for other, _ in self.interventions) >= MOST:
-                raise HookError(f"{where} has {MOST:,} interventions, the most: a value may have an entry a position")
+            if (
+                len(self.interventions) >= MOST_INTERVENTIONS
+                and sum(other == where for other, _ in self.interventions) >= MOST_INTERVENTIONS
+            ):
+                raise HookError(
+                    f"{where} has {MOST_INTERVENTIONS:,} interventions, the most: a value may have an entry a position"
+                )
             self.interventions.append((where, intervention))
         return self
 

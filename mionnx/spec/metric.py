@@ -24,10 +24,10 @@ READS: Mapping[str, tuple[str, ...]] = {
     "loss": (),
     "cotangent": ("cotangent",),
 }
-WHOLE = ("loss",)  # those that read every position
+READS_ALL = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
 # sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`
-RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
+GRADIENT_RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
 class MetricSpec:
@@ -44,7 +44,7 @@ class MetricSpec:
         cotangent: of "cotangent", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq,
             vocab]; the last has one for every logit that the call computes. With `of`, in the shape of that value.
         of: of "cotangent", the name of the hook point whose value is summed in the place of the logits; None for these.
-        rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
+        rules: the name of the rules of going back, of `GRADIENT_RULES`: "gradient" has the derivatives.
 
     Raises:
         GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
@@ -120,8 +120,10 @@ def check_rules(rules: str) -> None:
     Raises:
         GradientError: an unknown one.
     """
-    if rules not in RULES:
-        raise GradientError(f"no rules {rules!r}; there are {', '.join(RULES)}{nearest(str(rules), RULES)}")
+    if rules not in GRADIENT_RULES:
+        raise GradientError(
+            f"no rules {rules!r}; there are {', '.join(GRADIENT_RULES)}{nearest(str(rules), GRADIENT_RULES)}"
+        )
 
 
 def _plain(tokens: Tokens) -> Any:
@@ -158,7 +160,7 @@ def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: s
     Raises:
         GradientError: no integer, or a position that nothing would read.
     """
-    read = "the loss reads every position" if name in WHOLE else None
+    read = "the loss reads every position" if name in READS_ALL else None
     if of is not None:
         read = f"the value at {of} is read, and no logits"
     elif cotangent is not None and cotangent.ndim == 3:

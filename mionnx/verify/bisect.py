@@ -13,7 +13,7 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.machine.stored import Stored
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.compare import Settings, Side, record, unit_of
+from mionnx.verify.compare import ComparisonSettings, Side, record, unit_of
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.narrow_fault import Narrowed, narrow
 from mionnx.verify.recorded_values import RecordedValues
@@ -95,7 +95,11 @@ def bisect(
     first, second = _sides(model, call, titles, spec or HookSpec(), other)
     least = _tolerance(tolerance, model, other)
     with tempfile.TemporaryDirectory() as scratch:
-        record(first, recording := RecordedValues(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
+        record(
+            first,
+            recording := RecordedValues(Path(scratch) / "first"),
+            ComparisonSettings(least, False, 0, None, progress),
+        )
         found, largest = _coarse(first, second, recording, least, progress)
         if found is None:
             return Bisection(first.title, second.title, None, [], [], None, 0.0, 0.0, largest, least)

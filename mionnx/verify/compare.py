@@ -71,7 +71,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """Settings of a comparison.
 
     Attributes:
@@ -137,7 +137,7 @@ def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress:
     progress(side.title, len(groups), len(groups))
 
 
-def record(side: Side, recording: RecordedValues, settings: Settings) -> None:
+def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) -> None:
     """Record a side's values as they are computed, and let it continue the prompts."""
     side.recording = recording
 
@@ -148,7 +148,7 @@ def record(side: Side, recording: RecordedValues, settings: Settings) -> None:
     side.greedy = choose(side, settings)
 
 
-def choose(side: Side, settings: Settings) -> list[Ids]:
+def choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
     """Continue each prompt greedily; every token runs the whole text anew.
 
     None, and a note, where the spec is made for the prompt alone.
@@ -185,7 +185,7 @@ def _top_tokens(run: Pass, call: TokenBatch) -> Ids:
     return found[0]
 
 
-def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Beside:
+def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettings) -> Beside:
     """Compare one side with the first.
 
     Raises:
@@ -219,7 +219,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
 
 
 def _compare_values(
-    first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: Settings
+    first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: ComparisonSettings
 ) -> None:
     recording = first.recording
     assert recording is not None
@@ -258,7 +258,7 @@ def _stepping(first: Side, second: Side) -> tuple[Side, RecordedValues] | None:
     return (first, second.recording) if first.graph_runtime is not None and second.recording is not None else None
 
 
-def _local(first: Side, second: Side, settings: Settings) -> dict[str, Difference]:
+def _local(first: Side, second: Side, settings: ComparisonSettings) -> dict[str, Difference]:
     """Measure the difference that each step adds by itself, by the hook point at its end."""
     stepping = _stepping(first, second)
     if not settings.local or settings.positions is not None or stepping is None:
@@ -274,7 +274,9 @@ def _local(first: Side, second: Side, settings: Settings) -> dict[str, Differenc
     return found
 
 
-def _fault(first: Side, second: Side, local: dict[str, Difference], scratch: Path, settings: Settings) -> Fault | None:
+def _fault(
+    first: Side, second: Side, local: dict[str, Difference], scratch: Path, settings: ComparisonSettings
+) -> Fault | None:
     """Find the first step that adds more than the tolerance, as narrow as both sides allow."""
     for name, difference in local.items():
         if difference.relative > settings.tolerance:
@@ -289,7 +291,7 @@ def _fault(first: Side, second: Side, local: dict[str, Difference], scratch: Pat
     return None
 
 
-def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: Settings) -> Fault:
+def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: ComparisonSettings) -> Fault:
     """Find the first hook point inside a step that adds too much, without running parts of it."""
     side, whole = (first, second) if first.graph_runtime is not None else (second, first)
     model, names = side.graph.model, side.graph.names

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.machine.softmax import log_softmax
 
-PIECE = 2**18  # elements looked at together
+ELEMENTS_AT_ONCE = 2**18  # elements looked at together
 TOP = 5
 
 
@@ -53,8 +53,8 @@ class Difference:
         if one.shape != other.shape:
             raise ValueError(f"shapes {list(one.shape)} and {list(other.shape)}")
         flat, beside = one.reshape(-1), other.reshape(-1)
-        for start in range(0, flat.size, PIECE):
-            self._add(flat[start : start + PIECE], beside[start : start + PIECE])
+        for start in range(0, flat.size, ELEMENTS_AT_ONCE):
+            self._add(flat[start : start + ELEMENTS_AT_ONCE], beside[start : start + ELEMENTS_AT_ONCE])
 
     def _add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
         if np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
@@ -174,7 +174,7 @@ class LogitDifference:
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Compare logits [batch, seq, vocab]."""
         vocab = one.shape[-1]
-        rows = max(1, PIECE // vocab)
+        rows = max(1, ELEMENTS_AT_ONCE // vocab)
         flat, beside = one.reshape(-1, vocab), other.reshape(-1, vocab)
         for start in range(0, len(flat), rows):
             self._add(flat[start : start + rows].astype(np.float64), beside[start : start + rows].astype(np.float64))

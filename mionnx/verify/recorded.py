@@ -12,7 +12,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.brief import count
 from mionnx.machine.memory import format_bytes
-from mionnx.verify.compare import Settings, Side
+from mionnx.verify.compare import ComparisonSettings, Side
 from mionnx.verify.recorded_values import RecordedValues
 
 
@@ -22,8 +22,8 @@ def as_recorded(
     names: list[str],
     prompts: Sequence[str],
     model: HookedModel,
-    settings: Settings,
-) -> tuple[list[TokenBatch], list[str], Sequence[str], Settings]:
+    settings: ComparisonSettings,
+) -> tuple[list[TokenBatch], list[str], Sequence[str], ComparisonSettings]:
     """Take prompts, hook points and positions from a recorded run.
 
     A request that contradicts it is refused.
@@ -70,7 +70,12 @@ def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def keep(
-    side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
+    side: Side,
+    path: Path,
+    prompts: Sequence[str],
+    hashed: dict[str, str],
+    where: dict[str, Any],
+    settings: ComparisonSettings,
 ) -> str:
     """Write a side's values, with all facts that a comparison needs.
 
@@ -97,7 +102,7 @@ def keep(
     return _written(side, path, settings)
 
 
-def _written(side: Side, path: Path, settings: Settings) -> str:
+def _written(side: Side, path: Path, settings: ComparisonSettings) -> str:
     names, size = side.graph.names, format_bytes(path.stat().st_size)
     points = names[0] if len(names) == 1 else f"{len(names)} hook points from {names[0]} to {names[-1]}"
     where = "" if settings.positions is None else f", positions {', '.join(map(str, settings.positions))} only"

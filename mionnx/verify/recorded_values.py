@@ -25,9 +25,9 @@ from mionnx.machine.file_kinds import whose
 from mionnx.machine.files import atomic_path
 from mionnx.machine.tensor_file import open_tensors, read_header, sealed, told_of
 
-KEY, VERSION = "mionnx_run", "1"
+RUN_KEY, VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
-DTYPES = {code: name for name, code in CODES.items()}
+CODE_DTYPES = {code: name for name, code in CODES.items()}
 FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "dtype", "hashes", "environment")
 
 
@@ -81,7 +81,7 @@ class RecordedValues:
         Raises:
             SpecFileError: it cannot be written.
         """
-        header: dict[str, Any] = {"__metadata__": {KEY: VERSION, "facts": json.dumps(facts)}}
+        header: dict[str, Any] = {"__metadata__": {RUN_KEY: VERSION, "facts": json.dumps(facts)}}
         for key, (dtype, shape, start) in self._places.items():
             end = start + prod(shape) * np.dtype(dtype).itemsize
             header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -98,7 +98,7 @@ class RecordedValues:
         """
         with open_tensors(path, f"{path} is no recorded run") as file:
             metadata = file.metadata() or {}
-        if metadata.get(KEY) != VERSION:
+        if metadata.get(RUN_KEY) != VERSION:
             raise SpecFileError(f"{path} is no recorded run of version {VERSION}: {whose(metadata)}")
         recording = cls(path)
         header, first = read_header(path)
@@ -106,7 +106,7 @@ class RecordedValues:
         with told_of(path):
             recording.facts = json.loads(metadata["facts"])
             recording._places = {
-                key: (DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
+                key: (CODE_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
                 for key, entry in header.items()
             }
             missing = [key for key in FACTS if key not in recording.facts]

@@ -10,7 +10,7 @@ from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.torch_eager import Eager
 
 OTHER_ENGINES = {name: engine.settings for name, engine in ENGINES.items() if name != Options.engine}
-NAMES = ("torch", *(f"ort-{short}" for short in PROVIDERS), *OTHER_ENGINES)
+RUNTIME_NAMES = ("torch", *(f"ort-{short}" for short in PROVIDERS), *OTHER_ENGINES)
 WITH_THREADS = ("torch", "ort-cpu", *(name for name, settings in OTHER_ENGINES.items() if "threads" in settings))
 PROVIDER = "ExecutionProvider"  # what the full name of every provider of ONNX Runtime ends in
 
@@ -19,8 +19,8 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
     """The runtime of a name.
 
     Args:
-        title: one of `NAMES`, or an execution provider's full name; then, after colons, an optimisation level of ONNX
-            Runtime ("none", "basic", "extended", "all") and "threads=N".
+        title: one of `RUNTIME_NAMES`, or an execution provider's full name; then, after colons, an optimisation level
+            of ONNX Runtime ("none", "basic", "extended", "all") and "threads=N".
         checkpoint: where "torch" finds the weights, if not in the hooked model's folder.
 
     Raises:
@@ -28,10 +28,10 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
     """
     name, *settings = title.split(":")
     providers = known_providers()
-    if name not in (*NAMES, *providers, *installed_providers()):
-        choices = (*NAMES, *providers)
-        raise InputError(f"no runtime {name!r}; there are {', '.join(NAMES)}, and ONNX Runtime's providers by their "
-                         f"full names{nearest(name, choices)}")  # fmt: skip
+    if name not in (*RUNTIME_NAMES, *providers, *installed_providers()):
+        choices = (*RUNTIME_NAMES, *providers)
+        raise InputError(f"no runtime {name!r}; there are {', '.join(RUNTIME_NAMES)}, and ONNX Runtime's providers by "
+                         f"their full names{nearest(name, choices)}")  # fmt: skip
     given = _settings(title, name, settings)
     threads = given.get("threads", 0)
     if name == "torch":

@@ -17,7 +17,7 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.compare import Settings, Side, compare, record
+from mionnx.verify.compare import ComparisonSettings, Side, compare, record
 from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
@@ -44,7 +44,7 @@ class Request:
         against: a recorded run, which is then what all are compared with.
         record: where to write the first runtime's values.
         tolerance: None for that of the dtype.
-        local, greedy, positions: see `Settings`.
+        local, greedy, positions: see `ComparisonSettings`.
         repeat: whether to look for bits that differ when a run is repeated.
         checkpoint: where torch finds the weights.
         matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
@@ -111,7 +111,7 @@ def verify(
     names = _shared(model, names, request, notes)
     recording = RecordedValues.open(request.against) if request.against else None
     tolerance = _tolerance(request, model, recording)
-    settings = Settings(tolerance, request.local, request.greedy, request.positions, progress, notes)
+    settings = ComparisonSettings(tolerance, request.local, request.greedy, request.positions, progress, notes)
     if recording is not None:
         if not request.hooks:
             captured = names_of(model, (), spec)
@@ -238,7 +238,7 @@ def _first(
     hashed: dict[str, str],
     notes: list[str],
     scratch: Path,
-    settings: Settings,
+    settings: ComparisonSettings,
 ) -> tuple[Side, list[Side], dict[str, Any]]:
     """Make the reference side, the other sides, and the reference's environment."""
     sides = [Side(graph, runtime) for runtime in runtimes]
@@ -261,7 +261,7 @@ def _first(
 
 
 def _all_compared(
-    first: Side, sides: Sequence[Side], scratch: Path, settings: Settings
+    first: Side, sides: Sequence[Side], scratch: Path, settings: ComparisonSettings
 ) -> tuple[list[Beside], dict[str, str]]:
     """Compare every side with the first; a side that fails takes nothing from the rest."""
     found, failed = [], {}
@@ -276,7 +276,7 @@ def _all_compared(
 
 
 def _repeats(
-    runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: Settings
+    runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: ComparisonSettings
 ) -> Iterator[Repeat]:
     try:
         yield from repeats(runtime, graph, request.checkpoint, settings.progress)

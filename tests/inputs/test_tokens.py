@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mionnx import InputError, TokenizerError
-from mionnx.inputs.tokens import LONG, encode, tokenize
+from mionnx.inputs.tokens import SLOW_LENGTH, encode, tokenize
 from mionnx.machine import memory
 
 
@@ -64,14 +64,14 @@ LONG_TEXT = "The capital of France is Zürich 😀.  " * 4000
 def test_a_long_text_has_the_tokens_of_the_library_s_own_call(shipped):
     own = shipped.tokenizer.encode(LONG_TEXT)
     found = encode(shipped.tokenizer, LONG_TEXT)
-    assert len(LONG_TEXT) > LONG
+    assert len(LONG_TEXT) > SLOW_LENGTH
     assert (found.ids, found.offsets) == (own.ids, own.offsets)
     plain = shipped.tokenizer.encode(LONG_TEXT, add_special_tokens=False)
     assert encode(shipped.tokenizer, LONG_TEXT, add_special_tokens=False).ids == plain.ids
 
 
 def test_threads_tokenise_long_texts_at_once(shipped):
-    texts = [f"{word} " * LONG for word in ("The", "capital", "of", "France")]
+    texts = [f"{word} " * SLOW_LENGTH for word in ("The", "capital", "of", "France")]
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(partial(encode, shipped.tokenizer), texts)]
     assert [{*one.ids} for one in found] == [{*shipped.tokenizer.encode(text).ids} for text in texts]
@@ -79,14 +79,14 @@ def test_threads_tokenise_long_texts_at_once(shipped):
 
 def test_what_the_library_raises_for_a_long_text_is_one_refusal():
     with pytest.raises(TokenizerError, match=r"the tokenizer fails on the text .*WordLevel"):
-        encode(Tokenizer(WordLevel({"a": 0}, "<unk>")), "b" * (LONG + 1))
+        encode(Tokenizer(WordLevel({"a": 0}, "<unk>")), "b" * (SLOW_LENGTH + 1))
 
 
 def test_an_empty_long_prompt_is_not_spelled_out():
     tokenizer = Tokenizer(WordLevel({"a": 0}))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     with pytest.raises(TokenizerError, match="is empty") as refused:
-        tokenize(tokenizer, " " * (LONG + 1))
+        tokenize(tokenizer, " " * (SLOW_LENGTH + 1))
     assert len(str(refused.value)) < 500
 
 

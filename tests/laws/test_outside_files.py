@@ -18,7 +18,7 @@ from mionnx.graph.hooked_model import KEPT
 from mionnx.machine.progress import silent
 from mionnx.playground import playground
 from mionnx.quantise.quantise import quantise_into
-from mionnx.quantise.settings import DTYPES
+from mionnx.quantise.settings import BLOCK_DTYPES
 from mionnx.run.exporting import export
 
 SHIPPED = REPOSITORY / "models" / "world-llama"
@@ -137,7 +137,7 @@ def test_a_packed_checkpoint_reads_nothing_outside_its_folder(name, source, tmp_
 COPIES = {
     "compile": lambda model, to: model.compile(HookSpec().intervene("hook_embed", Intervention.Scale(2.0)), to),
     "playground": lambda model, to: playground(model, to),
-    "quantise": lambda model, to: (to.mkdir(), quantise_into(model.hooked, to, DTYPES["int4"], silent)),
+    "quantise": lambda model, to: (to.mkdir(), quantise_into(model.hooked, to, BLOCK_DTYPES["int4"], silent)),
 }
 
 

@@ -122,7 +122,7 @@ def test_other_damage_is_found(entries, damage):
 
 
 def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
-    monkeypatch.setattr(cache_entry, "LARGE", 1000)  # the mark is smaller
+    monkeypatch.setattr(cache_entry, "LARGE_FILE", 1000)  # the mark is smaller
     path = entries.get("graphs", "key", writer()).path
     hashed: list[str] = []
     plain = cache_entry.sha256

@@ -13,7 +13,7 @@ from command_line import mionnx, succeeded
 
 from mionnx.machine import disk_cache
 from mionnx.machine.cache_entry import MANIFEST, MARK, CacheEntry
-from mionnx.machine.disk_cache import KINDS, DiskCache, StoreWarning
+from mionnx.machine.disk_cache import ENTRY_KINDS, DiskCache, StoreWarning
 from mionnx.machine.tensor_file import write_tensors
 
 SWEEP = "0123456789abcdef" * 2
@@ -43,7 +43,7 @@ def file(path: Path, data: bytes = b"mine" * 1000) -> None:
 
 def bystanders(root: Path, dead: int = 4_000_000) -> None:
     """What a user may have in a folder that `MIONNX_CACHE` names: data, links, and names as mionnx gives them."""
-    for kind in (*KINDS, "sweeps"):
+    for kind in (*ENTRY_KINDS, "sweeps"):
         file(root / kind / "mine" / "weights.bin")
         file(root / kind / "mine" / MANIFEST, json.dumps({"what": {}, "files": {}}).encode())
         file(root / kind / "mine.pins" / "note")
@@ -114,7 +114,7 @@ def test_entries_live_beside_them(root, tmp_path):
     assert {name: tree(tmp_path).get(name) for name in before} == before
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "sweeps"])
+@pytest.mark.parametrize("kind", [*ENTRY_KINDS, "sweeps"])
 def test_the_folder_of_a_kind_that_is_a_link_is_not_followed(kind, root, tmp_path):
     file(tmp_path / "home" / "thesis" / "ch1.tex")
     (root / kind).symlink_to("../home")

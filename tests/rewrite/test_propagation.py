@@ -11,7 +11,7 @@ from mionnx.errors import GradientError
 from mionnx.rewrite.gradient import differentiate
 from mionnx.rewrite.gradient.rules import SETS
 from mionnx.rewrite.plan import gradient_name
-from mionnx.spec.metric import RULES
+from mionnx.spec.metric import GRADIENT_RULES
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = {name: RANDOM.normal(size=(4, 4)) for name in ("a", "b", "c")}
@@ -116,4 +116,4 @@ def test_a_side_of_a_product_has_half_whether_the_other_is_asked_for_or_not(ship
 
 
 def test_the_sets_of_rules_are_those_that_a_spec_may_name():
-    assert {*SETS} == {*RULES}
+    assert {*SETS} == {*GRADIENT_RULES}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attention.repeated_sequences import (
-    KINDS,
+    HEAD_KINDS,
     RepeatedSequences,
     attention_to,
     check_kinds,
@@ -35,7 +35,7 @@ CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes
 @typed(leave=["token_ids", "batch", "period", "seed"])
 def head_scores(
     model: Runner,
-    kinds: str | Sequence[str] = KINDS,
+    kinds: str | Sequence[str] = HEAD_KINDS,
     *,
     batch: int = 8,
     period: int = 24,

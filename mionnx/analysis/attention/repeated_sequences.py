@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, nearest
 from mionnx.machine import memory
 
-KINDS = ("previous_token", "duplicate_token", "induction")
+HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,12 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """
     given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in given:
-        if kind not in KINDS:
-            raise InputError(f"no kind of head {kind!r}; the kinds are {', '.join(KINDS)}{nearest(kind, KINDS)}")
+        if kind not in HEAD_KINDS:
+            raise InputError(
+                f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
+            )
     if not given or len({*given}) != len(given):
-        raise InputError(f"kinds of heads must be different ones of {', '.join(KINDS)}, got {list(given)}")
+        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(given)}")
     return given
 
 

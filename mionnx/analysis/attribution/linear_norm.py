@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, ModelError
 
 Array = NDArray[np.float64]
-LARGE = 2.0**6  # entries of the probe: their square is so far above every epsilon that it does not count
+PROBE_ENTRIES = 2.0**6  # entries of the probe: their square is so far above every epsilon that it does not count
 SLACK = 1e-5  # what the linear map may differ by, relative to the largest output
 COARSE = 2.0**-7  # the same in 16 bits
 
@@ -103,8 +103,8 @@ def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any]
         ModelError: it is no norm of the kind described above.
     """
     hidden = stream.shape[-1]
-    probe = np.where(np.arange(hidden) % 2, -LARGE, LARGE)
-    rows = np.concatenate([[np.zeros(hidden), np.full(hidden, LARGE), probe], stream.reshape(-1, hidden)])
+    probe = np.where(np.arange(hidden) % 2, -PROBE_ENTRIES, PROBE_ENTRIES)
+    rows = np.concatenate([[np.zeros(hidden), np.full(hidden, PROBE_ENTRIES), probe], stream.reshape(-1, hidden)])
     outputs = norm(rows.astype(stream.dtype)).astype(np.float64)
     bias, flat, probed = outputs[:3]
     tolerance = SLACK if stream.dtype.itemsize >= 4 else COARSE

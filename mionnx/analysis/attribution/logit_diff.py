@@ -148,7 +148,7 @@ def get_logit_diff(
     position: int = -1,
     hooks: HookSpec | None = None,
     batch_size: int | str = AUTO,
-) -> float | LogitDiffs:
+) -> Any:
     """The lead of a token's logit over another's, on a prompt or each of a list.
 
     Args:

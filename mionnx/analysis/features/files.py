@@ -12,7 +12,7 @@ from mionnx.errors import ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.tensor_file import read_tensors
 
-CONFIG, WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
+SAE_CONFIG, SAE_WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
 FOLDED = ("scaling_factor", "finetuning_scaling_factor")
 
 
@@ -33,16 +33,16 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
         raise ModelError(f"{path}: {error.strerror}") from error
     if path.suffix == ".npz" or (path.is_dir() and (path / PARAMS).is_file()):
         return _gemma_scope(path / PARAMS if path.is_dir() else path, hook, hook_out)
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise ModelError(f"{path} has neither {CONFIG} with {WEIGHTS} nor {PARAMS}")
-    cfg = read_json(folder / CONFIG)
+    if not (folder / SAE_CONFIG).is_file() or not (folder / SAE_WEIGHTS).is_file():
+        raise ModelError(f"{path} has neither {SAE_CONFIG} with {SAE_WEIGHTS} nor {PARAMS}")
+    cfg = read_json(folder / SAE_CONFIG)
     if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
-        raise ModelError(f"{folder / CONFIG} is no configuration of an SAE")
-    weights = _unscaled(_tensors(folder / WEIGHTS), folder)
+        raise ModelError(f"{folder / SAE_CONFIG} is no configuration of an SAE")
+    weights = _unscaled(_tensors(folder / SAE_WEIGHTS), folder)
     try:
         return from_saelens(cfg, {*weights}), weights
     except ModelError as error:
-        raise ModelError(f"{folder / CONFIG}: {error}") from error
+        raise ModelError(f"{folder / SAE_CONFIG}: {error}") from error
 
 
 def _tensors(path: Path) -> Weights:

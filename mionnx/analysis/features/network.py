@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.features.config import Config, Weights
 from mionnx.graph.fragment import Fragment, written
 
-EPSILON = 1e-5  # of SAELens' layer_norm, added to the deviation
+LAYER_NORM_EPSILON = 1e-5  # of SAELens' layer_norm, added to the deviation
 Lines = list[str]
 
 
@@ -132,7 +132,7 @@ def _normalise(config: Config, tag: str, source: str, width: int) -> Lines:
             f"{tag}freedom = Constant <value = float {{{width - 1}.0}}> ()",
             f"{tag}variance = Div({tag}sum, {tag}freedom)",
             f"{tag}deviation = Sqrt({tag}variance)",
-            f"{tag}small = Constant <value = float {{{EPSILON}}}> ()",
+            f"{tag}small = Constant <value = float {{{LAYER_NORM_EPSILON}}}> ()",
             f"{tag}divisor = Add({tag}deviation, {tag}small)",
             f"{tag}normal = Div({tag}off, {tag}divisor)",
         ]

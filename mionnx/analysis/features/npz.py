@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import check_regular
 
-ROOM, SHARE = 2**26, 32  # bytes that all members may unpack to, and sizes of the file besides
+ROOM, UNPACKED_SHARE = 2**26, 32  # bytes that all members may unpack to, and sizes of the file besides
 MEMBERS = 100
-PIECE = 2**20
+PIECE_BYTES = 2**20
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 THROWN = (  # what zipfile, its codecs and numpy's reader of headers throw of a damaged file
     OSError,
@@ -60,7 +60,7 @@ def read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             unpacked = sum(member.file_size for member in members)
-            if len(members) > MEMBERS or unpacked > ROOM + SHARE * path.stat().st_size:
+            if len(members) > MEMBERS or unpacked > ROOM + UNPACKED_SHARE * path.stat().st_size:
                 size = f"{len(members)} members of {unpacked:,} bytes in a file of {path.stat().st_size:,}"
                 raise ModelError(f"{path} has {size}: refused")
             for member in members:
@@ -85,7 +85,7 @@ def _array(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> NDArray[Any]
         raise ModelError(f"{path}: {member.filename} of shape {list(shape)} takes {length:,} bytes, and has {held:,}")
     data = bytearray()
     while len(data) < length:
-        piece = file.read(min(PIECE, length - len(data)))
+        piece = file.read(min(PIECE_BYTES, length - len(data)))
         if not piece:
             raise ModelError(f"{path}: {member.filename} is truncated: {len(data):,} of {length:,} bytes")
         data += piece

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.streamed_file import NAMES, Kind, StreamedFile, streamed
+from mionnx.machine.streamed_file import TYPE_NAMES, Kind, StreamedFile, streamed
 
-DTYPES = {short: name for name, short in NAMES.items()}
+DTYPES = {short: name for name, short in TYPE_NAMES.items()}
 
 
 def new_shard(path: Path, kinds: Mapping[str, Kind]) -> AbstractContextManager[StreamedFile]:

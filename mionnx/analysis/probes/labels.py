@@ -10,7 +10,7 @@ from mionnx.analysis.harvest.activations import Activations
 from mionnx.errors import InputError, nearest
 from mionnx.inputs.token_rows import read_array
 
-KINDS, PER = ("classification", "regression"), ("text", "token")
+PROBE_KINDS, PER = ("classification", "regression"), ("text", "token")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def read_labels(
     Raises:
         InputError: neither one a text nor one a token, no label, one class only, or numbers that are none.
     """
-    for name, given, allowed in (("per", per, PER), ("kind", kind, KINDS)):
+    for name, given, allowed in (("per", per, PER), ("kind", kind, PROBE_KINDS)):
         if given is not None and given not in allowed:
             raise InputError(f"{name}={given!r}; {' or '.join(allowed)}{nearest(given, allowed)}")
     if isinstance(labels, str | bytes | dict) or not hasattr(labels, "__len__"):

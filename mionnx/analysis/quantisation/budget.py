@@ -31,13 +31,13 @@ from mionnx.quantise.matrices import expert_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
 
-WIDE = 8  # bits of the matrices that cost too much in 4
-FLOATS = 0  # in the place of a number of bits
+WIDE_BITS = 8  # bits of the matrices that cost too much in 4
+IN_FLOATS = 0  # in the place of a number of bits
 MORE = 5  # measurements that make the model smaller
 CLOSE = 0.97  # share of the bound at which it is small enough
 
 
-class Text:
+class MeasuredText:
     """The prompts of a measurement, with the model's own distributions in a file.
 
     Attributes:
@@ -62,10 +62,10 @@ class Text:
 
 
 @contextmanager
-def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) -> Iterator[Text]:
+def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) -> Iterator[MeasuredText]:
     """A text for the time of a `with` statement."""
     with TemporaryDirectory() as folder:
-        yield Text(model, calls, Path(folder), progress)
+        yield MeasuredText(model, calls, Path(folder), progress)
 
 
 def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
@@ -98,7 +98,7 @@ class Search:
     """
 
     model: FloatModel
-    text: Text
+    text: MeasuredText
     matrices: Mapping[str, Matrix]
     settings: Quantisation
     bound: float
@@ -110,7 +110,7 @@ class Search:
         """KL with all matrices at these bits, over all of the text."""
         key = tuple(bits.values())
         if key not in self.measured:
-            made = [self._candidate(name, count) for name, count in bits.items() if count != FLOATS]
+            made = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
             stage, done = f"measuring all matrices together, {len(self.measured) + 1}", 0
 
             def told(more: int) -> None:
@@ -136,12 +136,12 @@ class Search:
             ModelError: the bound cannot be met; the message says what can.
         """
         asked = {name: matrix.bits for name, matrix in self.matrices.items()}
-        wide = dict.fromkeys(asked, WIDE)
+        wide = dict.fromkeys(asked, WIDE_BITS)
         if self.kl(asked) <= self.bound:
             return asked, []
         if asked != wide and self.kl(wide) <= self.bound:
             return self._along(self._moves(asked, wide))
-        moves = self._moves(wide, dict.fromkeys(asked, FLOATS))
+        moves = self._moves(wide, dict.fromkeys(asked, IN_FLOATS))
         fewest = moves.steps[-2]  # one of them is in blocks
         if self.kl(fewest) > self.bound:
             best = min(fewest.items(), key=lambda one: -one[1])[0]
@@ -166,7 +166,7 @@ class Search:
 
     def _bytes(self, name: str, bits: int) -> int:
         own = self.model.own(name)
-        return own.nbytes if bits == FLOATS else self._candidate(name, bits).bytes
+        return own.nbytes if bits == IN_FLOATS else self._candidate(name, bits).bytes
 
     def _along(self, moves: Moves, without: int = 0) -> tuple[dict[str, int], list[dict[str, int]]]:
         """Find the first step within the bound, then smaller sets; the last steps may be left out."""

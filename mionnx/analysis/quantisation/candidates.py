@@ -16,8 +16,8 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import attributes, matmul_nbits
 from mionnx.quantise.blocks import quantise_blocks
-from mionnx.quantise.matrices import Found
-from mionnx.quantise.quantised_graph import Matrix, Parts, table_name
+from mionnx.quantise.matrices import WeightUses
+from mionnx.quantise.quantised_graph import BlockNames, Matrix, table_name
 from mionnx.quantise.settings import Quantisation
 
 
@@ -48,7 +48,7 @@ def of_blocks(
     return Candidate(name, matrix.bits, size, numbers, matrix.product, matrix.table)
 
 
-def of_model(found: Found, other: HookedModel, experts: bool = False) -> list[Candidate]:
+def of_model(found: WeightUses, other: HookedModel, experts: bool = False) -> list[Candidate]:
     """The matrices of a quantised model, by the names that they have in the model of floats.
 
     Args:
@@ -77,7 +77,7 @@ def _held(
     other: HookedModel, flow: Dataflow, held: Mapping[str, onnx.TensorProto], name: str, table: bool
 ) -> Candidate | None:
     """A weight of a quantised model; None if it has no blocks of this name."""
-    packed = Parts.of(name).packed
+    packed = BlockNames.of(name).packed
     product, looked_up = packed in held, table and table_name(name) in held
     if not product and not looked_up:
         return None

@@ -17,7 +17,7 @@ from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.quantise.matrices import Found
+from mionnx.quantise.matrices import WeightUses
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
@@ -47,7 +47,7 @@ class LayerChain(Segments):
         values: piece -> the values of products, and what they read, that it computes.
     """
 
-    def __init__(self, model: HookedModel, found: Found, options: Options, inputs: bool = False) -> None:
+    def __init__(self, model: HookedModel, found: WeightUses, options: Options, inputs: bool = False) -> None:
         self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
         self.read: dict[str, str] = {}
         for product in found.products:
@@ -108,7 +108,7 @@ class LayerChain(Segments):
                     yield stages[number].stream[LOGITS]
 
 
-def _fed(origin: onnx.ModelProto, found: Found, matrices: Iterable[str]) -> onnx.ModelProto:
+def _fed(origin: onnx.ModelProto, found: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
     """Make inputs of a graph's matrices, in a copy."""
     proto = onnx.ModelProto.FromString(origin.SerializeToString())
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}

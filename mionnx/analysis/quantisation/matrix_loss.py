@@ -19,11 +19,11 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.stored import Storable
-from mionnx.quantise.matrices import Product, Stack, expert_of, find_weights, rows_of
+from mionnx.quantise.matrices import ExpertStack, Product, expert_of, find_weights, rows_of
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.run.segments import Arrays
 
-TOKENS = 256  # over which a single matrix is measured
+SAMPLE_TOKENS = 256  # over which a single matrix is measured
 LENGTH = 128  # tokens of a prompt that are used for it
 
 Numbers = Callable[[], NDArray[Any]]  # of a matrix as [out, in], of a stack [experts, out, in], made when needed
@@ -103,7 +103,7 @@ class FloatModel:
     def turned(self, name: str) -> bool:
         """Whether a weight is held [out, in]."""
         stack, _ = expert_of(name) or (name, None)
-        products: list[Product | Stack] = [*self.found.products, *self.found.stacks]
+        products: list[Product | ExpertStack] = [*self.found.products, *self.found.stacks]
         return next((one.turned for one in products if one.weight == stack), True)
 
     def own(self, name: str) -> NDArray[Any]:
@@ -144,9 +144,9 @@ class FloatModel:
 
 def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
     """The beginnings of prompts that single matrices are measured on, spread over all of them."""
-    count = max(1, TOKENS // LENGTH) if max(call.seq for call in calls) >= LENGTH else len(calls)
+    count = max(1, SAMPLE_TOKENS // LENGTH) if max(call.seq for call in calls) >= LENGTH else len(calls)
     places = sorted({round(place) for place in np.linspace(0, len(calls) - 1, min(count, len(calls)))})
-    chosen, left = list[TokenBatch](), TOKENS
+    chosen, left = list[TokenBatch](), SAMPLE_TOKENS
     for place in places:
         if left > 0:
             ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.machine.softmax import log_softmax
 
-PIECE = 2**20  # numbers looked at together
+LOGITS_AT_ONCE = 2**20  # numbers looked at together
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Divergence:
         """
         vocab = first.shape[-1]
         one, two = first.reshape(-1, vocab), other.reshape(-1, vocab)
-        rows = max(1, PIECE // vocab)
+        rows = max(1, LOGITS_AT_ONCE // vocab)
         for start in range(0, len(one), rows):
             self._add(one[start : start + rows], two[start : start + rows])
 

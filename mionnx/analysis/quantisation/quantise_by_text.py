@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.analysis.quantisation.budget import FLOATS, WIDE, Search, Text, text_of, whole_stacks
+from mionnx.analysis.quantisation.budget import IN_FLOATS, WIDE_BITS, MeasuredText, Search, text_of, whole_stacks
 from mionnx.analysis.quantisation.importance import Importance, mean_squares
 from mionnx.analysis.quantisation.layer_chain import LOGITS
 from mionnx.analysis.quantisation.matrix_loss import FloatModel
@@ -67,7 +67,7 @@ def quantise_by_text(
     if folder.exists():
         raise ModelError(f"{folder} exists already")
     remove_leftovers(folder.parent, holding=())
-    if importance and settings.bits == WIDE:
+    if importance and settings.bits == WIDE_BITS:
         raise InputError("importance has no effect on 8 bits: it weights the scales of blocks of 4")
     model.hooked.need_weights("quantising it")
     weights, told = Importance(), dict[str, Any]()
@@ -126,8 +126,8 @@ def _written(
             found = _measured(opened, search.text, model.options.threads, search.progress)
             if found.mean > search.bound:
                 raise _AboveError
-            wide = [name for name, one in bits.items() if one == WIDE and settings.bits_of(name) != WIDE]
-            kept = [name for name, one in bits.items() if one == FLOATS]
+            wide = [name for name, one in bits.items() if one == WIDE_BITS and settings.bits_of(name) != WIDE_BITS]
+            kept = [name for name, one in bits.items() if one == IN_FLOATS]
             moved = {"moved_to_8_bits": wide, "moved_to_floats": kept}
             reached = {"kl": found.mean, "top_1": found.top_1, "bytes": search.bytes(bits), **moved}
             _record(opened, {**told, "budget": known | reached})
@@ -136,7 +136,7 @@ def _written(
     return True
 
 
-def _measured(made: HookedModel, text: Text, threads: int, progress: Progress) -> Divergence:
+def _measured(made: HookedModel, text: MeasuredText, threads: int, progress: Progress) -> Divergence:
     """KL of a quantised model over a text, its products in floats."""
     products = any(node.op_type == "MatMulNBits" for node in made.proto.graph.node)
     model = at_level(made, 0) if products else made
@@ -163,9 +163,9 @@ def _record(made: HookedModel, entry: dict[str, Any]) -> None:
 
 def _settings(settings: Quantisation, bits: Bits) -> Quantisation:
     """The settings by which each matrix has its bits."""
-    kept = tuple(escape(name) for name, one in bits.items() if one == FLOATS)
-    wide = tuple(escape(name) for name, one in bits.items() if one == WIDE)
+    kept = tuple(escape(name) for name, one in bits.items() if one == IN_FLOATS)
+    wide = tuple(escape(name) for name, one in bits.items() if one == WIDE_BITS)
     keep = (*settings.keep, *kept)
     if len(wide) + len(kept) == len(bits):
-        return replace(settings, bits=WIDE, in_8_bits=(), keep=keep)
+        return replace(settings, bits=WIDE_BITS, in_8_bits=(), keep=keep)
     return replace(settings, in_8_bits=wide, keep=keep)

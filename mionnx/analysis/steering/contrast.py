@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.steering.direction_methods import directions_of, separation
-from mionnx.analysis.steering.directions import STREAM, Directions
+from mionnx.analysis.steering.directions import VECTOR_HOOK, Directions
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.analysis.steering.prompts import Texts, texts_of
 from mionnx.errors import InputError
@@ -27,7 +27,7 @@ def contrast(
     model: Runner,
     positive: Texts,
     negative: Texts,
-    hook: str | HookPoint = STREAM,
+    hook: str | HookPoint = VECTOR_HOOK,
     *,
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] = -1,

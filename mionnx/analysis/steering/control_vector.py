@@ -29,7 +29,7 @@ from mionnx.machine.tensor_file import values_checksum
 ARCHITECTURE = "controlvector"
 HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
 CHECKSUM = "mionnx.sha256"
-STREAM = "resid_post"
+VECTOR_HOOK = "resid_post"
 NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,8})")
 
 
@@ -123,7 +123,7 @@ def _layer(path: str | Path, name: str) -> int:
     match = NAME.fullmatch(name)
     if match is None or int(match[1]) == 0:
         why = "there is none after the first block" if match else "a number from 1 on must follow"
-        where = f"direction.N belongs to blocks.N.hook_{STREAM}, N >= 1"
+        where = f"direction.N belongs to blocks.N.hook_{VECTOR_HOOK}, N >= 1"
         raise SpecFileError(f"{path}: tensor {brief(name)}: {why}; {where}")
     return int(match[1])
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.steering import control_vector
-from mionnx.analysis.steering.control_vector import STREAM
+from mionnx.analysis.steering.control_vector import VECTOR_HOOK
 from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InputError, InterventionError, SpecFileError
@@ -85,7 +85,7 @@ class Directions(Shown):
         self,
         vectors: ArrayLike,
         layers: Sequence[int],
-        hook: str | HookPoint = STREAM,
+        hook: str | HookPoint = VECTOR_HOOK,
         method: str = "given",
         pairs: int = 0,
         separation: Separation | None = None,
@@ -248,8 +248,10 @@ class Directions(Shown):
             SpecFileError: directions at another hook point or in layer 0 only, or a file that cannot be written.
             RuntimeMissingError: the gguf package is not installed.
         """
-        if self.hook != STREAM:
-            raise SpecFileError(f"a control vector is added at hook_{STREAM}, and these directions are at {self.hook}")
+        if self.hook != VECTOR_HOOK:
+            raise SpecFileError(
+                f"a control vector is added at hook_{VECTOR_HOOK}, and these directions are at {self.hook}"
+            )
         vectors = dict(zip(self.layers, self.vectors, strict=True))
         if self.layers[0] != 0 or len(self.layers) == 1:
             return control_vector.write(vectors, path, model_hint)
@@ -270,7 +272,7 @@ class Directions(Shown):
             RuntimeMissingError: the gguf package is not installed.
         """
         vectors = control_vector.read(path)
-        return cls(np.stack([*vectors.values()]), [*vectors], STREAM, "gguf")
+        return cls(np.stack([*vectors.values()]), [*vectors], VECTOR_HOOK, "gguf")
 
     def to_dict(self) -> dict[str, Any]:
         """Lengths, cosines and separation; everything but the vectors themselves."""

@@ -31,7 +31,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
 
-CUTS = 15  # strengths tried at once between two others
+STRENGTHS_BETWEEN = 15  # strengths tried at once between two others
 FINEST = 1e-6  # of the largest strength: below, neighbouring ones are the same in float32
 Row = tuple[int, float]  # a prompt's number and a strength
 Bracket = tuple[int, float, float]  # a prompt's number, a strength before its answer flips, and one after
@@ -82,7 +82,7 @@ def dose_response(
     if bisect is not None and not bisect >= finest:
         raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
     with shown(progress):
-        trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
+        trial = DoseTrial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
         strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
         targets = _targets(model, target, len(texts))
         if targets is None:
@@ -113,7 +113,7 @@ def _targets(model: Runner, target: Target, count: int) -> NDArray[np.int64] | N
     return np.array([token_of(model, one) for one in several])
 
 
-class Trial:
+class DoseTrial:
     """One direction tried on prompts."""
 
     def __init__(
@@ -179,12 +179,12 @@ class Trial:
 
     def _narrower(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float) -> list[Bracket]:
         wide = [one for one in flipping if abs(one[2] - one[1]) > bisect]
-        cuts = [np.linspace(low, high, CUTS + 2).tolist() for _, low, high in wide]
+        cuts = [np.linspace(low, high, STRENGTHS_BETWEEN + 2).tolist() for _, low, high in wide]
         rows = [(one[0], cut) for one, inner in zip(wide, cuts, strict=True) for cut in inner[1:-1]]
         hits = [logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)]
         narrow = [one for one in flipping if one not in wide]
         for n, (one, inner) in enumerate(zip(wide, cuts, strict=True)):
-            first = [*hits[n * CUTS : (n + 1) * CUTS], True].index(True)
+            first = [*hits[n * STRENGTHS_BETWEEN : (n + 1) * STRENGTHS_BETWEEN], True].index(True)
             narrow.append((one[0], inner[first], inner[first + 1]))
         return narrow
 

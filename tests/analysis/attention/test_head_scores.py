@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.analysis.attention import head_scores
-from mionnx.analysis.attention.repeated_sequences import KINDS, repeat_sequences
+from mionnx.analysis.attention.repeated_sequences import HEAD_KINDS, repeat_sequences
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
 
@@ -133,7 +133,7 @@ def test_results_are_read_and_shown(llama, tmp_path, chromium):
 
 def test_a_large_model_is_shown_whole(chromium, tmp_path):
     values = np.random.default_rng(0).beta(0.3, 3, (3, 80, 64))
-    found = HeadScores(KINDS, values, 0.03, 24, 8, "<b>large</b>")
+    found = HeadScores(HEAD_KINDS, values, 0.03, 24, 8, "<b>large</b>")
     page = chromium(found.save(tmp_path / "large.html"))
     assert page.troubles == []
     assert page.locator("h1").text_content() == "Heads of <b>large</b>"

@@ -28,7 +28,7 @@ from mionnx import (
     RuntimeMissingError,
     SpecFileError,
 )
-from mionnx.analysis.steering.dose_response import Trial, brackets
+from mionnx.analysis.steering.dose_response import DoseTrial, brackets
 from mionnx.cli.demos import steering
 from mionnx.cli.main import app
 
@@ -206,7 +206,7 @@ def test_of_two_flips_the_one_nearest_0_is_given():
     strengths, hit = np.array([-2.0, -1.0, 0.5, 3.0]), np.array([[True, True, False, True], [False, False, True, True]])
     found = [*brackets(strengths, hit)]
     assert found == [(0, 0.5, 3.0), (1, 0.0, 0.5), (0, 0.0, -1.0)]
-    trial = Trial.__new__(Trial)
+    trial = DoseTrial.__new__(DoseTrial)
     trial.texts = [None, None]
     assert trial.flips(found, np.zeros(2, int), None).tolist() == [-1.0, 0.5]
 
