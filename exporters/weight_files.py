@@ -63,7 +63,6 @@ def place(
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
         stored: name -> the tensor that is the parameter, in its own dtype.
         made: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
-        folder: the hooked model's folder.
         progress: called as (stage, done, total) in bytes.
         left: names of parameters that get a place in a file, and no data there.
 
@@ -89,7 +88,6 @@ def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
 
     Args:
         parameters: values without data.
-        folder: the hooked model's folder.
     """
     offset = 0
     for value in parameters:

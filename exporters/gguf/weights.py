@@ -38,8 +38,6 @@ class Renamed:
     """A tensor of the file, with what it is in transformers.
 
     Attributes:
-        name: transformers' name.
-        info: where it lies.
         heads: rows are those of so many heads in the order of neighbouring values; 0 where they are in order.
         offset: what has been added to it.
     """
@@ -106,11 +104,6 @@ def write_weights(
     """Write tensors in a dtype, a piece of one in memory at a time.
 
     Args:
-        header: of the GGUF file.
-        tensors: see `rename`.
-        path: of the new safetensors file.
-        dtype: "float32", "float16" or "bfloat16".
-        progress: called as (stage, done, total) in bytes.
         left: names of tensors that get a place in the file, and no numbers there.
 
     Raises:

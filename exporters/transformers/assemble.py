@@ -145,7 +145,6 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
 
     Args:
         config: changed: a copy of the checkpoint's.
-        dtype: of the model.
     """
     seen = set[str]()
 

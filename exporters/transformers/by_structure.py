@@ -54,10 +54,6 @@ class Source:
     """A checkpoint that is exported.
 
     Attributes:
-        folder: of the checkpoint.
-        config: as transformers reads it.
-        tensors: its weights.
-        dtype: of the export.
         why: what the taps did not find.
     """
 
@@ -78,10 +74,7 @@ class Found:
     """A graph whose hook points are named.
 
     Attributes:
-        proto: the graph.
-        recognised: its layers.
         sizes: as one run shows them.
-        hooks: the hook points, with their axes.
         said: for the metadata.
     """
 
@@ -96,9 +89,6 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
     """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
 
     Args:
-        source: the checkpoint.
-        target: the folder.
-        stage: called with the name of each stage.
         progress: called as (stage, done, total) while weights are placed and hashed.
 
     Raises:

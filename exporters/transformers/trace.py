@@ -90,7 +90,7 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
                 attachment(model, own_layout, taps, stack).block(i, block)
         for module in [module for block in blocks for module in block.modules()]:
             vars(module)[TAPS] = taps
-            stack.callback(vars(module).pop, TAPS)
+            stack.callback(vars(module).pop, TAPS, None)  # blocks may share a module
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
         tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, blocks[0]))
@@ -207,7 +207,6 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     Args:
         skeleton: from `skeleton_of`.
         sizes: of its keys and values.
-        buffers: from `buffers_of`.
 
     Raises:
         ExportError: the family is laid out in an unknown way.
@@ -265,7 +264,6 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
     Args:
         skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
         sizes: of its keys and values.
-        kinds: which layers to trace.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
