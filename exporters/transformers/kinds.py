@@ -2,7 +2,7 @@
 
 Nothing is guessed from a config. The model without weights runs once on torch's meta device, and what each layer
 computes is written down. A layer here is one of transformers' layers, which may hold several with hook points
-(`Layout.halves`). Two are of one kind if these agree:
+(`Layout.layers`). Two are of one kind if these agree:
 
 1. Every operator that torch dispatches, with its numbers and sizes, and where each tensor comes from: the stream, a
    weight of the layer by its name inside of it, the layer's past, numbers in the code, a value computed before all
