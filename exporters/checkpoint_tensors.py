@@ -84,7 +84,6 @@ def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[
     A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
 
     Args:
-        folder, staging: see above.
         with_bytes: read tensors of bytes too, which are refused otherwise.
 
     Raises:

@@ -13,9 +13,7 @@ def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads |
     """The axes of a hook point, dynamic ones by name.
 
     Args:
-        name: of the hook point.
         shape: of its value, of a run or as the graph says; None where it is not known.
-        sizes: of the model.
         heads: of the layer: how many keys it keeps, sizes of a key and of a value; as in `sizes` if None.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -63,7 +63,6 @@ def place(
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
         stored: name -> the tensor that is the parameter, in its own dtype.
         made: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
-        folder: the hooked model's folder.
         progress: called as (stage, done, total) in bytes.
         left: names of parameters that get a place in a file, and no data there.
 
@@ -89,7 +88,6 @@ def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
 
     Args:
         parameters: values without data.
-        folder: the hooked model's folder.
     """
     offset = 0
     for value in parameters:
@@ -150,26 +148,39 @@ def _write_converted(
 
 
 def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
-    entries, offset = dict[str, dict[str, Any]](), 0
-    for value in sorted(values, key=lambda value: value.name):
-        dtype, shape = _TORCH_DTYPE[value.dtype], [*value.shape.numpy()]
-        length = dtype.itemsize * prod(shape)
-        entries[value.name] = {
-            "dtype": _SAFETENSORS_NAME[dtype],
-            "shape": shape,
-            "data_offsets": [offset, offset + length],
-        }
-        offset += length
+    tensors = {
+        value.name: (
+            _SAFETENSORS_NAME[_TORCH_DTYPE[value.dtype]],
+            value.shape.numpy(),
+            _TORCH_DTYPE[value.dtype].itemsize,
+        )
+        for value in sorted(values, key=lambda value: value.name)
+    }
+    with path.open("wb") as file:
+        places = begin_safetensors(file, tensors)
+    return {name: Placed(CONVERTED, offset, length) for name, (offset, length) in places.items()}
+
+
+def begin_safetensors(
+    file: BinaryIO, tensors: Mapping[str, tuple[str, Sequence[int], int]]
+) -> dict[str, tuple[int, int]]:
+    """Write the header of a safetensors file, with room for its tensors; the file stands behind the header then.
+
+    Args:
+        tensors: name -> safetensors' name of its dtype, its shape, bytes of a number.
+
+    Returns:
+        name -> offset in the file, and length, in bytes.
+    """
+    entries, places, total = dict[str, Any](), dict[str, tuple[int, int]](), 0
+    for name, (dtype, shape, width) in tensors.items():
+        places[name] = total, prod(shape) * width
+        entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [total, total := total + places[name][1]]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + offset)
-    base = 8 + len(text)
-    return {
-        name: Placed(CONVERTED, base + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in entries.items()
-    }
+    start = file.write(struct.pack("<Q", len(text)) + text)
+    file.truncate(start + total)
+    return {name: (start + offset, length) for name, (offset, length) in places.items()}
 
 
 def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> None:

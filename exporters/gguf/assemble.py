@@ -36,13 +36,6 @@ def export_file(header: Header, target: Path, dtype: str, progress: Progress, le
 def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progress, left: Container[str] = ()) -> str:
     """Write a GGUF file as a transformers checkpoint: config, weights, tokenizer.
 
-    Args:
-        header: of the file.
-        folder: an empty or new one.
-        dtype: of the weights; see `exporters.gguf.export`.
-        progress: called as (stage, done, total).
-        left: see `write_weights`.
-
     Returns:
         the dtype, where "auto" was given the one that it means.
 

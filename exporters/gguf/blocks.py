@@ -73,12 +73,7 @@ OFFSETS = (Kind.Q4_1, Kind.Q4_K)
 
 
 def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
-    """The matrices of a file in blocks, by transformers' names; a tied table by both names.
-
-    Args:
-        header: of the file.
-        tensors: see `weights.rename`.
-    """
+    """The matrices of a file in blocks, by transformers' names; a tied table by both names."""
     blocks = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
     if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING in blocks:
         blocks[UNEMBEDDING] = blocks[EMBEDDING]

@@ -33,10 +33,7 @@ class TensorInfo:
     """One tensor of a GGUF file.
 
     Attributes:
-        name: llama.cpp's name for it.
-        kind: how its numbers are stored.
         shape: outermost axis first, as in torch; GGUF itself has the innermost first.
-        offset, length: of its bytes in the file.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Header:
     """Everything in front of a GGUF file's tensors.
 
     Attributes:
-        file: its path.
         metadata: keys and values; arrays of strings are lists, arrays of numbers numpy arrays.
         tensors: by llama.cpp's names, in the file's order.
     """

@@ -23,10 +23,8 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
     """The rotation of a file.
 
     Args:
-        facts: of the file.
         head_dim: the length of a query.
         context: the number of positions that the model is made for.
-        factors: see `frequencies`.
 
     Raises:
         ExportError: the file scales its rotation in an unknown way.

@@ -4,12 +4,8 @@ What llama.cpp's converter changed is undone: rows of queries and keys in the or
 to the weights of norms. A tensor that no name is known for is refused.
 """
 
-import json
-import os
-import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from exporters.gguf.architectures import OUTSIDE, Architecture, Config
 from exporters.gguf.dequantise import read_pieces, read_tensor
 from exporters.gguf.header import Header, TensorInfo
 from exporters.gguf.rope import FACTORS
-from exporters.weight_files import some
+from exporters.weight_files import begin_safetensors, some
 from mionnx.errors import ExportError, nearest
 from mionnx.machine.progress import Progress
 
@@ -38,8 +34,6 @@ class Renamed:
     """A tensor of the file, with what it is in transformers.
 
     Attributes:
-        name: transformers' name.
-        info: where it lies.
         heads: rows are those of so many heads in the order of neighbouring values; 0 where they are in order.
         offset: what has been added to it.
     """
@@ -106,37 +100,24 @@ def write_weights(
     """Write tensors in a dtype, a piece of one in memory at a time.
 
     Args:
-        header: of the GGUF file.
-        tensors: see `rename`.
-        path: of the new safetensors file.
-        dtype: "float32", "float16" or "bfloat16".
-        progress: called as (stage, done, total) in bytes.
         left: names of tensors that get a place in the file, and no numbers there.
 
     Raises:
         ExportError: a type that is not dequantised, or values beyond float16's range.
     """
     code, numpy_dtype = DTYPES[dtype]
-    width = np.dtype(numpy_dtype).itemsize
-    entries, total = {}, 0
-    for tensor in tensors:
-        end = total + prod(tensor.info.shape) * width
-        entries[tensor.name] = {"dtype": code, "shape": list(tensor.info.shape), "data_offsets": [total, end]}
-        total = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    done = 0
+    shapes = {tensor.name: (code, tensor.info.shape, np.dtype(numpy_dtype).itemsize) for tensor in tensors}
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(file.tell() + total)
+        places = begin_safetensors(file, shapes)
+        total, done = sum(length for _, length in places.values()), 0
         for tensor in tensors:
-            if tensor.name in left:
-                done += prod(tensor.info.shape) * width
-                file.seek(prod(tensor.info.shape) * width, os.SEEK_CUR)
-                continue
-            for piece in _pieces(header, tensor):
-                done += file.write(_converted(piece, numpy_dtype, tensor).tobytes())
-            progress(f"dequantising {header.file.name}", done, total)
+            offset, length = places[tensor.name]
+            done += length
+            if tensor.name not in left:
+                file.seek(offset)
+                for piece in _pieces(header, tensor):
+                    file.write(_converted(piece, numpy_dtype, tensor).tobytes())
+                progress(f"dequantising {header.file.name}", done, total)
 
 
 def _pieces(header: Header, tensor: Renamed) -> Iterator[NDArray[np.float32]]:

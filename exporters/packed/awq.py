@@ -24,11 +24,6 @@ GROUP = 128  # where the config says none, as in transformers' AwqConfig
 def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
-    Args:
-        name: of the module.
-        parts: its tensors, by `PARTS`.
-        settings: the checkpoint's quantization_config.
-
     Raises:
         ExportError: another kind of AWQ, or tensors that do not fit together.
     """

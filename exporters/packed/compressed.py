@@ -54,11 +54,6 @@ def check(settings: Mapping[str, Any]) -> None:
 def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
-    Args:
-        name: of the module.
-        parts: its tensors, by `PARTS`.
-        settings: the checkpoint's quantization_config.
-
     Raises:
         ExportError: tensors that do not fit together.
     """

@@ -23,11 +23,6 @@ FORMATS = ("gptq", "gptq_v2")  # values of checkpoint_format
 def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
-    Args:
-        name: of the module.
-        parts: its tensors, by `PARTS`.
-        settings: the checkpoint's quantization_config.
-
     Raises:
         ExportError: another kind of GPTQ, or tensors that do not fit together.
     """

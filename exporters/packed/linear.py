@@ -18,7 +18,6 @@ class Linear:
     """A layer y = x w^T with w = (q - z) s.
 
     Attributes:
-        name: its module.
         inputs, outputs: of it.
         bits: of an integer.
         group_size: neighbouring inputs that share a scale; all of them for one group.

@@ -37,7 +37,6 @@ def unpacked_stacks(tensors: list[Stored], family: str | None = None) -> list[St
     """Replace blocks and scales by the stacks of experts that they are.
 
     Args:
-        tensors: of the checkpoint.
         family: its model_type; None where nobody says.
 
     Raises:
@@ -85,7 +84,6 @@ class Expert:
     """One matrix of a stack.
 
     Attributes:
-        name: of it.
         packed, exponents: its parts of the tensors, [outputs, blocks, 16] and [outputs, blocks].
         order: int64 [2 * inputs], which input each number of a row of its blocks belongs to.
     """

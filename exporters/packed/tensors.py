@@ -28,8 +28,6 @@ def unpacked_tensors(tensors: list[Stored], settings: Mapping[str, Any], family:
     """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
-        tensors: of the checkpoint.
-        settings: its quantization_config.
         family: its model_type; None where nobody says.
 
     Raises:

@@ -59,11 +59,7 @@ def export_checkpoint(
     folder: Path, target: Path, dtype: str, progress: Progress, leave: bool = False
 ) -> dict[str, GivenBlocks]:
     """See `exporters.transformers.export`, and with `leave` `export_packed`."""
-    stages = count()
-
-    def stage(name: str) -> None:
-        progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
-
+    stage = _stages(folder, progress)
     stage("reading the checkpoint")
     beside = find_files(folder)
     config = native_config(folder)
@@ -91,6 +87,11 @@ def export_checkpoint(
     return blocks
 
 
+def _stages(folder: Path, progress: Progress) -> Stage:
+    numbers = count()
+    return lambda name: progress(f"exporting {folder.name}: {name}", next(numbers), STAGES)
+
+
 def _read(folder: Path, staging: Path, config: Any) -> list[Stored]:
     """The tensors of a checkpoint; those and the config of one of integers as of one of floats."""
     quantization = quantization_of(folder)
@@ -106,11 +107,7 @@ def _read(folder: Path, staging: Path, config: Any) -> list[Stored]:
 
 def export_config(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
     """See `exporters.transformers.export_graph`."""
-    stages = count()
-
-    def stage(name: str) -> None:
-        progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
-
+    stage = _stages(folder, progress)
     stage("reading the config")
     beside, config = find_files(folder), native_config(folder)
     refuse(config)
@@ -145,7 +142,6 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
 
     Args:
         config: changed: a copy of the checkpoint's.
-        dtype: of the model.
     """
     seen = set[str]()
 

@@ -34,9 +34,6 @@ class Taps:
     """One listener on one model, and what its layers have shown so far.
 
     Attributes:
-        listen: gets each hook point's tensor.
-        layout: the family's.
-        cache: of the current pass.
         layer: that runs.
         tokens: batch and sequence axis of its MLP, which experts see merged.
         queried: layers whose queries were seen before their rotation.

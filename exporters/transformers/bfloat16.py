@@ -17,7 +17,6 @@ def widen(model: ir.Model, only: Container[str] | None = None) -> int:
     """Compute in float32 what is computed in bfloat16, and round, in place.
 
     Args:
-        model: whose nodes are changed.
         only: names of operators; None for all of them.
 
     Returns:

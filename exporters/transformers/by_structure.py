@@ -54,10 +54,6 @@ class Source:
     """A checkpoint that is exported.
 
     Attributes:
-        folder: of the checkpoint.
-        config: as transformers reads it.
-        tensors: its weights.
-        dtype: of the export.
         why: what the taps did not find.
     """
 
@@ -74,14 +70,11 @@ class Source:
 
 
 @dataclass
-class Found:
+class NamedGraph:
     """A graph whose hook points are named.
 
     Attributes:
-        proto: the graph.
-        recognised: its layers.
         sizes: as one run shows them.
-        hooks: the hook points, with their axes.
         said: for the metadata.
     """
 
@@ -96,9 +89,6 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
     """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
 
     Args:
-        source: the checkpoint.
-        target: the folder.
-        stage: called with the name of each stage.
         progress: called as (stage, done, total) while weights are placed and hashed.
 
     Raises:
@@ -122,49 +112,49 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
         for value in parameters:
             model.graph.register_initializer(value)
         stage("recognising")
-        found = _recognised(model, source, target, {str(value.name) for value in parameters})
+        named = _recognised(model, source, target, {str(value.name) for value in parameters})
         stage("checking beside transformers")
-        _check(found, source, target)
+        _check(named, source, target)
     except ExportError as error:
         raise ExportError(f"{source.why}; its hook points were not found by structure either: {error}") from error
     stage("writing")
     files = sorted({tensor.file for tensor in source.tensors})
-    _write(found, source, target, describe_export(target, locations(parameters), files, progress))
+    _write(named, source, target, describe_export(target, locations(parameters), files, progress))
 
 
-def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[str]) -> Found:
+def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[str]) -> NamedGraph:
     """Name the hook points of a graph, and run it once."""
     graph = model.graph
     infer_types(model)
     _drop_unread_positions(graph)
     positions = supply_positions(model)
-    found = recognise(graph)
-    cached = name_caches(found)
-    names = name_points(found)
-    found.notes.extend([] if positions is None else [positions])
+    decoder = recognise(graph)
+    cached = name_caches(decoder)
+    names = name_points(decoder)
+    decoder.notes.extend([] if positions is None else [positions])
     strip(model)
     for value in graph.inputs:
         value.shape = ir.Shape(AXES[value.name]) if value.name in AXES else value.shape
     model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
-    limit = _limit(found, source.config, parameters)
+    limit = _limit(decoder, source.config, parameters)
     proto = ir.to_proto(model)
     probed = probe(proto, target, names)
-    windows = _windows(proto, target, found, limit, source.config)
+    windows = _windows(proto, target, decoder, limit, source.config)
     lacks = frozenset[str]() if cached else frozenset(("cache",))
-    plain = Plain(model, proto, target, found, probed, windows, lacks, positions is not None, limit or LONG)
+    plain = Plain(model, proto, target, decoder, probed, windows, lacks, positions is not None, limit or LONG)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        return check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
+        return check_laws(probed, proto, target, len(decoder.attention), any(one.sink for one in decoder.attention))
 
     laws = checked(proto, probed)
     if not cached:
         proto, probed, laws = complete(plain, ir.to_proto, checked)
-    found.windows = windows
+    decoder.windows = windows
     _refuse([law for law in laws if not law.holds])
-    sizes = replace(sizes_of(probed.values, found), max_positions=limit)
+    sizes = replace(sizes_of(probed.values, decoder), max_positions=limit)
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     annotate(proto, probed, hooks)
-    return Found(proto, found, sizes, hooks, facts_of(found, attends=False))
+    return NamedGraph(proto, decoder, sizes, hooks, facts_of(decoder, attends=False))
 
 
 def _refuse(broken: list[LawResult]) -> None:
@@ -178,12 +168,12 @@ def _drop_unread_positions(graph: ir.Graph) -> None:
         graph.inputs.remove(value)
 
 
-def _limit(found: Recognised, config: Any, parameters: set[str]) -> int | None:
+def _limit(decoder: Recognised, config: Any, parameters: set[str]) -> int | None:
     """The longest text, where a table with a row for each position is looked up or sliced."""
     length = context_length(config.to_dict())
     if length is None:
         return None
-    for value in found.flow.graph.initializers.values():
+    for value in decoder.flow.graph.initializers.values():
         looked_up = any(user.op_type in LOOKUPS | ANGLE_LOOKUPS for user, _ in value.uses())
         sizes = [size for size in value.shape or () if isinstance(size, int)]
         places = sizes[:1] if str(value.name) in parameters else sizes
@@ -193,46 +183,46 @@ def _limit(found: Recognised, config: Any, parameters: set[str]) -> int | None:
 
 
 def _windows(
-    proto: onnx.ModelProto, target: Path, found: Recognised, limit: int | None, config: Any
+    proto: onnx.ModelProto, target: Path, decoder: Recognised, limit: int | None, config: Any
 ) -> list[int | None]:
     """The window of each layer: how many keys the last query of a long text reads."""
     named = [value for key, value in config.to_dict().items() if "window" in key and type(value) is int]
     seq = min(max([SHORT, *(2 * window + 3 for window in named)]), limit or LONG, LONG)
-    names = [f"blocks.{layer}.attn.hook_scores" for layer in range(len(found.attention))]
+    names = [f"blocks.{layer}.attn.hook_scores" for layer in range(len(decoder.attention))]
     session = open_session(extract(Dataflow(proto), [], names), target, [])
     scores = run(session, names, {entry.name: feed_of(entry, 1, seq) for entry in session.get_inputs()})
     counts = [int((one[0, 0, -1].astype(np.float64) > LOWEST).sum()) for one in scores]
     return [None if count == seq else count for count in counts]
 
 
-def _check(found: Found, source: Source, target: Path) -> None:
-    projections = [str(one.projection.name) for one in found.recognised.attention]
-    checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind, projections)
+def _check(named: NamedGraph, source: Source, target: Path) -> None:
+    projections = [str(one.projection.name) for one in named.recognised.attention]
+    checked = check_eagerly(source.folder, source.config, named.proto, target, named.sizes, source.kind, projections)
     _refuse([result for result in checked.results if not result.holds])
     worst = max(checked.results, key=lambda result: result.difference)
-    found.said[FOUND_BY_STRUCTURE] = (
-        f"{checked.layers} of {found.sizes.num_layers} layers beside eager transformers: {worst}"
+    named.said[FOUND_BY_STRUCTURE] = (
+        f"{checked.layers} of {named.sizes.num_layers} layers beside eager transformers: {worst}"
     )
 
 
-def _write(found: Found, source: Source, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:
-    recognised = found.recognised
-    windows = recognised.windows or [None] * found.sizes.num_layers
+def _write(named: NamedGraph, source: Source, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:
+    recognised = named.recognised
+    windows = recognised.windows or [None] * named.sizes.num_layers
     metadata = Metadata(
         family=source.config.model_type,
         dtype=source.kind,
-        sizes=found.sizes,
-        hooks=found.hooks,
+        sizes=named.sizes,
+        hooks=named.hooks,
         attention=[
             Attention(str(one.projection.name), one.rows, windows[layer])
             for layer, one in enumerate(recognised.attention)
         ],
-        exporter={**{name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}, **found.said},
+        exporter={**{name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}, **named.said},
         context_length=context_length(source.config.to_dict()),
         weights_sha256=weights[0],
         weight_files=weights[1],
     )
-    found.proto.producer_name, found.proto.producer_version = "mionnx", version("mionnx")
+    named.proto.producer_name, named.proto.producer_version = "mionnx", version("mionnx")
     for key, value in metadata.to_props().items():
-        found.proto.metadata_props.add(key=key, value=value)
-    (target / "model.onnx").write_bytes(found.proto.SerializeToString())
+        named.proto.metadata_props.add(key=key, value=value)
+    (target / "model.onnx").write_bytes(named.proto.SerializeToString())

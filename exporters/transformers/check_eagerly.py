@@ -53,7 +53,6 @@ class EagerCheck:
 
     Attributes:
         results: one a value that was compared, with the layer where it is worst.
-        layers: how many layers were compared.
     """
 
     results: list[LawResult]
@@ -72,12 +71,9 @@ def check_eagerly(
     """Compare an exported graph with its checkpoint, run by transformers.
 
     Args:
-        folder: the checkpoint's.
         config: of the checkpoint; left alone.
         proto: the graph, its hook points named.
         target: folder of the graph's weights.
-        sizes: of the model.
-        dtype: of both.
         projections: name of each layer's output projection, as transformers names its weight: it reads z.
 
     Raises:

@@ -34,8 +34,6 @@ class Conversion:
 
     Attributes:
         target: the first of these parameters.
-        converter: transformers' rule.
-        sources: the tensors.
         patterns: of each, the one of the rule's source patterns that its name has.
     """
 

@@ -65,7 +65,6 @@ def compute_experts(
     """Compute the chosen experts of every token, weigh and add them.
 
     Args:
-        taps: of the layer.
         experts: transformers' module with the stacked weights.
         hidden: [batch * seq, hidden].
         index: int64 [batch * seq, n_chosen], which experts a token chose.

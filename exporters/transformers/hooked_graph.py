@@ -35,13 +35,9 @@ class HookedGraph:
     """A graph with hook points, without weights.
 
     Attributes:
-        model: the graph.
         parameters: the weights that it reads: values without data, which are no initializers yet.
         hooks: hook point -> its axes, in execution order.
-        sizes: of the model.
-        heads: of each layer.
         skeleton: the torch model on the meta device.
-        layout: where it keeps its modules.
     """
 
     model: ir.Model
@@ -58,8 +54,6 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
 
     Args:
         config: a transformers config of a causal language model.
-        dtype: of weights and activations.
-        stage: called with the name of each stage.
         whole: trace every layer.
 
     Raises:

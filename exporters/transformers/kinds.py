@@ -2,7 +2,7 @@
 
 Nothing is guessed from a config. The model without weights runs once on torch's meta device, and what each layer
 computes is written down. A layer here is one of transformers' layers, which may hold several with hook points
-(`Layout.halves`). Two are of one kind if these agree:
+(`Layout.layers`). Two are of one kind if these agree:
 
 1. Every operator that torch dispatches, with its numbers and sizes, and where each tensor comes from: the stream, a
    weight of the layer by its name inside of it, the layer's past, numbers in the code, a value computed before all
@@ -218,12 +218,7 @@ def plain(value: Any) -> Hashable:
 
 
 def split(name: str, blocks: str) -> tuple[int, str]:
-    """Split a name into its layer and the rest; `OUTSIDE` and all of it if it is in none.
-
-    Args:
-        name: of a parameter or module of the model.
-        blocks: path of the model's layers.
-    """
+    """Split a name into its layer and the rest; `OUTSIDE` and all of it if it is in none."""
     rest = name.removeprefix(f"{blocks}.")
     number, _, inside = rest.partition(".")
     return (int(number), inside) if rest != name and number.isdigit() else (OUTSIDE, name)
@@ -270,9 +265,6 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
     """Group a model's layers.
 
     Args:
-        model: without weights.
-        blocks: path of its layers.
-        recorder: of one run of all layers.
         buffers: name -> buffers that no checkpoint holds, with values.
     """
     layers, halves = list(model.get_submodule(blocks).children()), recorder.halves

@@ -25,9 +25,6 @@ class TapProducts(TorchFunctionMode):
     """Tap the queries, scores and pattern of one layer; batch and heads may be one axis.
 
     Args:
-        taps: of the model.
-        layer: its number.
-        heads: of queries.
         stream: what the attention reads, [batch, seq, hidden].
         table: the attention's own causal mask, [1, 1, length, length]; None where it has none.
     """

@@ -15,7 +15,6 @@ from exporters.transformers import trace
 from exporters.transformers.attention import filled
 from exporters.transformers.own_attention import plain_maximum
 from mionnx.errors import ExportError
-from mionnx.graph.io_names import KEYS_AND_VALUES
 
 EAGER = "eager"
 Past = list[tuple[Tensor, ...]]
@@ -82,8 +81,8 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
     both = (nullcontext(), plain_maximum(skeleton))  # what that fixes for other sizes is seen by `check_eagerly`
     for sizes_compared in both:
         try:
-            with sizes_compared:
-                return _exported(skeleton, example)
+            with sizes_compared, trace.quiet(), trace.UNCACHED, torch.no_grad():
+                return trace.to_onnx(_Plain(skeleton), example, range(len(past)))
         except torch.onnx.errors.OnnxExporterError as error:
             causes.append(f"{error.__cause__ or error}")
     raise ExportError(f"torch could not export {skeleton.config.model_type!r} as it is: {causes[0]}")
@@ -108,23 +107,3 @@ def _cache_shapes(skeleton: PreTrainedModel) -> list[tuple[list[int], ...]]:
         kind = skeleton.config.model_type
         raise ExportError(f"{kind!r} has a cache of another form than keys and values in each of {layers} layers")
     return [tuple(list(one.shape) for one in two) for two in tensors]
-
-
-def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
-    dynamic = torch.export.Dim.DYNAMIC
-    two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
-    layers = len(example[3])
-    with trace.quiet(), trace.UNCACHED, torch.no_grad():
-        program = torch.onnx.export(
-            _Plain(skeleton).eval(),
-            example,
-            dynamo=True,
-            dynamic_shapes=(two, two, two, [(cached, cached) for _ in range(layers)]),
-            opset_version=trace.OPSET,
-            optimize=False,
-            verbose=False,
-            input_names=["input_ids", "attention_mask", "position_ids", *KEYS_AND_VALUES.inputs(layers)],
-            output_names=["logits", *KEYS_AND_VALUES.outputs(layers)],
-        )
-    trace.drop_prefix(program.model.graph)
-    return program.model

@@ -107,7 +107,6 @@ def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> lis
     """Optimise a model that was traced without weights.
 
     Args:
-        model: changed in place.
         buffers: values that no checkpoint holds, by name.
 
     Returns:

@@ -80,7 +80,6 @@ class Names:
 
         Args:
             name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
-            layer, other: numbers of the layers.
         """
         if self.layer(name) != layer:
             return f"{name}.{other}"

@@ -70,7 +70,6 @@ def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) 
     """A module by its path.
 
     Args:
-        model: the whole model.
         path: from the root on; "" is the root itself.
         root: a module of the model; the model itself if None.
 

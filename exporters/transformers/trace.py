@@ -90,7 +90,7 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
                 attachment(model, own_layout, taps, stack).block(i, block)
         for module in [module for block in blocks for module in block.modules()]:
             vars(module)[TAPS] = taps
-            stack.callback(vars(module).pop, TAPS)
+            stack.callback(vars(module).pop, TAPS, None)  # blocks may share a module
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
         tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, blocks[0]))
@@ -207,7 +207,6 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     Args:
         skeleton: from `skeleton_of`.
         sizes: of its keys and values.
-        buffers: from `buffers_of`.
 
     Raises:
         ExportError: the family is laid out in an unknown way.
@@ -265,36 +264,44 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
     Args:
         skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
         sizes: of its keys and values.
-        kinds: which layers to trace.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
     """
-    layout, dynamic = layout_of(skeleton.config), torch.export.Dim.DYNAMIC
-    two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
-    names = KEYS_AND_VALUES
+    layout = layout_of(skeleton.config)
     try:
         with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
                 allocate(skeleton)
                 example = _example(kinds.hooked, sizes)
-            program = torch.onnx.export(
-                Cached(skeleton, layout, _mark, kinds.hooked).eval(),
-                example,
-                dynamo=True,
-                dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
-                opset_version=OPSET,
-                optimize=False,
-                verbose=False,
-                input_names=[*TOKENS, *(name for i in kinds.hooked for name in names.layer_inputs(i))],
-                output_names=["logits", *(name for i in kinds.hooked for name in names.layer_outputs(i))],
-            )
+            model = to_onnx(Cached(skeleton, layout, _mark, kinds.hooked), example, kinds.hooked)
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
-    drop_prefix(program.model.graph)
-    return Traced(program.model, skeleton, layout)
+    return Traced(model, skeleton, layout)
+
+
+def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int]) -> ir.Model:
+    """Export a function of tokens and the pasts of some layers by torch's own exporter."""
+    dynamic, names = torch.export.Dim.DYNAMIC, KEYS_AND_VALUES
+    two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+    program = torch.onnx.export(
+        module.eval(),
+        example,
+        dynamo=True,
+        dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
+        opset_version=OPSET,
+        optimize=False,
+        verbose=False,
+        input_names=[*TOKENS, *(name for i in layers for name in names.layer_inputs(i))],
+        output_names=["logits", *(name for i in layers for name in names.layer_outputs(i))],
+    )
+    for value in list(program.model.graph.initializers.values()):  # by the model's names, not by those of the wrapper
+        del program.model.graph.initializers[value.name]
+        value.name = value.name.removeprefix("model.")
+        program.model.graph.register_initializer(value)
+    return program.model
 
 
 @contextmanager
@@ -326,11 +333,3 @@ def allocate(model: nn.Module) -> None:
                     parameter = isinstance(tensor, nn.Parameter)
                     fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
                 table[name] = fakes[id(tensor)]
-
-
-def drop_prefix(graph: ir.Graph) -> None:
-    """Call initializers as the model calls its parameters, not as the wrapper around it does."""
-    for value in list(graph.initializers.values()):
-        del graph.initializers[value.name]
-        value.name = value.name.removeprefix("model.")
-        graph.register_initializer(value)

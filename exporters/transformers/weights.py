@@ -36,7 +36,6 @@ def bind_weights(
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
         mapped: which checkpoint tensors become which parameters.
         model: the model without weights that the graph was traced from.
-        folder: the hooked model's folder.
         progress: called as (stage, done, total) in bytes.
         leave: leave out the numbers of weights that are blocks in the checkpoint.
 
