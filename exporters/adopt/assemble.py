@@ -15,9 +15,9 @@ from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
+from exporters.adopt.operators.decoder_writer import TOKENS
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
-from exporters.adopt.operators.op_writer import TOKENS
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
@@ -35,8 +35,8 @@ from exporters.adopt.self_check import (
 )
 from exporters.adopt.source_file import Source, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
-from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
+from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM

@@ -20,7 +20,7 @@ from exporters.adopt.masking import (
     sweep_away,
     window_of,
 )
-from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
+from exporters.adopt.operators.decoder_writer import MASK, TOKENS, DecoderWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
 from mionnx.errors import ExportError
@@ -135,7 +135,7 @@ def extend(plain: Plain) -> bool:
     if plain.counts and cache:
         raise ExportError("the graph makes its positions itself, so none can be given to the tokens after a past")
     windows = _windows(plain, masked, masks)
-    op = OpWriter(model)
+    op = DecoderWriter(model)
     op.begin()
     reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
@@ -172,7 +172,9 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     return windows
 
 
-def _add_cache(op: OpWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int) -> list[ir.Node]:
+def _add_cache(
+    op: DecoderWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int
+) -> list[ir.Node]:
     """Give a layer a past; returns nodes that may not be read any more."""
     attention, prefix = plain.found.attention[layer], f"blocks.{layer}.attn.hook_"
     count = plain.probed.values[f"{prefix}q"].shape[1]

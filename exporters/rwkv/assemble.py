@@ -49,7 +49,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     stage(2)
     parameters = list(build.parameters.values())
     place(parameters, tensors, iter(()), target, progress)
-    graph = build.builder.graph
+    graph = build.op.graph
     for value in parameters:
         graph.register_initializer(value)
     stage(3)
@@ -60,7 +60,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         sizes=_sizes(shape),
         hooks={name: _axes(name, build) for name in build.hooks},
         attention=[],
-        exporter={name: version(name) for name in ("mionnx", "onnxscript")},
+        exporter={name: version(name) for name in ("mionnx", "onnx-ir")},
         weights_sha256=digest,
         weight_files=of_files,
         context_length=context_length(config),

@@ -24,7 +24,6 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
 from exporters.adopt.self_check import LawResult, Probe, check_laws, feed_of, open_session, probe, run
-from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import annotate, sizes_of
 from exporters.checkpoint_tensors import Stored
 from exporters.hook_axes import axes_of
@@ -37,6 +36,7 @@ from exporters.transformers.plain_trace import skeleton_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.trace import buffers_of
 from exporters.transformers.weights import bind_weights
+from exporters.value_types import infer_types
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
