@@ -21,21 +21,11 @@ from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
-from exporters.adopt.self_check import (
-    INT8,
-    LawResult,
-    Probe,
-    check_bounded,
-    check_laws,
-    compare,
-    open_session,
-    probe,
-    rounds_activations,
-    run,
-)
+from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
 from exporters.adopt.source_file import Source, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
+from exporters.probe import Probe, check_bounded, open_session, run
 from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
@@ -113,7 +103,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
     try:
         check_bounded(proto, target)
-        probed = probe(proto, target, names)
+        probed = probe_points(proto, target, names)
     except ExportError as error:
         tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
         if not isinstance(rows.get(tokens), int):
@@ -135,8 +125,8 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
     found.notes.extend(other_windows(found.windows or [], windows or []))
-    said = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
-    write_model(proto, source, found, probed, names, said, target, hashes())
+    facts = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
+    write_model(proto, source, found, probed, names, facts, target, hashes())
     fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     runs = any(law.law == AS_STOCK for law in laws)
@@ -163,7 +153,7 @@ def check_folder(folder: Path) -> list[LawResult]:
     hooked = HookedModel.open(folder)
     if hooked.metadata.recurrent:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
-    probed = probe(hooked.proto, folder, list(hooked.metadata.hooks))
+    probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
     return check_laws(probed, hooked.proto, folder, hooked.metadata.sizes.num_layers, SINKS in hooked.metadata.exporter)
 
 

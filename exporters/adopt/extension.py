@@ -22,7 +22,8 @@ from exporters.adopt.masking import (
 )
 from exporters.adopt.operators.decoder_writer import MASK, TOKENS, DecoderWriter
 from exporters.adopt.recognise import Recognised
-from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
+from exporters.adopt.self_check import LawResult, check_extension, compare, probe_points
+from exporters.probe import Probe
 from mionnx.errors import ExportError
 
 LACKING = {
@@ -91,7 +92,7 @@ def complete(
         if not extend(plain):
             return plain.proto, plain.probed, checked(plain.proto, plain.probed)
         proto = clean(plain.model)
-        probed = probe(proto, plain.folder, [name for name, _ in plain.found.points])
+        probed = probe_points(proto, plain.folder, [name for name, _ in plain.found.points])
         laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
         if not any(law.law == AS_STOCK for law in laws):
             with_, without = probed.values["logits"], plain.probed.values["logits"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from exporters.adopt.flow import PASSING, Flow, Origin, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
-from exporters.adopt.self_check import feed_of, open_session, run
+from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract

@@ -104,7 +104,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
         "key_dim": shape.head_dim,
         "value_dim": shape.head_dim,
         "vocab": shape.vocab_size,
-        "d_mlp": build.weight(f"blocks.{layer}.ffn.key.weight").shape[0],
+        "d_mlp": build.tensors[build.layout.name(f"blocks.{layer}.ffn.key.weight")].shape[0],
     }
     return [known.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
 

@@ -23,7 +23,7 @@ def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, d
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mionnx")
     build = Build(layout, tensors, shape, dtype, OpWriter(graph))
-    op, residual = build.op, ["batch", "seq", shape.hidden_size]
+    op = build.op
     ids = build.input("input_ids", ir.DataType.INT64, ["batch", "seq"])
     states = [_state_inputs(build, layer) for layer in range(shape.num_layers)]
     shared = list(_shared(build, ids))
@@ -37,21 +37,24 @@ def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, d
         after.append(new)
     final = build.hook("hook_final_norm", build.norm(stream, "ln_out"))
     head = "head.weight" if build.has("head.weight") else "emb.weight"
-    table = build.op.Transpose(build.weight(head), perm=[1, 0])
+    table = op.Transpose(build.weight(head), perm=[1, 0])
     logits = build.hook("hook_logits", op.MatMul(final, table))
-    logits.type, logits.shape = ir.TensorType(dtype), ir.Shape([*residual[:2], shape.vocab_size])
+    logits.type, logits.shape = ir.TensorType(dtype), ir.Shape(["batch", "seq", shape.vocab_size])
     _output(build, "logits", logits, logits.shape)
     for layer, parts in enumerate(after):
         for name, value, dims in zip(STATE_NAMES.layer_outputs(layer), parts, _state_dims(shape), strict=True):
             _output(build, name, value, ir.Shape(dims))
-    graph.extend(build.op.nodes)
+    graph.extend(op.nodes)
     _name_apart(graph, {*build.hooks, *build.parameters})
     return build
 
 
 def _state_dims(shape: Shape) -> list[list[str | int]]:
-    shift = ["batch", shape.hidden_size]
-    return [shift, ["batch", shape.num_heads, shape.head_dim, shape.head_dim], shift]
+    return [
+        ["batch", shape.hidden_size],
+        ["batch", shape.num_heads, shape.head_dim, shape.head_dim],
+        ["batch", shape.hidden_size],
+    ]
 
 
 def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:

@@ -159,8 +159,8 @@ def _types(
 
 def infer_types_of(
     node: onnx.NodeProto,
-    types: Mapping[str, onnx.TypeProto],
-    content: Mapping[str, onnx.TensorProto],
+    types: dict[str, onnx.TypeProto],
+    content: dict[str, onnx.TensorProto],
     opsets: Mapping[str, int],
 ) -> Mapping[str, onnx.TypeProto]:
     """Infer the types of a node's outputs by onnx.
