@@ -18,7 +18,6 @@ from exporters.adopt.operators import expand
 from exporters.adopt.operators.decoder_writer import TOKENS
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
-from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
 from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
@@ -32,6 +31,8 @@ from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
+
+OLDEST, WRITTEN = 13, 18  # from 13 on axes of Squeeze and Unsqueeze are inputs, from 18 on those of all reductions
 
 STAGES = 5
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter
@@ -230,3 +231,35 @@ def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         raise ExportError(f"its input {entry.name} is not one of the adopted graph")
     kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_}
     return feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
+
+
+def modernise(model: ir.Model) -> None:
+    """Bring a model to opset 18, if it is older.
+
+    Raises:
+        ExportError: it is older than opset 13.
+    """
+    version = model.opset_imports.get("", 0)
+    if version < OLDEST:
+        raise ExportError(
+            f"the graph is of opset {version}; graphs from opset {OLDEST} on are adopted: convert it with "
+            "onnx.version_converter, or export it again"
+        )
+    if version >= WRITTEN:
+        return
+    for place, node in enumerate(list(model.graph)):
+        if node.domain == "" and node.op_type.startswith("Reduce") and "axes" in node.attributes:
+            axes = np.asarray(node.attributes.pop("axes").as_ints(), np.int64)
+            name = f"adopted.axes.{place}"
+            made = ir.Value(
+                name=name,
+                type=ir.TensorType(ir.DataType.INT64),
+                shape=ir.Shape(axes.shape),
+                const_value=ir.tensor(axes),
+            )
+            model.graph.register_initializer(made)
+            node.resize_inputs(2)
+            node.replace_input_with(1, made)
+        elif node.domain == "" and node.op_type == "Split" and len(node.inputs) == 1:
+            node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
+    model.opset_imports[""] = WRITTEN
