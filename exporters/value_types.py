@@ -44,7 +44,8 @@ def set_types(node: ir.Node, opsets: Mapping[str, int], shapes: bool = False) ->
         return
     inner = next((one.as_graph() for one in node.attributes.values() if one.type == ir.AttributeType.GRAPH), None)
     if inner is not None:  # the body of a loop gives one step of what its node gives: of the same dtype only
-        for value, step in zip(node.outputs, inner.outputs, strict=True):
+        steps = inner.outputs[node.op_type == "Loop" :]  # the first of a Loop's says whether it goes on
+        for value, step in zip(node.outputs, steps, strict=False):  # as many, unless the file is damaged
             value.type = value.type or step.type
         return
     for value, made in zip(node.outputs, _output_types(node, opsets), strict=False):
