@@ -15,33 +15,24 @@ from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
+from exporters.adopt.operators.decoder_writer import TOKENS
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
-from exporters.adopt.operators.op_writer import TOKENS
-from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
-from exporters.adopt.self_check import (
-    INT8,
-    LawResult,
-    Probe,
-    check_bounded,
-    check_laws,
-    compare,
-    open_session,
-    probe,
-    rounds_activations,
-    run,
-)
+from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
 from exporters.adopt.source_file import Source, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
-from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
+from exporters.probe import Probe, check_bounded, open_session, run
+from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
+
+OLDEST, WRITTEN = 13, 18  # from 13 on axes of Squeeze and Unsqueeze are inputs, from 18 on those of all reductions
 
 STAGES = 5
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter
@@ -113,7 +104,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
     try:
         check_bounded(proto, target)
-        probed = probe(proto, target, names)
+        probed = probe_points(proto, target, names)
     except ExportError as error:
         tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
         if not isinstance(rows.get(tokens), int):
@@ -135,8 +126,8 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
     found.notes.extend(other_windows(found.windows or [], windows or []))
-    said = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
-    write_model(proto, source, found, probed, names, said, target, hashes())
+    facts = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
+    write_model(proto, source, found, probed, names, facts, target, hashes())
     fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     runs = any(law.law == AS_STOCK for law in laws)
@@ -163,7 +154,7 @@ def check_folder(folder: Path) -> list[LawResult]:
     hooked = HookedModel.open(folder)
     if hooked.metadata.recurrent:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
-    probed = probe(hooked.proto, folder, list(hooked.metadata.hooks))
+    probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
     return check_laws(probed, hooked.proto, folder, hooked.metadata.sizes.num_layers, SINKS in hooked.metadata.exporter)
 
 
@@ -240,3 +231,35 @@ def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         raise ExportError(f"its input {entry.name} is not one of the adopted graph")
     kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_}
     return feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
+
+
+def modernise(model: ir.Model) -> None:
+    """Bring a model to opset 18, if it is older.
+
+    Raises:
+        ExportError: it is older than opset 13.
+    """
+    version = model.opset_imports.get("", 0)
+    if version < OLDEST:
+        raise ExportError(
+            f"the graph is of opset {version}; graphs from opset {OLDEST} on are adopted: convert it with "
+            "onnx.version_converter, or export it again"
+        )
+    if version >= WRITTEN:
+        return
+    for place, node in enumerate(list(model.graph)):
+        if node.domain == "" and node.op_type.startswith("Reduce") and "axes" in node.attributes:
+            axes = np.asarray(node.attributes.pop("axes").as_ints(), np.int64)
+            name = f"adopted.axes.{place}"
+            made = ir.Value(
+                name=name,
+                type=ir.TensorType(ir.DataType.INT64),
+                shape=ir.Shape(axes.shape),
+                const_value=ir.tensor(axes),
+            )
+            model.graph.register_initializer(made)
+            node.resize_inputs(2)
+            node.replace_input_with(1, made)
+        elif node.domain == "" and node.op_type == "Split" and len(node.inputs) == 1:
+            node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
+    model.opset_imports[""] = WRITTEN

@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from exporters.adopt.flow import PASSING, Flow, perm_of, rank
-from exporters.adopt.operators.op_writer import OpWriter
+from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.adopt.rotation import TURNED
 from mionnx.errors import ExportError
 
@@ -12,7 +12,7 @@ WIDENING = frozenset(("Expand", "Tile"))
 LARGEST = 4  # axes of a product of heads
 
 
-def add_past(op: OpWriter, layer: int, part: str, heads: ir.Value, groups: int, width: int) -> ir.Value:
+def add_past(op: DecoderWriter, layer: int, part: str, heads: ir.Value, groups: int, width: int) -> ir.Value:
     """Append keys or values to a past, a new input, and make what they come to an output.
 
     Args:
@@ -37,7 +37,14 @@ def add_past(op: OpWriter, layer: int, part: str, heads: ir.Value, groups: int, 
 
 
 def read_joined(
-    op: OpWriter, flow: Flow, product: ir.Node, heads: ir.Value, joined: ir.Value, count: int, groups: int, width: int
+    op: DecoderWriter,
+    flow: Flow,
+    product: ir.Node,
+    heads: ir.Value,
+    joined: ir.Value,
+    count: int,
+    groups: int,
+    width: int,
 ) -> None:
     """Let a product read heads with their past, repeated, turned and scaled as before.
 

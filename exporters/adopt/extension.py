@@ -20,9 +20,10 @@ from exporters.adopt.masking import (
     sweep_away,
     window_of,
 )
-from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
+from exporters.adopt.operators.decoder_writer import MASK, TOKENS, DecoderWriter
 from exporters.adopt.recognise import Recognised
-from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
+from exporters.adopt.self_check import LawResult, check_extension, compare, probe_points
+from exporters.probe import Probe
 from mionnx.errors import ExportError
 
 LACKING = {
@@ -91,7 +92,7 @@ def complete(
         if not extend(plain):
             return plain.proto, plain.probed, checked(plain.proto, plain.probed)
         proto = clean(plain.model)
-        probed = probe(proto, plain.folder, [name for name, _ in plain.found.points])
+        probed = probe_points(proto, plain.folder, [name for name, _ in plain.found.points])
         laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
         if not any(law.law == AS_STOCK for law in laws):
             with_, without = probed.values["logits"], plain.probed.values["logits"]
@@ -135,7 +136,7 @@ def extend(plain: Plain) -> bool:
     if plain.counts and cache:
         raise ExportError("the graph makes its positions itself, so none can be given to the tokens after a past")
     windows = _windows(plain, masked, masks)
-    op = OpWriter(model)
+    op = DecoderWriter(model)
     op.begin()
     reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
@@ -172,7 +173,9 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     return windows
 
 
-def _add_cache(op: OpWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int) -> list[ir.Node]:
+def _add_cache(
+    op: DecoderWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int
+) -> list[ir.Node]:
     """Give a layer a past; returns nodes that may not be read any more."""
     attention, prefix = plain.found.attention[layer], f"blocks.{layer}.attn.hook_"
     count = plain.probed.values[f"{prefix}q"].shape[1]

@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.adopt.flow import INDICES, LOOKUPS, SIZES, climb, find_embedding, rank, static, table_of
-from exporters.adopt.operators.op_writer import MASK, POSITIONS, TOKENS
+from exporters.adopt.operators.decoder_writer import MASK, POSITIONS, TOKENS
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 

@@ -1,7 +1,7 @@
 """The mask of attention: found between queries times keys and the softmax, understood by its numbers, and replaced.
 
 A mask of a file may know the text alone, with no padding and no past. Where it is nothing but a mask, zeros and lowest
-numbers or booleans, `OpWriter.visible` stands for it, which heeds `attention_mask` and a past.
+numbers or booleans, `DecoderWriter.visible` stands for it, which heeds `attention_mask` and a past.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from exporters.adopt.flow import PASSING, Flow, Origin, rank
-from exporters.adopt.operators.op_writer import OpWriter
-from exporters.adopt.self_check import feed_of, open_session, run
+from exporters.adopt.operators.decoder_writer import DecoderWriter
+from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
@@ -221,14 +221,14 @@ def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None
 
 
 def replace_masks(
-    op: OpWriter,
+    op: DecoderWriter,
     found: Sequence[Masking],
     scores: ir.Value,
     window: int | None,
     kind: ir.DataType,
     adds: bool = False,
 ) -> None:
-    """Mask scores by `OpWriter.visible`, in place of their own masks.
+    """Mask scores by `DecoderWriter.visible`, in place of their own masks.
 
     The scores keep their name.
 
@@ -260,7 +260,7 @@ def replace_masks(
         node.replace_input_with(place, masked)
 
 
-def added_mask(op: OpWriter, seen: ir.Value, kind: ir.DataType) -> ir.Value:
+def added_mask(op: DecoderWriter, seen: ir.Value, kind: ir.DataType) -> ir.Value:
     """An added mask: 0 for a key that is seen, else a number near the lowest of its dtype."""
     made = [node.outputs[0] for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
     known = [value for value in made if value.producer().inputs[1].is_initializer()]

@@ -7,7 +7,8 @@ from pathlib import Path
 import onnx
 
 from exporters.adopt.operators.fused import Fused
-from exporters.adopt.self_check import INT8, Probe, compare, open_session, rounds_activations, run
+from exporters.adopt.self_check import INT8, compare, rounds_activations
+from exporters.probe import Probe, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import FusedOperator, read_fused, standing, written

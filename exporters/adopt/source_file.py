@@ -90,8 +90,8 @@ def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None
     path = inside(file.parent, location)
     name = f"{file.stem}.weights" if location == file.name else path.name
     files[name] = path
-    held = ir.from_proto(tensor)
-    placed = {"location": name, "offset": entry.get("offset", "0"), "length": entry.get("length", str(held.nbytes))}
+    length = entry.get("length", str(ir.serde.deserialize_tensor(tensor).nbytes))
+    placed = {"location": name, "offset": entry.get("offset", "0"), "length": length}
     del tensor.external_data[:]
     for key, value in placed.items():
         tensor.external_data.add(key=key, value=value)

@@ -8,8 +8,9 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.self_check import INT8, Probe, feed_of, open_session, rounds_activations, run
+from exporters.adopt.self_check import INT8, rounds_activations
 from exporters.adopt.source_file import Source
+from exporters.probe import Probe, feed_of, open_session, run
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import PREFIX

@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
-from exporters.adopt.self_check import Probe
 from exporters.adopt.source_file import Source
 from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
+from exporters.probe import Probe
 from exporters.sidecar_files import find_files, keep_files
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json

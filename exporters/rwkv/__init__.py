@@ -14,8 +14,7 @@ def recognises(folder: Path) -> bool:
 
     Cheap: torch is not imported, and nothing is unpickled.
     """
-    from exporters.rwkv.layouts import find_layout
-    from exporters.rwkv.names import tensor_names
+    from exporters.rwkv.layouts import find_layout, tensor_names
 
     return find_layout(tensor_names(folder)) is not None
 

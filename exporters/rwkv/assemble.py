@@ -1,16 +1,19 @@
 """An RWKV checkpoint folder to a hooked model folder, step by step."""
 
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 
 import onnx_ir as ir
+import torch
+from torch import Tensor
 
-from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
+from exporters.checkpoint_tensors import DTYPES, Stored, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
 from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.layouts import UNREAD
 from exporters.rwkv.network import build_network
-from exporters.rwkv.pth import read_pth
 from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
@@ -19,6 +22,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
+
+_LOCAL_HEADER = 30
 
 CONFIGS = ("config.json", "generation_config.json")
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
@@ -49,7 +54,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     stage(2)
     parameters = list(build.parameters.values())
     place(parameters, tensors, iter(()), target, progress)
-    graph = build.builder.graph
+    graph = build.op.graph
     for value in parameters:
         graph.register_initializer(value)
     stage(3)
@@ -60,7 +65,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         sizes=_sizes(shape),
         hooks={name: _axes(name, build) for name in build.hooks},
         attention=[],
-        exporter={name: version(name) for name in ("mionnx", "onnxscript")},
+        exporter={name: version(name) for name in ("mionnx", "onnx-ir")},
         weights_sha256=digest,
         weight_files=of_files,
         context_length=context_length(config),
@@ -104,7 +109,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
         "key_dim": shape.head_dim,
         "value_dim": shape.head_dim,
         "vocab": shape.vocab_size,
-        "d_mlp": build.weight(f"blocks.{layer}.ffn.key.weight").shape[0],
+        "d_mlp": build.tensors[build.layout.name(f"blocks.{layer}.ffn.key.weight")].shape[0],
     }
     return [known.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
 
@@ -113,3 +118,45 @@ def _strip(graph: ir.Graph) -> None:
     """Remove what describes how the graph was built."""
     for node in ir.traversal.RecursiveGraphIterator(graph):
         node.metadata_props.clear()
+
+
+def read_pth(file: Path) -> list[Stored]:
+    """Offset of each tensor in a `.pth`. Only plain tensors are unpickled, nothing is executed.
+
+    Raises:
+        ExportError: a damaged file, something else than tensors in it, or tensors that are not stored in one piece.
+    """
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        starts = _starts(file)
+    except (OSError, RuntimeError, UnpicklingError, zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ExportError(f"{file} is no intact .pth of tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ExportError(f"{file} holds something else than a table of tensors")
+    # Each storage is mapped where it lies in the file, so addresses and offsets differ by one constant.
+    base = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values()) - min(starts)
+    return [_stored(name, tensor, file, base, starts) for name, tensor in tensors.items()]
+
+
+def _starts(file: Path) -> set[int]:
+    """The offsets at which the storages begin."""
+    starts = set()
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        for info in archive.infolist():
+            if "/data/" not in info.filename or info.file_size == 0:
+                continue
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ExportError(f"{file} is a compressed archive; save the checkpoint with torch.save as it is")
+            stream.seek(info.header_offset + 26)
+            name, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+            starts.add(info.header_offset + _LOCAL_HEADER + name + extra)
+    return starts
+
+
+def _stored(name: str, tensor: Tensor, file: Path, base: int, starts: set[int]) -> Stored:
+    if tensor.dtype not in DTYPES.values():
+        raise ExportError(f"{file.name}: tensor {name} is {tensor.dtype}; quantised checkpoints are not supported")
+    start = tensor.untyped_storage().data_ptr() - base
+    if start not in starts or not tensor.is_contiguous():
+        raise ExportError(f"{file.name}: tensor {name} is not stored in one piece; save it again as contiguous")
+    return Stored(name, file, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - base, tensor.nbytes)

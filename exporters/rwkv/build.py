@@ -1,14 +1,16 @@
 """A graph under construction: its weights by their canonical names, its hook points, and its constants."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnxscript import GraphBuilder, OpBuilder
+from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import Stored
+from exporters.op_writer import OpWriter
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layouts import FUSED_MIXES, Layout
 from mionnx.errors import ExportError
@@ -31,25 +33,18 @@ class Build:
         layout, tensors: of the checkpoint: what its tensors are called, and where each lies.
         shape: the sizes.
         dtype: of weights and activations.
-        builder: adds nodes.
+        op: adds nodes, `build.op.Add(x, y)`.
         parameters: name -> weight of the graph, without data so far.
         hooks: the hook points so far, in execution order.
-        constants: name -> constant.
     """
 
     layout: Layout
     tensors: Mapping[str, Stored]
     shape: Shape
     dtype: ir.DataType
-    builder: GraphBuilder
+    op: OpWriter
     parameters: dict[str, ir.Value] = field(default_factory=dict)
     hooks: list[str] = field(default_factory=list)
-    constants: dict[str, ir.Value] = field(default_factory=dict)
-
-    @property
-    def op(self) -> OpBuilder:
-        """Adds a node: `build.op.Add(x, y)`."""
-        return self.builder.op
 
     def has(self, canonical: str) -> bool:
         """Whether the checkpoint has a tensor."""
@@ -105,11 +100,14 @@ class Build:
         """Back in the model's dtype."""
         return value if self.dtype == STATE else self.op.Cast(value, to=self.dtype)
 
-    def constant(self, name: str, value: np.ndarray) -> ir.Value:
+    def constant(self, name: str, value: NDArray[Any] | np.generic) -> ir.Value:
         """A constant that all layers share."""
-        if name not in self.constants:
-            self.constants[name] = self.builder.initializer(ir.tensor(value, name=name), name=name, qualify=False)
-        return self.constants[name]
+        return self.op.constant(value, value.dtype, name)
+
+    def input(self, name: str, dtype: ir.DataType, dims: Sequence[int | str]) -> ir.Value:
+        """A new input of the graph."""
+        self.op.graph.inputs.append(value := ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims)))
+        return value
 
     def hook(self, name: str, value: ir.Value) -> ir.Value:
         """Name a value as a hook point; later nodes read the value returned."""

@@ -46,7 +46,7 @@ def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -
     op = build.op
     chain = op.Concat(op.Unsqueeze(last, [1]), value, axis=1)
     reached = op.GatherND(chain, shared.shift, batch_dims=1)
-    before, following = op.Split(reached, op.Concat(shared.tokens, [1], axis=0), axis=1, _outputs=2)
+    before, following = op.Split(reached, op.Concat(shared.tokens, [1], axis=0), axis=1, outputs=2)
     return op.Sub(before, value), op.Squeeze(following, [1])
 
 
@@ -84,7 +84,7 @@ def _mixes6(build: Build, name: str, value: ir.Value, change: ir.Value) -> dict[
     low = op.Tanh(build.project(low, f"{name}.time_maa_w1"))
     low = op.Transpose(op.Reshape(low, [0, 0, len(order), rank]), perm=[2, 0, 1, 3])
     share = op.MatMul(low, op.Unsqueeze(build.weight(f"{name}.time_maa_w2"), [1]))
-    shares = op.Split(share, axis=0, num_outputs=len(order), _outputs=len(order))
+    shares = op.Split(share, axis=0, num_outputs=len(order), outputs=len(order))
     mixed = {}
     for which, one in zip(order, shares, strict=True):
         amount = op.Add(op.Squeeze(one, [0]), build.weight(f"{name}.time_maa_{which}"))

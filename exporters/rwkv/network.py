@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import GraphBuilder
 
 from exporters.checkpoint_tensors import Stored
+from exporters.op_writer import OpWriter
 from exporters.rwkv.build import OPSET, STATE, Build
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
@@ -22,9 +22,9 @@ def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, d
         ExportError: a tensor is missing.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mionnx")
-    build = Build(layout, tensors, shape, dtype, GraphBuilder(graph))
-    op, residual = build.op, ["batch", "seq", shape.hidden_size]
-    ids = build.builder.input("input_ids", ir.DataType.INT64, ["batch", "seq"])
+    build = Build(layout, tensors, shape, dtype, OpWriter(graph))
+    op = build.op
+    ids = build.input("input_ids", ir.DataType.INT64, ["batch", "seq"])
     states = [_state_inputs(build, layer) for layer in range(shape.num_layers)]
     shared = list(_shared(build, ids))
     stream = build.hook("hook_embed", op.Gather(build.weight("emb.weight"), ids))
@@ -37,26 +37,30 @@ def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, d
         after.append(new)
     final = build.hook("hook_final_norm", build.norm(stream, "ln_out"))
     head = "head.weight" if build.has("head.weight") else "emb.weight"
-    table = build.op.Transpose(build.weight(head), perm=[1, 0])
+    table = op.Transpose(build.weight(head), perm=[1, 0])
     logits = build.hook("hook_logits", op.MatMul(final, table))
-    logits.type, logits.shape = ir.TensorType(dtype), ir.Shape([*residual[:2], shape.vocab_size])
+    logits.type, logits.shape = ir.TensorType(dtype), ir.Shape(["batch", "seq", shape.vocab_size])
     _output(build, "logits", logits, logits.shape)
     for layer, parts in enumerate(after):
         for name, value, dims in zip(STATE_NAMES.layer_outputs(layer), parts, _state_dims(shape), strict=True):
             _output(build, name, value, ir.Shape(dims))
-    _name_apart(graph, {*build.hooks, *build.parameters, *build.constants})
+    graph.extend(op.nodes)
+    _name_apart(graph, {*build.hooks, *build.parameters})
     return build
 
 
 def _state_dims(shape: Shape) -> list[list[str | int]]:
-    shift = ["batch", shape.hidden_size]
-    return [shift, ["batch", shape.num_heads, shape.head_dim, shape.head_dim], shift]
+    return [
+        ["batch", shape.hidden_size],
+        ["batch", shape.num_heads, shape.head_dim, shape.head_dim],
+        ["batch", shape.hidden_size],
+    ]
 
 
 def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:
     dtypes = (build.dtype, STATE, build.dtype)
     return tuple(
-        build.builder.input(name, dtype, dims)
+        build.input(name, dtype, dims)
         for name, dtype, dims in zip(STATE_NAMES.layer_inputs(layer), dtypes, _state_dims(build.shape), strict=True)
     )
 
@@ -65,7 +69,7 @@ def _output(build: Build, name: str, value: ir.Value, shape: ir.Shape) -> None:
     output = build.op.Identity(value)
     output.name, output.shape = name, shape
     output.type = output.type or value.type or ir.TensorType(STATE)
-    build.builder.graph.outputs.append(output)
+    build.op.graph.outputs.append(output)
 
 
 def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
@@ -78,13 +82,14 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     def gate(name: str, default: np.ndarray, axes: list[str]) -> ir.Value:
         dims = [f"{name}.{axis}" for axis in axes]
         tensor = ir.tensor(default.reshape(-1, *[1] * len(axes)), name=name)
-        value = build.builder.input(name, const_value=tensor)
-        value.shape = ir.Shape([layers, *dims])
+        value = build.input(name, tensor.dtype, [layers, *dims])
+        value.const_value = tensor
+        build.op.graph.register_initializer(value)
         return value
 
     def per_layer(value: ir.Value, perm: list[int]) -> list[ir.Value]:
         turned = op.Transpose(value, perm=perm)
-        parts = op.Split(turned, axis=-1, num_outputs=layers, _outputs=layers)
+        parts = op.Split(turned, axis=-1, num_outputs=layers, outputs=layers)
         return [parts] if isinstance(parts, ir.Value) else list(parts)
 
     ones, by_head = np.ones(layers, np.float32), ["batch", "seq", "n_heads"]

@@ -14,17 +14,17 @@ the left and the right half of a block of 2m is joined by (product after the lef
 middle to before the right one).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import OpBuilder
 
+from exporters.op_writer import OpWriter
 from exporters.rwkv.build import STATE, Build
 
 CHUNK = 16
-Form = Callable[[OpBuilder, Build, "Reads", ir.Value, str], Sequence[ir.Value]]
+Form = Callable[[OpWriter, Build, "Reads", ir.Value, str], Sequence[ir.Value]]
 HALVES = (1, 2, 4, 8)
 
 
@@ -62,27 +62,25 @@ def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, wher
         y [batch, seq, n_heads, value] and the state after the last token.
     """
 
-    def branch(op: OpBuilder, name: str, form: Form) -> ir.Graph:
-        return op.builder.subgraph(
-            lambda op: form(op, build, reads, state, f"{where}.{name}"),
-            inputs=[],
-            outputs=[_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")],
-            name=f"{where}.{name}",
-        )
+    def branch(op: OpWriter, name: str, form: Form) -> ir.Graph:
+        outputs = [_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")]
+        return op.subgraph(f"{where}.{name}", [], outputs, lambda op: form(op, build, reads, state, f"{where}.{name}"))
 
-    def short(op: OpBuilder, *_: object) -> Sequence[ir.Value]:
+    def short(op: OpWriter, *_: object) -> Sequence[ir.Value]:
         once, steps = branch(op, "once", _once), branch(op, "steps", _steps)
-        return op.If(length.single, then_branch=once, else_branch=steps, _outputs=2)
+        return op.If(length.single, then_branch=once, else_branch=steps, outputs=2)
 
     chunks, rest = branch(build.op, "chunks", _chunks), branch(build.op, "short", short)
-    return build.op.If(length.long, then_branch=chunks, else_branch=rest, _outputs=2)
+    y, after = build.op.If(length.long, then_branch=chunks, else_branch=rest, outputs=2)
+    y.shape, after.shape = ir.Shape([None, None, build.shape.num_heads, build.shape.head_dim]), state.shape
+    return y, after
 
 
 def _float(name: str, rank: int | None = None) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(STATE), shape=None if rank is None else ir.Shape([None] * rank))
 
 
-def _once(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+def _once(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     """One token."""
 
     def column(value: ir.Value) -> ir.Value:
@@ -98,7 +96,7 @@ def _once(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str
     return row(y), after
 
 
-def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+def _steps(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     """One token an iteration."""
     column, row = [-1], [-2]  # [..., head_dim] as a column vector and as a row vector
     inputs = {
@@ -110,7 +108,7 @@ def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: st
     if reads.a is not None:
         inputs |= {"a": op.Unsqueeze(reads.a, row), "b": op.Unsqueeze(reads.b, column)}
 
-    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+    def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
         at = dict(zip(inputs, read, strict=True))
         after = op.Add(op.Mul(at["d"], before), op.Mul(at["k"], at["v"]))
         if "a" in at:
@@ -118,13 +116,7 @@ def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: st
             return after, op.MatMul(at["r"], after)
         return after, op.MatMul(at["r"], before)
 
-    graph = op.builder.subgraph(
-        body,
-        inputs=[_float(f"{where}.before", 4), *(_float(f"{where}.{name}", 4) for name in inputs)],
-        outputs=[_float(f"{where}.after", 4), _float(f"{where}.out", 4)],
-        name=f"{where}.body",
-    )
-    count = len(inputs)
+    graph, count = _body(op, body, inputs, where), len(inputs)
     last, y = op.Scan(
         state,
         *inputs.values(),
@@ -132,12 +124,12 @@ def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: st
         num_scan_inputs=count,
         scan_input_axes=[1] * count,
         scan_output_axes=[1],
-        _outputs=2,
+        outputs=2,
     )
     return op.Squeeze(y, row), last
 
 
-def _chunks(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     """Run sixteen tokens an iteration; padding of the last chunk leaves the state as it is."""
     heads, width = build.shape.num_heads, build.shape.head_dim
     seq = op.Shape(reads.r, start=1, end=2)
@@ -168,7 +160,7 @@ def _mask(build: Build, which: int, tiles: int = 1) -> ir.Value:
     return build.constant(f"pairs.{which}x{tiles}", mask)
 
 
-def _turn(op: OpBuilder, value: ir.Value) -> ir.Value:
+def _turn(op: OpWriter, value: ir.Value) -> ir.Value:
     return op.Transpose(value, perm=[0, 1, 2, 4, 3])
 
 
@@ -182,7 +174,7 @@ class _Decays:
         whole: per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim].
     """
 
-    op: OpBuilder
+    op: OpWriter
     build: Build
     whole: ir.Value
     before: ir.Value | None = None
@@ -198,7 +190,7 @@ class _Decays:
         """From blocks of a size to blocks of twice the size."""
         op, blocks = self.op, CHUNK // (2 * size)
         pairs = op.Reshape(self.whole, [0, 0, 0, blocks, 2, 1, width])
-        left, right = op.Split(pairs, axis=4, num_outputs=2, _outputs=2)
+        left, right = op.Split(pairs, axis=4, num_outputs=2, outputs=2)
         is_right = self.build.constant("is_right", np.array([False, True]).reshape(2, 1, 1))
         one = self.build.constant("fill.1", np.float32(1))
         of_left = op.Where(is_right, left, one)
@@ -216,7 +208,7 @@ class _Decays:
 
 
 def _pairs(
-    op: OpBuilder, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
+    op: OpWriter, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
 ) -> tuple[ir.Value, _Decays]:
     """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
 
@@ -240,7 +232,7 @@ def _pairs(
 
 
 def _chunks6(
-    op: OpBuilder,
+    op: OpWriter,
     build: Build,
     r: ir.Value,
     k: ir.Value,
@@ -254,7 +246,7 @@ def _chunks6(
     reading = op.Mul(r, products.before)
     writing = _turn(op, op.Mul(k, products.after))
 
-    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+    def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
         reading, writing, v, inside, kept = read
         after = op.Add(op.Mul(kept, before), op.MatMul(writing, v))
         return after, op.Add(op.MatMul(reading, before), inside)
@@ -265,7 +257,7 @@ def _chunks6(
 
 
 def _chunks7(
-    op: OpBuilder,
+    op: OpWriter,
     build: Build,
     r: ir.Value,
     k: ir.Value,
@@ -283,10 +275,10 @@ def _chunks7(
     earlier = op.Concat(b, k, axis=3)
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
     own = op.MatMul(r, _turn(op, earlier))  # y_t reads the state after its own token
-    to_a, to_r = op.Split(weights, axis=3, num_outputs=2, _outputs=2)
+    to_a, to_r = op.Split(weights, axis=3, num_outputs=2, outputs=2)
     to_r = op.Add(to_r, op.Mul(own, build.constant("own.1x2", np.tile(np.eye(CHUNK, dtype=np.float32), (1, 2)))))
-    ab, ak = op.Split(to_a, axis=4, num_outputs=2, _outputs=2)
-    rb, rk = op.Split(to_r, axis=4, num_outputs=2, _outputs=2)
+    ab, ak = op.Split(to_a, axis=4, num_outputs=2, outputs=2)
+    rb, rk = op.Split(to_r, axis=4, num_outputs=2, outputs=2)
     solve = _inverse(op, build, ab)
     from_state = op.MatMul(solve, op.Mul(a, products.before))  # of u, per unit of state
     from_values = op.MatMul(solve, op.MatMul(ak, v))  # of u, from the chunk's own values
@@ -300,16 +292,16 @@ def _chunks7(
         "d": _turn(op, products.whole),
     }
 
-    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+    def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
         of_state, inside, v, writing, kept = read
-        u, y = op.Split(op.Add(op.MatMul(of_state, before), inside), axis=2, num_outputs=2, _outputs=2)
+        u, y = op.Split(op.Add(op.MatMul(of_state, before), inside), axis=2, num_outputs=2, outputs=2)
         after = op.Add(op.Mul(kept, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
         return after, y
 
     return _scan(op, body, state, scanned, where)
 
 
-def _inverse(op: OpBuilder, build: Build, lower: ir.Value) -> ir.Value:
+def _inverse(op: OpWriter, build: Build, lower: ir.Value) -> ir.Value:
     """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode.
 
     The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
@@ -324,11 +316,15 @@ def _inverse(op: OpBuilder, build: Build, lower: ir.Value) -> ir.Value:
     return inverse
 
 
-def _scan(op: OpBuilder, body: object, state: ir.Value, scanned: dict[str, ir.Value], where: str) -> Sequence[ir.Value]:
-    graph = op.builder.subgraph(
-        body,
-        inputs=[_float(f"{where}.before", 4), *(_float(f"{where}.{name}", 4) for name in scanned)],
-        outputs=[_float(f"{where}.after", 4), _float(f"{where}.out", 4)],
-        name=f"{where}.body",
-    )
-    return op.Scan(state, *scanned.values(), body=graph, num_scan_inputs=len(scanned), _outputs=2)
+def _body(op: OpWriter, write: Callable[..., Sequence[ir.Value]], scanned: Iterable[str], where: str) -> ir.Graph:
+    """One step of a Scan, from the state and what it runs over to the state and an output."""
+    inputs = [_float(f"{where}.{name}", 4) for name in ("before", *scanned)]
+    outputs = [_float(f"{where}.{name}", 4) for name in ("after", "out")]
+    return op.subgraph(f"{where}.body", inputs, outputs, write)
+
+
+def _scan(
+    op: OpWriter, body: Callable[..., Sequence[ir.Value]], state: ir.Value, scanned: dict[str, ir.Value], where: str
+) -> Sequence[ir.Value]:
+    graph = _body(op, body, scanned, where)
+    return op.Scan(state, *scanned.values(), body=graph, num_scan_inputs=len(scanned), outputs=2)

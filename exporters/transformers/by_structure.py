@@ -23,11 +23,11 @@ from exporters.adopt.masking import LONG, LOWEST
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
-from exporters.adopt.self_check import LawResult, Probe, check_laws, feed_of, open_session, probe, run
-from exporters.adopt.value_types import infer_types
+from exporters.adopt.self_check import LawResult, check_laws, probe_points
 from exporters.adopt.write_model import annotate, sizes_of
 from exporters.checkpoint_tensors import Stored
 from exporters.hook_axes import axes_of
+from exporters.probe import Probe, feed_of, open_session, run
 from exporters.transformers import bfloat16
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.checkpoint import map_tensors
@@ -37,6 +37,7 @@ from exporters.transformers.plain_trace import skeleton_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.trace import buffers_of
 from exporters.transformers.weights import bind_weights
+from exporters.value_types import infer_types
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
@@ -138,7 +139,7 @@ def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[s
     model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
     limit = _limit(decoder, source.config, parameters)
     proto = ir.to_proto(model)
-    probed = probe(proto, target, names)
+    probed = probe_points(proto, target, names)
     windows = _windows(proto, target, decoder, limit, source.config)
     lacks = frozenset[str]() if cached else frozenset(("cache",))
     plain = Plain(model, proto, target, decoder, probed, windows, lacks, positions is not None, limit or LONG)

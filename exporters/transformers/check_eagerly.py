@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from exporters.adopt.self_check import ROUNDINGS, LawResult, compare, open_session, run
+from exporters.adopt.self_check import LawResult, compare
+from exporters.probe import ROUNDINGS, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract

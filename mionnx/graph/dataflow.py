@@ -1,10 +1,11 @@
 """`Dataflow`: the nodes that make and read each value of a graph; it edits nothing."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 import onnx
+from onnx import AttributeProto, GraphProto, NodeProto
 
 
 class Dataflow:
@@ -20,7 +21,7 @@ class Dataflow:
     def __init__(self, proto: onnx.ModelProto) -> None:
         self.proto, self.nodes = proto, list(proto.graph.node)
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
-        self.reads = [tuple(_reads(node)) for node in self.nodes]
+        self.reads = [tuple(reads(node)) for node in self.nodes]
 
     @cached_property
     def consumers(self) -> dict[str, list[int]]:
@@ -102,11 +103,24 @@ class Dataflow:
         return [tuple(reversed(names)) for names in crossing]
 
 
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs) if attribute.g.node or attribute.graphs else ():
-            inside = {name for inner in graph.node for name in inner.output} | {value.name for value in graph.input}
-            inside |= {tensor.name for tensor in graph.initializer}
-            yield from (name for inner in graph.node for name in _reads(inner) if name not in inside)
-            yield from (value.name for value in graph.output if value.name not in inside)
+def subgraphs(node: NodeProto) -> list[GraphProto]:
+    """The branches of an `If`, the body of a `Scan`."""
+    return [one.g for one in node.attribute if one.type == AttributeProto.GRAPH]
+
+
+def reads(node: NodeProto) -> list[str]:
+    """The values that a node reads, in its subgraphs too."""
+    return [name for name in node.input if name] + [name for graph in subgraphs(node) for name in from_outside(graph)]
+
+
+def made_in(graph: GraphProto) -> set[str]:
+    """The values that a graph makes or is given: outputs of nodes, inputs, initializers."""
+    made = {name for node in graph.node for name in node.output}
+    return made | {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+
+
+def from_outside(graph: GraphProto) -> list[str]:
+    """The values that a subgraph takes from the graph around it."""
+    own = made_in(graph)
+    names = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
+    return [name for name in dict.fromkeys(names) if name not in own]

@@ -151,17 +151,35 @@ def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
 def _types(
     node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]
 ) -> Mapping[str, onnx.TypeProto]:
-    """onnx's shape inference of one node."""
+    named = {name: known for name, known in zip(node.input, inputs, strict=True) if known is not None}
+    types = {name: _type_of(known) for name, known in named.items()}
+    content = {name: onnx.numpy_helper.from_array(k.data) for name, k in named.items() if k.data is not None}
+    return infer_types_of(node, types, content, opsets)
+
+
+def infer_types_of(
+    node: onnx.NodeProto,
+    types: dict[str, onnx.TypeProto],
+    content: dict[str, onnx.TensorProto],
+    opsets: Mapping[str, int],
+) -> Mapping[str, onnx.TypeProto]:
+    """Infer the types of a node's outputs by onnx.
+
+    Args:
+        node: of an operator that onnx has a schema of.
+        types, content: of its inputs by name; the content of those that are known.
+        opsets: domain -> version.
+
+    Raises:
+        LookupError: onnx has no such operator.
+    """
     domain = "" if node.domain == "ai.onnx" else node.domain
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
     except onnx.defs.SchemaError as error:
         raise LookupError(f"onnx has no operator {node.op_type} in the domain {domain or 'ai.onnx'!r}") from error
-    named = {name: known for name, known in zip(node.input, inputs, strict=True) if known is not None}
-    types = {name: _type_of(known) for name, known in named.items()}
-    data = {name: onnx.numpy_helper.from_array(k.data) for name, k in named.items() if k.data is not None}
     imports = [onnx.helper.make_opsetid(name, version) for name, version in opsets.items()]
-    return infer_node_outputs(schema, node, types, data, opset_imports=imports)
+    return infer_node_outputs(schema, node, types, content, opset_imports=imports)
 
 
 def _type_of(known: Known) -> onnx.TypeProto:

@@ -11,14 +11,38 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.errors import ModelError
 from mionnx.graph.axes import heads_axis, sequence_axis
-from mionnx.graph.builder import Builder, write
+from mionnx.graph.builder import Builder, Tensor, Variable, numpy_dtype, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
-from mionnx.rewrite.head_results import head_results
+from mionnx.rewrite.dequantise import dequantised
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import effective_attention, raw_effective_attention, states
+
+
+def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
+    """Add the nodes of one layer's `hook_result`: [batch, seq, n_heads, hidden].
+
+    Raises:
+        ModelError: no node reads the output projection that the metadata name, or it is integers without scales.
+    """
+    sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
+    if attention.output_projection not in tensors:
+        raise ModelError(f"no node of the graph reads {attention.output_projection}, the projection behind {point}")
+    weight = dequantised(op, tensors[attention.output_projection])
+    if not attention.output_is_rows:
+        weight = op.Transpose(weight, perm=[1, 0])
+    heads = op.Reshape(weight, [sizes.num_heads, metadata.heads(point.layer or 0)[2], sizes.hidden_size])
+    z = tensors[str(point.source)]
+    other = bool(metadata.hook_dtypes) and numpy_dtype(z.dtype) != numpy_dtype(heads.dtype)
+    read = op.Cast(z, to=numpy_dtype(heads.dtype)) if other else z
+    results = op.Transpose(op.MatMul(op.Transpose(read, perm=[0, 2, 1, 3]), heads), perm=[0, 2, 1, 3])
+    results = op.Cast(results, to=numpy_dtype(z.dtype)) if other else results
+    results.shape = ["batch", "seq", sizes.num_heads, sizes.hidden_size]
+    return results
+
 
 # Variant of a derived hook point -> the rewrite that computes it.
 DERIVATIONS: dict[str, Callable[[Builder, HookPoint, Mapping[str, gs.Tensor], Metadata], gs.Variable]] = {

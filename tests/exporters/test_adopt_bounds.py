@@ -185,7 +185,7 @@ def test_a_file_of_many_small_fields_is_refused_at_once(tmp_path):
 
 RUNNING = """
 import numpy as np, onnx, sys
-from exporters.adopt.self_check import interruptible, open_session
+from exporters.probe import interruptible, open_session
 from pathlib import Path
 proto = onnx.load(sys.argv[1])
 session = open_session(proto, Path(sys.argv[1]).parent, [])

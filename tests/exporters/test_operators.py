@@ -12,7 +12,7 @@ from onnx import helper
 
 from exporters.adopt import adopt
 from exporters.adopt.operators.expand import expand, named
-from exporters.adopt.value_types import infer_types
+from exporters.value_types import infer_types
 from mionnx import ExportError, HookSpec, MIModel
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import CALL, read_fused, written

@@ -8,14 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.adopt.flow import rank, static
+from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at, kind_of, width_of
 from exporters.adopt.operators.norms import EPSILON, rms
-from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of, width_of
 from exporters.adopt.operators.rotary import angles, rotate
 from mionnx.errors import ExportError
 
 
 def _attend(
-    op: OpWriter,
+    op: DecoderWriter,
     queries: ir.Value,
     keys: ir.Value,
     values: ir.Value,
@@ -37,12 +37,12 @@ def _attend(
         scores = op.Where(seen, scores, op.number(float(np.finfo(kind.numpy()).min), kind))
     if sink is None:
         return op.MatMul(op.Softmax(scores, axis=-1), values)
-    column = op.Expand(sink, op.Concat(op.Slice(op.Shape(scores), op.ints([0]), op.ints([3])), op.ints([1]), axis=0))
+    column = op.Expand(sink, op.Concat(op.Slice(op.Shape(scores), [0], [3]), [1], axis=0))
     pattern = op.Softmax(op.Concat(scores, column, axis=-1), axis=-1)
-    return op.MatMul(op.Slice(pattern, op.ints([0]), op.ints([-1]), op.ints([3])), values)
+    return op.MatMul(op.Slice(pattern, [0], [-1], [3]), values)
 
 
-def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """GroupQueryAttention: packed or not; q/k norm, rotation, soft cap, window, bias, sinks."""
     queries, keys, values, past_keys, past_values = (input_at(node, place) for place in range(5))
     heads, groups = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
@@ -84,7 +84,7 @@ def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     return {0: op.merged(z, heads * width), 1: keys, 2: values}
 
 
-def _normed(op: OpWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Queries and keys after their RMS norms over a head, where the operator has such weights.
 
     Raises:
@@ -98,11 +98,11 @@ def _normed(op: OpWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> t
     return normed[0], normed[1]
 
 
-def _sink(op: OpWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:
+def _sink(op: DecoderWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:
     """Logits of the column without a key, [1, heads, 1, 1]: given, or 0 of a smooth softmax."""
     given = input_at(node, 11)
     if given is not None:
-        return op.Reshape(given, op.ints([1, heads, 1, 1]))
+        return op.Reshape(given, [1, heads, 1, 1])
     smooth = node.attributes.get_int("smooth_softmax", 0) > 0
     return op.constant(np.zeros((1, heads, 1, 1)), kind.numpy()) if smooth else None
 
@@ -114,7 +114,7 @@ def _head_width(node: ir.Node, queries: ir.Value | None, heads: int) -> int:
     return size // heads
 
 
-def multi_head(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def multi_head(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """MultiHeadAttention: three axes, packed [batch, seq, heads, 3, width], or heads first."""
     queries, keys, values, bias, mask, added, past_keys, past_values = (input_at(node, place) for place in range(8))
     heads = node.attributes.get_int("num_heads", 0)
@@ -126,7 +126,7 @@ def multi_head(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
             )
         width = static(queries, 4)
         parts = op.split(queries, [1, 1, 1], axis=3)
-        queries, keys, values = (op.Reshape(part, op.ints([0, 0, heads * width])) for part in parts)
+        queries, keys, values = (op.Reshape(part, [0, 0, heads * width]) for part in parts)
     size = next((s for x in (queries, keys, values) if rank(x) == 3 and (s := static(x, 2)) is not None), None)
     size = size or (static(bias, 0) or 0) // 3 if size is None and bias is not None else size
     if not size:
@@ -146,7 +146,7 @@ def multi_head(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     return {0: op.merged(z, size), 1: keys, 2: values}
 
 
-def packed_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def packed_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """com.microsoft Attention: its projection inside; a past [2, batch, heads, past, width]."""
     x, weight, bias, mask, past, added = (input_at(node, place) for place in range(6))
     heads = node.attributes.get_int("num_heads", 0)
@@ -156,16 +156,16 @@ def packed_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     queries, keys, values = (op.heads(part, heads, width) for part in op.split(projected, [size] * 3))
     made: dict[int, ir.Value] = {}
     if past is not None:
-        before = [op.Squeeze(part, op.ints([0])) for part in op.split(past, [1, 1], axis=0)]
+        before = [op.Squeeze(part, [0]) for part in op.split(past, [1, 1], axis=0)]
         keys, values = (op.Concat(old, new, axis=2) for old, new in zip(before, (keys, values), strict=True))
-        made[1] = op.Concat(op.Unsqueeze(keys, op.ints([0])), op.Unsqueeze(values, op.ints([0])), axis=0)
+        made[1] = op.Concat(op.Unsqueeze(keys, [0]), op.Unsqueeze(values, [0]), axis=0)
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
     scale = node.attributes.get_float("scale", 0.0) or width**-0.5
     z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
     return {0: op.merged(z, size), **made}
 
 
-def standard_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """Attention of opset 23 and 24: three or four axes, a boolean or added mask, a past."""
     queries, keys, values, mask, past_keys, past_values = (input_at(node, place) for place in range(6))
     heads, groups = node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)

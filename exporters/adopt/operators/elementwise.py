@@ -5,14 +5,14 @@ from math import pi, sqrt
 import onnx_ir as ir
 
 from exporters.adopt.flow import perm_of, rank
-from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of
+from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at, kind_of
 from mionnx.errors import ExportError
 
 CUBIC = 0.044715  # of the tanh approximation of GELU (Hendrycks and Gimpel, arXiv:1606.08415)
 QUICK = 1.702  # of its sigmoid approximation, same source
 
 
-def gelu(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def gelu(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """Gelu, BiasGelu (exact), FastGelu (tanh) and QuickGelu (sigmoid)."""
     x, bias = node.inputs[0], input_at(node, 1)
     kind = kind_of(x, bias)
@@ -29,7 +29,7 @@ def gelu(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     return {0: op.Mul(op.Mul(x, op.number(0.5, kind)), op.Add(grown, op.number(1.0, kind)))}
 
 
-def fused_product(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def fused_product(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """FusedMatMul: alpha * a b, either of them turned.
 
     Raises:
@@ -44,12 +44,12 @@ def fused_product(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     return {0: product if alpha == 1.0 else op.Mul(product, op.number(alpha, kind_of(a, b)))}
 
 
-def _turned(op: OpWriter, x: ir.Value) -> ir.Value:
+def _turned(op: DecoderWriter, x: ir.Value) -> ir.Value:
     axes = rank(x) or 4
     return op.Transpose(x, perm=[*range(axes - 2), axes - 1, axes - 2])
 
 
-def turned_keys(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def turned_keys(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """Two transpositions in place of one, so that the keys are a value."""
     if perm_of(node) != (0, 2, 3, 1):  # heads first, and keys turned for their product
         return {}

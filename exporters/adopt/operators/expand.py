@@ -10,8 +10,8 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from exporters.adopt.operators.decoder_writer import TOKENS, DecoderWriter
 from exporters.adopt.operators.fused import Fused, supporting
-from exporters.adopt.operators.op_writer import TOKENS, OpWriter
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 
@@ -36,7 +36,7 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
         ExportError: one whose sizes are unknown, or of which an output is read that standard operators do not make.
     """
     passes.CommonSubexpressionEliminationPass()(model)  # sessions duplicate a DequantizeLinear for every reader
-    op, done, fused = OpWriter(model), Counter[str](), list[Fused]()
+    op, done, fused = DecoderWriter(model), Counter[str](), list[Fused]()
     for node in list(model.graph):
         expansion = expansion_of((node.domain, node.op_type))
         if expansion is None:

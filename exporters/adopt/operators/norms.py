@@ -3,24 +3,24 @@
 import onnx_ir as ir
 
 from exporters.adopt.linear import PRODUCTS
-from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of
+from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at, kind_of
 
 EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
 
 
-def rms(op: OpWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+def rms(op: DecoderWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
     """x / sqrt(mean(x²) + epsilon) * weight, over the last axis."""
     kind = kind_of(weight, x)
     root = op.Sqrt(op.Add(op.mean(op.Mul(x, x)), op.number(epsilon, kind)))
     return op.Mul(op.Div(x, root), weight)
 
 
-def simplified_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def simplified_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """SimplifiedLayerNormalization: x / sqrt(mean(x²) + epsilon) * weight."""
     return {0: rms(op, node.inputs[0], node.inputs[1], node.attributes.get_float("epsilon", EPSILON))}
 
 
-def skip_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def skip_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """SkipLayerNormalization and its simplified form: the norm of x + skip, and the sum.
 
     The bias is one of the branch, not of the stream: it is added to the summand that a matrix product makes.

@@ -3,12 +3,12 @@
 import onnx_ir as ir
 
 from exporters.adopt.flow import perm_of, rank, static
-from exporters.adopt.operators.op_writer import OpWriter, input_at
+from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at
 from mionnx.errors import ExportError
 
 
 def rotate(
-    op: OpWriter, x: ir.Value, cos: ir.Value, sin: ir.Value, width: int, part: int, interleaved: bool
+    op: DecoderWriter, x: ir.Value, cos: ir.Value, sin: ir.Value, width: int, part: int, interleaved: bool
 ) -> ir.Value:
     """Rotate the first `part` of each head.
 
@@ -23,25 +23,25 @@ def rotate(
     if part < width:
         x, rest = op.split(x, [part, width - part])
     if interleaved:
-        pairs = op.Reshape(x, op.ints([0, 0, 0, part // 2, 2]))
-        a, b = (op.Squeeze(value, op.ints([-1])) for value in op.split(pairs, [1, 1]))
+        pairs = op.Reshape(x, [0, 0, 0, part // 2, 2])
+        a, b = (op.Squeeze(value, [-1]) for value in op.split(pairs, [1, 1]))
     else:
         a, b = op.split(x, [part // 2, part // 2])
     first, second = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))
     if interleaved:
-        both = op.Concat(op.Unsqueeze(first, op.ints([-1])), op.Unsqueeze(second, op.ints([-1])), axis=-1)
-        turned = op.Reshape(both, op.ints([0, 0, 0, part]))
+        both = op.Concat(op.Unsqueeze(first, [-1]), op.Unsqueeze(second, [-1]), axis=-1)
+        turned = op.Reshape(both, [0, 0, 0, part])
     else:
         turned = op.Concat(first, second, axis=-1)
     return turned if rest is None else op.Concat(turned, rest, axis=-1)
 
 
-def angles(op: OpWriter, table: ir.Value, positions: ir.Value) -> ir.Value:
+def angles(op: DecoderWriter, table: ir.Value, positions: ir.Value) -> ir.Value:
     """Rows of a table of cosines or sines, [batch, 1, seq, part / 2]."""
-    return op.Unsqueeze(op.Gather(table, positions), op.ints([1]))
+    return op.Unsqueeze(op.Gather(table, positions), [1])
 
 
-def rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """com.microsoft RotaryEmbedding: x, positions, cos and sin tables."""
     x, positions, cos, sin = node.inputs[:4]
     part = node.attributes.get_int("rotary_embedding_dim", 0) or 2 * (static(cos, 1) or 0)
@@ -57,10 +57,10 @@ def rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     _require(axes == 3 and (heads == 0 or size is not None), node, "queries or keys of unknown width")
     width = size // heads if heads and size is not None else part
     turned = rotate(op, op.heads(x, heads or -1, width), cos, sin, width, part, interleaved)
-    return {0: op.Reshape(op.Transpose(turned, perm=[0, 2, 1, 3]), op.ints([0, 0, -1]))}
+    return {0: op.Reshape(op.Transpose(turned, perm=[0, 2, 1, 3]), [0, 0, -1])}
 
 
-def standard_rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+def standard_rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """RotaryEmbedding of opset 23; its tables broadcast, which ONNX Runtime's do not."""
     x, cos, sin, positions = (input_at(node, place) for place in range(4))
     width = static(x, 3) if x is not None and rank(x) == 4 else None
@@ -73,7 +73,7 @@ def standard_rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
         x = op.heads(x, heads, width)
     part = node.attributes.get_int("rotary_embedding_dim", 0) or width
     tables = [op.Gather(table, positions) if positions is not None else table for table in (cos, sin)]
-    cos, sin = (op.Unsqueeze(table, op.ints([1])) for table in tables)
+    cos, sin = (op.Unsqueeze(table, [1]) for table in tables)
     turned = rotate(op, x, cos, sin, width, part, bool(node.attributes.get_int("interleaved", 0)))
     return {0: op.merged(turned, heads * width) if flat else turned}
 

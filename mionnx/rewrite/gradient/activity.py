@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from onnx import NodeProto
 
-from mionnx.rewrite.gradient.facts import Facts, reads
+from mionnx.graph.dataflow import reads
+from mionnx.rewrite.gradient.facts import Facts
 
 
 def activity(nodes: Sequence[NodeProto], facts: Facts, sources: Iterable[str], ends: Iterable[str]) -> set[str]:

@@ -18,7 +18,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
 from mionnx.graph.builder import ONE_DTYPE
-from mionnx.rewrite.gradient.facts import INT64, Dims, Facts, attributes, reads, subgraphs
+from mionnx.graph.dataflow import reads, subgraphs
+from mionnx.rewrite.gradient.facts import INT64, Dims, Facts, attributes
 
 Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
 Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent

@@ -13,9 +13,10 @@ import onnx
 from onnx import ModelProto, helper
 
 from mionnx.errors import GradientError
+from mionnx.graph.dataflow import reads
 from mionnx.rewrite.gradient.activity import activity, prune
 from mionnx.rewrite.gradient.backward import Backward, Names, Rule
-from mionnx.rewrite.gradient.facts import Facts, reads
+from mionnx.rewrite.gradient.facts import Facts
 from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.plan import gradient_name
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
 from mionnx.graph.builder import OUTPUT_DTYPES
@@ -21,29 +21,6 @@ def attributes(node: NodeProto) -> dict[str, Any]:
     """A node's attributes by name; texts as `str`."""
     found = {one.name: helper.get_attribute_value(one) for one in node.attribute}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
-
-
-def subgraphs(node: NodeProto) -> list[GraphProto]:
-    """The branches of an `If`, the body of a `Scan`."""
-    return [one.g for one in node.attribute if one.type == AttributeProto.GRAPH]
-
-
-def reads(node: NodeProto) -> list[str]:
-    """The values that a node reads, in its subgraphs too."""
-    return [name for name in node.input if name] + [name for graph in subgraphs(node) for name in from_outside(graph)]
-
-
-def made_in(graph: GraphProto) -> set[str]:
-    """The values that a graph makes or is given: outputs of nodes, inputs, initializers."""
-    made = {name for node in graph.node for name in node.output}
-    return made | {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-
-
-def from_outside(graph: GraphProto) -> list[str]:
-    """The values that a subgraph takes from the graph around it."""
-    own = made_in(graph)
-    names = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
-    return [name for name in dict.fromkeys(names) if name not in own]
 
 
 class Facts:

@@ -17,9 +17,9 @@ from math import pi, sqrt
 
 from onnx import NodeProto
 
+from mionnx.graph.dataflow import reads
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE, of_one, summed
-from mionnx.rewrite.gradient.facts import reads
 from mionnx.rewrite.gradient.products import PRODUCTS, norm_parts
 
 PASSING = ("Identity", "Cast", "CastLike")

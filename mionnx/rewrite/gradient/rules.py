@@ -1,16 +1,115 @@
 """The table of rules: operator -> the cotangents of its inputs from those of its outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mionnx.rewrite.gradient.backward import Rule, SubgraphRule
+from onnx import GraphProto, NodeProto, helper
+
+from mionnx.graph.dataflow import from_outside, subgraphs
+from mionnx.rewrite.gradient.activity import activity, prune
+from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
 from mionnx.rewrite.gradient.blocks import BLOCKS
-from mionnx.rewrite.gradient.branches import if_rule
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE
 from mionnx.rewrite.gradient.loops import scan_rule
 from mionnx.rewrite.gradient.products import PRODUCTS
 from mionnx.rewrite.gradient.propagation import FROZEN_NORMS, FROZEN_PATTERNS, SHARES
-from mionnx.rewrite.gradient.reductions import REDUCTIONS
 from mionnx.rewrite.gradient.shaping import SHAPING
+from mionnx.rewrite.gradient.subgraph import copy_of, declared
+
+
+def _axes(op: Backward, node: NodeProto) -> Any:
+    """The axes of a reduction, as a name or a list; None for all of them."""
+    if len(node.input) > 1 and node.input[1]:
+        return node.input[1]
+    return op.attribute(node, "axes", None)
+
+
+def _kept(op: Backward, node: NodeProto, value: str) -> str:
+    """A reduction's result or cotangent, with the reduced axes as axes of 1."""
+    axes = _axes(op, node)
+    if op.attribute(node, "keepdims", 1) or (axes is None and op.attribute(node, "noop_with_empty_axes", 0)):
+        return value
+    return str(op.Unsqueeze(value, [*range(op.facts.rank(node.input[0]))] if axes is None else axes))
+
+
+def _sum(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Expand(_kept(op, node, str(given[0])), op.Shape(node.input[0]))}
+
+
+def _mean(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, y = node.input[0], node.output[0]
+    count = op.CastLike(op.Div(op.Size(x), op.Size(y)), x)
+    return {0: op.Expand(op.Div(_kept(op, node, str(given[0])), count), op.Shape(x))}
+
+
+def _sum_of_squares(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Mul(_kept(op, node, str(given[0])), op.Mul(node.input[0], 2.0))}
+
+
+def _length(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """The root of a sum of squares: dx = dy x / y."""
+    share = op.Div(_kept(op, node, str(given[0])), _kept(op, node, node.output[0]))
+    return {0: op.Mul(node.input[0], share)}
+
+
+def _extreme(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """Several numbers that are the extreme one share its cotangent, as in torch's amax."""
+    x, axes = node.input[0], _axes(op, node)
+    hits = op.Cast(op.Equal(x, _kept(op, node, node.output[0])), to=op.facts.type(x))
+    count = op.ReduceSum(hits, *([] if axes is None else [axes]), keepdims=1)
+    return {0: op.Mul(hits, op.Div(_kept(op, node, str(given[0])), count))}
+
+
+def _log_sum_exp(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    share = op.Exp(op.Sub(node.input[0], _kept(op, node, node.output[0])))
+    return {0: op.Mul(_kept(op, node, str(given[0])), share)}
+
+
+def _running_sum(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    reverse, exclusive = op.attribute(node, "reverse", 0), op.attribute(node, "exclusive", 0)
+    return {0: op.CumSum(given[0], node.input[1], reverse=1 - reverse, exclusive=exclusive)}
+
+
+REDUCTIONS: dict[str, Rule] = {
+    "CumSum": _running_sum,
+    "ReduceL2": _length,
+    "ReduceLogSumExp": _log_sum_exp,
+    "ReduceMax": _extreme,
+    "ReduceMean": _mean,
+    "ReduceMin": _extreme,
+    "ReduceSum": _sum,
+    "ReduceSumSquare": _sum_of_squares,
+}
+
+
+def if_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Sequence[str]]:
+    """The cotangents of what the branches of an `If` take from outside."""
+    taken = dict.fromkeys(name for graph in subgraphs(node) for name in from_outside(graph))
+    wanted = [name for name in taken if op.is_active(name)]
+    branches = {one.name: _backwards(op, one.g, wanted, given) for one in node.attribute}
+    made = op.If(node.input[0], outputs=len(wanted), **branches)
+    op.facts.types |= {new: op.facts.type(name) for name, new in zip(wanted, _listed(made), strict=True)}
+    return {name: [one] for name, one in zip(wanted, _listed(made), strict=True)}
+
+
+def _listed(made: str | list[str]) -> list[str]:
+    return [made] if isinstance(made, str) else made
+
+
+def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Given) -> GraphProto:
+    """The backward branch: cotangents of the wanted values from those of the outputs."""
+    inner = copy_of(graph, op.names, op.facts)
+    ends = [inner.name(value.name) for value in graph.output]
+    live = {end: one for end, one in zip(ends, given, strict=True) if one}
+    back = op.inside(inner.facts, activity(inner.nodes, inner.facts, wanted, live) | {*wanted})
+    found = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
+    outputs = []
+    for name in wanted:
+        value = back.Identity(found.get(name) or back.zeros(name))
+        outputs.append(declared(op.facts, value, name))
+    nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])
+    return helper.make_graph(nodes, op.names.fresh("branch"), [], outputs)
+
 
 RULES: Mapping[str, Rule] = {**ELEMENTWISE, **BLOCKS, **PRODUCTS, **REDUCTIONS, **SHAPING}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, helper
 
+from mionnx.graph.dataflow import made_in
 from mionnx.rewrite.gradient.backward import Names
-from mionnx.rewrite.gradient.facts import Facts, made_in
+from mionnx.rewrite.gradient.facts import Facts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,87 @@
+"""`OpWriter`: standard operators as calls, `op.Add(a, b)`, on an onnx_ir graph."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import DTypeLike
+
+from exporters.value_types import set_types
+
+
+class OpWriter:
+    """Writes nodes: each operator is a method, inputs positional, attributes keywords.
+
+    Numbers and lists among the inputs become constants: whole ones of int64, fractions of the dtype of the first value
+    beside them.
+
+    Attributes:
+        nodes: what was written, in no graph yet.
+    """
+
+    prefix = "constant"  # begins the names of constants
+    shapes = True  # whether shapes are inferred beside dtypes
+
+    def __init__(self, graph: ir.Graph, constants: dict[tuple[Any, ...], ir.Value] | None = None) -> None:
+        self.graph = graph  # takes the constants, those of subgraphs too
+        self.nodes: list[ir.Node] = []
+        self._constants: dict[tuple[Any, ...], ir.Value] = {} if constants is None else constants
+
+    def __getattr__(self, operator: str) -> Callable[..., Any]:
+        if not operator[:1].isupper():
+            raise AttributeError(operator)
+
+        def write(*inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+            node = ir.node(operator, self._values(inputs), attributes=attributes, num_outputs=outputs)
+            set_types(node, self.graph.opset_imports, shapes=self.shapes)
+            self.nodes.append(node)
+            return node.outputs[0] if outputs == 1 else list(node.outputs)
+
+        return write
+
+    def _values(self, inputs: Sequence[Any]) -> list[ir.Value | None]:
+        values = [one for one in inputs if isinstance(one, ir.Value)]
+        kind = values[0].dtype if values else None
+
+        def value(one: Any) -> ir.Value | None:
+            if one is None or isinstance(one, ir.Value):
+                return one
+            whole = np.asarray(one).dtype.kind in "iu"
+            return self.constant(one, np.int64 if whole or kind is None else kind.numpy())
+
+        return [value(one) for one in inputs]
+
+    def constant(self, value: Any, dtype: DTypeLike, name: str | None = None) -> ir.Value:
+        """A constant of the graph; equal ones of one name, or of none, are one initializer."""
+        array = np.asarray(value, dtype)
+        key = (name, array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            held = self.graph.initializers
+            name = name or next(name for number in count() if (name := f"{self.prefix}.{number}") not in held)
+            kind, shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
+            made = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
+            self.graph.register_initializer(made)
+            self._constants[key] = made
+        return self._constants[key]
+
+    def number(self, value: float, kind: ir.DataType) -> ir.Value:
+        """A scalar constant of a dtype."""
+        return self.constant(value, kind.numpy())
+
+    def subgraph(
+        self, name: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], write: Callable[..., Any]
+    ) -> ir.Graph:
+        """A branch or the body of a loop, for an attribute.
+
+        Args:
+            name, inputs: of the subgraph.
+            outputs: names, types and shapes that its outputs get.
+            write: called as (writer of the subgraph, *inputs); returns the outputs.
+        """
+        op = OpWriter(self.graph, self._constants)
+        values = list(write(op, *inputs))
+        for value, declared in zip(values, outputs, strict=True):
+            value.name, value.type, value.shape = declared.name, declared.type, declared.shape or value.shape
+        return ir.Graph(inputs, values, nodes=op.nodes, opset_imports=dict(self.graph.opset_imports), name=name)

@@ -1,0 +1,154 @@
+"""Graphs run once in ONNX Runtime, without optimisations, so that they can be checked before anybody uses them."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph import validate
+
+Array = NDArray[Any]
+BATCH, SEQ = 2, 6
+MOMENT = 0.5  # seconds
+ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
+ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run of an adopted graph.
+
+    Attributes:
+        values: hook points, logits and present keys and values by name.
+        dtypes: ONNX Runtime's name of the dtype of every value of the graph.
+        feeds: what was given.
+    """
+
+    values: Mapping[str, Array]
+    dtypes: Mapping[str, str]
+    feeds: Mapping[str, Array]
+
+    @property
+    def rounding(self) -> float:
+        """The relative difference that rounding to the model's dtype explains."""
+        fractions = (value.dtype for value in self.values.values() if value.dtype.kind not in "iu")
+        return ROUNDINGS * max(float(np.finfo(dtype).eps) for dtype in fractions)
+
+
+def probe(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
+    """Run a graph once, with some of its values as outputs.
+
+    Args:
+        proto: the graph, by the names of a hooked model.
+        folder: of its weights.
+        names: of the values, beside the graph's outputs.
+
+    Raises:
+        ExportError: ONNX Runtime does not open or run it.
+    """
+    session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
+    feeds = {entry.name: feed_of(entry) for entry in session.get_inputs()}
+    outputs = [*names, *(entry.name for entry in proto.graph.output)]
+    dtypes = {entry.name: entry.type for entry in session.get_outputs()}
+    return Probe(dict(zip(outputs, run(session, outputs, feeds), strict=True)), dtypes, feeds)
+
+
+def check_bounded(proto: onnx.ModelProto, folder: Path) -> None:
+    """Check that every value has a bound and every loop an end, before a graph is run.
+
+    Raises:
+        ExportError: one has none.
+    """
+    try:
+        validate.check(proto, folder, [validate.input_shapes(proto, BATCH, SEQ, 0)])
+    except ModelError as error:
+        raise ExportError(f"the graph is refused: {error}") from error
+
+
+def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onnxruntime.InferenceSession:
+    """A session without optimisations, in which values of the graph are outputs too.
+
+    Raises:
+        ExportError: ONNX Runtime does not open it.
+    """
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    held = {entry.name for entry in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in held)
+    return _opened(shown.SerializeToString(), folder)
+
+
+def _opened(model: bytes, folder: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.disable_prepacking", "1")  # longer than the one run that follows
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors share no base class
+        raise ExportError(f"ONNX Runtime does not open the graph: {error}") from error
+
+
+def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+    """Run a session.
+
+    Raises:
+        ExportError: it fails.
+    """
+    try:
+        return interruptible(session, names, feeds)
+    except Exception as error:  # its errors share no base class
+        raise ExportError(f"ONNX Runtime does not run the graph: {error}") from error
+
+
+def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C.
+
+    A run that is told to end does so after the operator at work; one that takes longer than a moment is left to itself.
+    """
+    options, outcome = onnxruntime.RunOptions(), Future[list[Array]]()
+
+    def work() -> None:
+        try:
+            outcome.set_result(session.run(names, dict(feeds), options))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except BaseException:
+        options.terminate = True
+        thread.join(MOMENT)
+        raise
+
+
+def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:
+    """An input of a probe: texts without padding, after a past of zeros.
+
+    Args:
+        entry: name, type and shape, as a session tells them.
+        batch, seq, past: rows, tokens of each, and tokens before them.
+
+    Raises:
+        ExportError: an input that no decoder has.
+    """
+    if entry.name == "input_ids":
+        return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3
+    if entry.name == "attention_mask":
+        return np.ones((batch, past + seq), np.int64)
+    if entry.name == "position_ids":
+        return np.tile(np.arange(past, past + seq, dtype=np.int64), (batch, 1))
+    if entry.type in ONNX_FLOATS and len(entry.shape) == 4:
+        return np.zeros((batch, entry.shape[1], past, entry.shape[3]), ONNX_FLOATS[entry.type])
+    raise ExportError(f"input {entry.name}, {entry.type} {entry.shape}, is none of a decoder's: it cannot be adopted")
