@@ -54,8 +54,8 @@ class Rows:
 
     @classmethod
     def blank(cls, count: int, seq: int) -> Self:
-        """Rows for a piece behind the embedding, where some families read the tokens' shape even in the last nodes."""
-        return cls(np.zeros((count, seq), np.int64))
+        """Rows for a piece behind the embedding, whatever their tokens."""
+        return cls(np.zeros((count, seq), np.int64))  # some families read their shape even in the last nodes
 
     @property
     def count(self) -> int:
@@ -81,7 +81,7 @@ class Segments:
 
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
-        """The pieces of a model whose layers run on many rows, on the keys and values of others; nothing is packed.
+        """The pieces for many structures and rows: nothing is packed.
 
         Raises:
             InputError: a model without a cache, or with several streams.
@@ -238,7 +238,7 @@ class Segments:
         return self.compute(piece, rows, ends, values)
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Run an open piece on tokens and what else it reads, each in the dtype that it takes."""
+        """Run an open piece on tokens and further inputs, each cast to the piece's dtype."""
         known = piece.program.inputs
         cast = {name: value.astype(known[name].dtype, copy=False) for name, value in feeds.items() if name in known}
         return piece.program.run(ends, {**self._token_inputs(rows, piece.program), **cast})
