@@ -110,11 +110,6 @@ class Segments:
         cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
         return self.flow.crossings(cuts, [self.end], [str(HookPoint.Embed)])
 
-    def ends_of(self, layer: int) -> list[str]:
-        """Names of the values that the next piece begins with, as this one gives them."""
-        post = {str(HookPoint.ResidPre(layer + 1)): str(HookPoint.ResidPost(layer))} if layer >= 0 else {}
-        return [post.get(name, name) for name in self.inputs_of(layer + 1)]
-
     @once_property
     def after_attention(self) -> tuple[str, ...]:
         """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut."""
@@ -166,12 +161,11 @@ class Segments:
         Returns:
             the values of `inputs_of(layer + 1)`, and the further ones.
         """
-        sources = self.ends_of(layer)
-        computed = [name for name in sources if name not in stream]  # others cross several layers and do not change
+        following = self.inputs_of(layer + 1)
+        computed = [name for name in following if name not in stream]  # others cross several layers and do not change
         wanted = [*dict.fromkeys([*computed, *ends])]
         values = self.run(rows, stream, wanted, edits, NOTHING, inputs, beside)
-        both = {**values, **stream}
-        after = {name: both[source] for name, source in zip(self.inputs_of(layer + 1), sources, strict=True)}
+        after = {name: stream[name] if name in stream else values[name] for name in following}
         return after, {name: values[name] for name in ends}
 
     def logits(

@@ -62,7 +62,7 @@ class LayerChain(Segments):
         self.values: dict[int, list[str]] = {}
         values = dict.fromkeys([*(value for of_one in self.products.values() for value in of_one), *self.read.values()])
         for piece in self.pieces:
-            nodes = self.flow.ancestors(self.ends_of(piece), self.inputs_of(piece))
+            nodes = self.flow.ancestors(self.inputs_of(piece + 1), self.inputs_of(piece))
             reads = self.flow.read_by(nodes)
             self.matrices[piece] = [name for name in self.products if name in reads]
             self.values[piece] = [value for value in values if self.flow.producers.get(value) in nodes]
