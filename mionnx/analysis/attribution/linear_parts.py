@@ -24,8 +24,9 @@ PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"}
 class LinearParts(Segments):
     """The norms of one model, and the linear part of its head.
 
-    That is logits = factor (W_U^T y + bias) + offset, where y is the final norm's output. The factor (Cohere's `logit_scale`) and the offset are found by running the nodes
-    behind the matrix product. A soft cap is no part of it: logits are then those before the cap.
+    That is logits = factor (W_U^T y + bias) + offset, where y is the final norm's output. The factor (Cohere's
+    `logit_scale`) and the offset are found by running the nodes behind the matrix product. A soft cap is no part of it:
+    logits are then those before the cap.
     """
 
     @once_property
