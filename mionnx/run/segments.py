@@ -99,16 +99,20 @@ class Segments:
         """Names of the values that a piece begins with; behind the head, the logits."""
         if layer == EMBEDDING:
             return ()
-        if layer >= self.layers:
-            return (self.end,) if layer == self.layers else (LOGITS,)
-        cut = str(HookPoint.ResidPre(layer))
+        if layer > self.layers:
+            return (LOGITS,)
+        cut = self._cuts[layer]
         return cut, *(name for name in self._crossings[layer] if name != cut)
+
+    @property
+    def _cuts(self) -> list[str]:
+        """Names of the residual streams before each layer and the head."""
+        return [*(str(HookPoint.ResidPre(layer)) for layer in range(self.layers)), self.end]
 
     @once_property
     def _crossings(self) -> list[tuple[str, ...]]:
-        """Names of the values that cross into each layer."""
-        cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
-        return self.flow.crossings(cuts, [self.end], [str(HookPoint.Embed)])
+        """Names of the values that cross into each layer and the head."""
+        return self.flow.crossings([[cut] for cut in self._cuts], [LOGITS], [str(HookPoint.Embed)])
 
     @once_property
     def after_attention(self) -> tuple[str, ...]:
@@ -163,8 +167,7 @@ class Segments:
         """
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
-        wanted = [*dict.fromkeys([*computed, *ends])]
-        values = self.run(rows, stream, wanted, edits, NOTHING, inputs, beside)
+        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NOTHING, inputs, beside)
         after = {name: stream[name] if name in stream else values[name] for name in following}
         return after, {name: values[name] for name in ends}
 
@@ -233,8 +236,8 @@ class Segments:
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
         """Run an open piece on tokens and further inputs, each cast to the piece's dtype."""
-        known = piece.program.inputs
-        cast = {name: value.astype(known[name].dtype, copy=False) for name, value in feeds.items() if name in known}
+        entries = piece.program.inputs
+        cast = {name: value.astype(entries[name].dtype, copy=False) for name, value in feeds.items() if name in entries}
         return piece.program.run(ends, {**self._token_inputs(rows, piece.program), **cast})
 
     def _token_inputs(self, rows: Rows, program: Program) -> Arrays:
