@@ -54,8 +54,8 @@ class Rows:
 
     @classmethod
     def blank(cls, count: int, seq: int) -> Self:
-        """Rows for a piece behind the embedding, where some families read the tokens' shape even in the last nodes."""
-        return cls(np.zeros((count, seq), np.int64))
+        """Rows for a piece behind the embedding, whatever their tokens."""
+        return cls(np.zeros((count, seq), np.int64))  # some families read their shape even in the last nodes
 
     @property
     def count(self) -> int:
@@ -81,7 +81,7 @@ class Segments:
 
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
-        """The pieces of a model whose layers run on many rows, on the keys and values of others; nothing is packed.
+        """The pieces for many structures and rows: nothing is packed.
 
         Raises:
             InputError: a model without a cache, or with several streams.
@@ -99,21 +99,20 @@ class Segments:
         """Names of the values that a piece begins with; behind the head, the logits."""
         if layer == EMBEDDING:
             return ()
-        if layer >= self.layers:
-            return (self.end,) if layer == self.layers else (LOGITS,)
-        cut = str(HookPoint.ResidPre(layer))
+        if layer > self.layers:
+            return (LOGITS,)
+        cut = self._cuts[layer]
         return cut, *(name for name in self._crossings[layer] if name != cut)
+
+    @property
+    def _cuts(self) -> list[str]:
+        """Names of the residual streams before each layer and the head."""
+        return [*(str(HookPoint.ResidPre(layer)) for layer in range(self.layers)), self.end]
 
     @once_property
     def _crossings(self) -> list[tuple[str, ...]]:
-        """Names of the values that cross into each layer."""
-        cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
-        return self.flow.crossings(cuts, [self.end], [str(HookPoint.Embed)])
-
-    def ends_of(self, layer: int) -> list[str]:
-        """Names of the values that the next piece begins with, as this one gives them."""
-        post = {str(HookPoint.ResidPre(layer + 1)): str(HookPoint.ResidPost(layer))} if layer >= 0 else {}
-        return [post.get(name, name) for name in self.inputs_of(layer + 1)]
+        """Names of the values that cross into each layer and the head."""
+        return self.flow.crossings([[cut] for cut in self._cuts], [LOGITS], [str(HookPoint.Embed)])
 
     @once_property
     def after_attention(self) -> tuple[str, ...]:
@@ -166,12 +165,10 @@ class Segments:
         Returns:
             the values of `inputs_of(layer + 1)`, and the further ones.
         """
-        sources = self.ends_of(layer)
-        computed = [name for name in sources if name not in stream]  # others cross several layers and do not change
-        wanted = [*dict.fromkeys([*computed, *ends])]
-        values = self.run(rows, stream, wanted, edits, NOTHING, inputs, beside)
-        both = {**values, **stream}
-        after = {name: both[source] for name, source in zip(self.inputs_of(layer + 1), sources, strict=True)}
+        following = self.inputs_of(layer + 1)
+        computed = [name for name in following if name not in stream]  # others cross several layers and do not change
+        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NOTHING, inputs, beside)
+        after = {name: stream[name] if name in stream else values[name] for name in following}
         return after, {name: values[name] for name in ends}
 
     def logits(
@@ -238,9 +235,9 @@ class Segments:
         return self.compute(piece, rows, ends, values)
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Run an open piece on tokens and what else it reads, each in the dtype that it takes."""
-        known = piece.program.inputs
-        cast = {name: value.astype(known[name].dtype, copy=False) for name, value in feeds.items() if name in known}
+        """Run an open piece on tokens and further inputs, each cast to the piece's dtype."""
+        entries = piece.program.inputs
+        cast = {name: value.astype(entries[name].dtype, copy=False) for name, value in feeds.items() if name in entries}
         return piece.program.run(ends, {**self._token_inputs(rows, piece.program), **cast})
 
     def _token_inputs(self, rows: Rows, program: Program) -> Arrays:

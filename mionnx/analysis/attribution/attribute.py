@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.attribution.attributions import Attributions
-from mionnx.analysis.attribution.norm_graphs import NormGraphs
+from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
-from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
@@ -131,7 +130,7 @@ def _attribution(
     chosen = int(logits.argmax()) if answer is None else answer
     if chosen == against:
         raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
-    parts, unembedding = _components(model, cache), model.opened(Unembedding)
+    parts, unembedding = _components(model, cache), model.opened(LinearParts)
     uncapped = unembedding.uncapped(logits, cache[_end(model)][0, 0])
     values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
     logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
@@ -186,7 +185,7 @@ def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
 def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
     """[head, hidden]: each head's share of the stream, behind the attention's norm if any."""
     shares = cache[HookPoint.AttnResult(layer)][0, 0]
-    graphs = model.opened(NormGraphs)
+    graphs = model.opened(LinearParts)
     if layer not in graphs.output_norms:
         return shares.astype(np.float64)
     beside = tuple(graphs.output_norms.values())
@@ -195,7 +194,7 @@ def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
 
 
 def _contributions(model: Runner, stack: Vector, cache: HookCache, answer: int, versus: int | None) -> Vector:
-    norm, unembedding = norm_before(model, cache, model.num_layers, False, None), model.opened(Unembedding)
+    norm, unembedding = norm_before(model, cache, model.num_layers, False, None), model.opened(LinearParts)
     ids = np.array([answer, *([] if versus is None else [versus])])
     directions = unembedding.directions(ids)
     direction = directions[0] - (directions[1] if len(ids) > 1 else 0)

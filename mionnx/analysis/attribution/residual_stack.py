@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import Labelled, PosSlice
 from mionnx.analysis.attribution.linear_norm import LinearNorm
-from mionnx.analysis.attribution.norm_graphs import NormGraphs, final_norm, input_norm
+from mionnx.analysis.attribution.linear_parts import LinearParts, final_norm, input_norm
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -126,7 +126,7 @@ def accumulated_resid(
     stack, labels = decompose.stacked(cache, named, pos_slice)
     if apply_ln and end == model.num_layers:
         rows = np.ascontiguousarray(stack.reshape(-1, model.hidden_size))
-        return model.opened(NormGraphs).norm(final_norm(model.hooked), rows).reshape(stack.shape), labels
+        return model.opened(LinearParts).norm(final_norm(model.hooked), rows).reshape(stack.shape), labels
     return _normed(model, stack, cache, end, mlp_input, pos_slice, apply_ln), labels
 
 
@@ -192,7 +192,7 @@ def norm_before(model: Runner, cache: HookCache, layer: int, mlp_input: bool, po
     hooked = model.hooked
     stream = decompose.sliced(cache.require(decompose.input_of(hooked, layer, mlp_input)), pos_slice)
     part = final_norm(hooked) if layer == model.num_layers else input_norm(hooked, layer, mlp_input)
-    return model.opened(NormGraphs).linear(part, stream)
+    return model.opened(LinearParts).linear(part, stream)
 
 
 def _normed(

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import PosSlice
 from mionnx.analysis.attribution.linear_norm import LinearNorm
+from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import Source, cache_of, norm_before
-from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.errors import InputError
 from mionnx.inputs.token_rows import read_array
 from mionnx.machine.typed import typed
@@ -121,7 +121,7 @@ def _checked(model: Runner, stack: ArrayLike, norm: LinearNorm) -> NDArray[Any]:
 
 def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """[batch or 1, pos or 1, hidden] of tokens, or fewer axes where the stack has fewer."""
-    unembedding = model.opened(Unembedding)
+    unembedding = model.opened(LinearParts)
     if isinstance(tokens, int | str | np.integer):
         return unembedding.directions(np.array(token_of(model, tokens)))
     ids = read_array("tokens", _as_ids(model, tokens))

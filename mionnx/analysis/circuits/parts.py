@@ -63,9 +63,9 @@ class Parts:
             seeds: value -> the numbers, of its shape.
             rules: the name of the rules of going back.
         """
-        wanted = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
-        piece = self.segments.open(by, of, gradients=wanted)
-        feeds = {**streams, **{entry: seeds[name] for name, entry in wanted.seeds.items()}}
+        request = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
+        piece = self.segments.open(by, of, gradients=request)
+        feeds = {**streams, **{entry: seeds[name] for name, entry in request.seeds.items()}}
         rows, names = Rows.blank(len(streams[by[0]]), self.seq), [gradient_name(name) for name in by]
         return dict(zip(by, self.segments.compute(piece, rows, names, feeds).values(), strict=True))
 

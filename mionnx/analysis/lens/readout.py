@@ -44,7 +44,7 @@ class Readout(Brief, Storable):
 
 
 class Lens(Segments):
-    """The part of a model behind its last layer, which gives logits or what a lens reads off them."""
+    """The part of one model behind its last layer: it gives logits, or a readout."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         refuse_several_streams(hooked, "reading a stream as logits")

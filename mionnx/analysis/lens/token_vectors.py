@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.lens.logit_lens import Scored
-from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph import matrices
@@ -19,6 +18,8 @@ from mionnx.machine.typed import typed
 from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
+
+BLOCK = 2**14  # rows of a matrix that are read at once; it stays in its file
 
 
 class Vocabulary:
@@ -123,3 +124,41 @@ def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise InputError(f"{name} is {list(array.shape)}; it must be [hidden={model.hidden_size}]")
     return array
+
+
+def products(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
+    """The product of every row with a vector, in float64.
+
+    Args:
+        matrix: [rows, width], of any float dtype.
+        vector: [width].
+    """
+    exact = vector.astype(np.float64)
+    blocks = range(0, len(matrix), BLOCK)
+    return np.concatenate([matrix[first : first + BLOCK].astype(np.float64) @ exact for first in blocks])
+
+
+def cosines(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
+    """The cosine of every row with a vector; 0 for a row of zeros.
+
+    Raises:
+        InputError: the vector is zero, which points nowhere.
+    """
+    length = np.linalg.norm(vector.astype(np.float64))
+    if length == 0:
+        raise InputError("query is zero: it has no direction that embeddings could be compared with")
+    blocks = range(0, len(matrix), BLOCK)
+    lengths = np.concatenate([np.linalg.norm(matrix[at : at + BLOCK].astype(np.float64), axis=1) for at in blocks])
+    return products(matrix, vector) / (np.where(lengths == 0, 1, lengths) * length)
+
+
+def largest(values: NDArray[np.float64], k: int) -> list[tuple[int, float]]:
+    """The k largest values with their indices, the largest first; equal ones by index.
+
+    Raises:
+        InputError: another k than 1 to the number of values.
+    """
+    if not isinstance(k, int | np.integer) or not 1 <= k <= len(values):
+        raise InputError(f"k={k!r}; it must be an integer from 1 to {len(values)}, the vocabulary's size")
+    order = np.argsort(-values, kind="stable")[:k]
+    return [(int(index), float(values[index])) for index in order]

@@ -47,22 +47,22 @@ class LayerChain(Segments):
         values: piece -> the values of products, and what they read, that it computes.
     """
 
-    def __init__(self, model: HookedModel, found: WeightUses, options: Options, inputs: bool = False) -> None:
-        self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
+    def __init__(self, model: HookedModel, weights: WeightUses, options: Options, inputs: bool = False) -> None:
+        self.products: dict[str, list[str]] = {} if weights.table is None else {table_name(weights.table): []}
         self.read: dict[str, str] = {}
-        for product in found.products:
+        for product in weights.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
             if inputs:
                 self.read.setdefault(product.weight, product.node.input[0])
-        self.products |= {stack.weight: [stack.node.output[0]] for stack in found.stacks}
+        self.products |= {stack.weight: [stack.node.output[0]] for stack in weights.stacks}
         # without a base: it would be one of this graph alone
-        super().__init__(replace(model, proto=_fed(model.proto, found, self.products)), replace(options, base=False))
+        super().__init__(replace(model, proto=_fed(model.proto, weights, self.products)), replace(options, base=False))
         self.pieces = range(EMBEDDING, self.layers + 1)
         self.matrices: dict[int, list[str]] = {}
         self.values: dict[int, list[str]] = {}
         values = dict.fromkeys([*(value for of_one in self.products.values() for value in of_one), *self.read.values()])
         for piece in self.pieces:
-            nodes = self.flow.ancestors(self.ends_of(piece), self.inputs_of(piece))
+            nodes = self.flow.ancestors(self.inputs_of(piece + 1), self.inputs_of(piece))
             reads = self.flow.read_by(nodes)
             self.matrices[piece] = [name for name in self.products if name in reads]
             self.values[piece] = [value for value in values if self.flow.producers.get(value) in nodes]
@@ -72,7 +72,7 @@ class LayerChain(Segments):
         return next(piece for piece in self.pieces if weight in self.matrices[piece])
 
     def step(
-        self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], wanted: Iterable[str] = ()
+        self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], ends: Iterable[str] = ()
     ) -> tuple[Stage, Arrays]:
         """Run one piece.
 
@@ -80,13 +80,13 @@ class LayerChain(Segments):
             piece: its number.
             stage: a prompt before it.
             others: matrices in the place of the model's own, by name.
-            wanted: values to return too; those that the piece does not compute are left out.
+            ends: names of values to return too; those that the piece does not compute are left out.
 
         Returns:
             the prompt before the next piece, and the values.
         """
-        ends = [name for name in self.values[piece] if name in {*wanted}]
-        stream, values = self.layer(piece, *stage, None, ends, self.values[piece], others)
+        own = [name for name in self.values[piece] if name in {*ends}]
+        stream, values = self.layer(piece, *stage, None, own, self.values[piece], others)
         return Stage(stage.rows, stream), values
 
     def logits_of(
@@ -108,16 +108,16 @@ class LayerChain(Segments):
                     yield stages[number].stream[LOGITS]
 
 
-def _fed(origin: onnx.ModelProto, found: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
+def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
     """Make inputs of a graph's matrices, in a copy."""
     proto = onnx.ModelProto.FromString(origin.SerializeToString())
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    if found.table is not None and found.lookup is not None:
-        own = onnx.TensorProto.FromString(tensors[found.table].SerializeToString())
-        own.name = table_name(found.table)
+    if weights.table is not None and weights.lookup is not None:
+        own = onnx.TensorProto.FromString(tensors[weights.table].SerializeToString())
+        own.name = table_name(weights.table)
         proto.graph.initializer.append(own)
         tensors[own.name] = own
-        lookup = next(node for node in proto.graph.node if found.lookup.output[0] in node.output)
+        lookup = next(node for node in proto.graph.node if weights.lookup.output[0] in node.output)
         lookup.input[0] = own.name
     shapes = {name: (tensors[name].data_type, [*tensors[name].dims]) for name in matrices}
     proto.graph.input.extend(onnx.helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items())

@@ -15,8 +15,8 @@ from stream_oracle import Stream
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, ModelError
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.attribution.linear_norm import linearise
-from mionnx.analysis.attribution.norm_graphs import (
-    NormGraphs,
+from mionnx.analysis.attribution.linear_parts import (
+    LinearParts,
     final_norm,
     input_norm,
     output_norms,
@@ -339,7 +339,7 @@ def test_where_norms_begin_and_end(models, world):
     assert input_norm(world.hooked, 2, mlp=True) == ("blocks.2.hook_resid_mid", "blocks.2.mlp.hook_pre")
     part = final_norm(world.hooked)
     rows = np.random.default_rng(2).normal(0, 1, (3, 128)).astype(np.float32)
-    made = NormGraphs(world.hooked, world.options).norm(part, rows)
+    made = LinearParts(world.hooked, world.options).norm(part, rows)
     assert made.shape == (3, 128)
 
 
