@@ -38,7 +38,8 @@ def _harvest(open: Open, arguments: Arguments) -> Activations:
     if not arguments.keys() & {"points", "hooks"}:
         raise typer.BadParameter("give --points, or captures in a file of --hooks")
     verb = distributed.harvest if "address" in arguments else MIModel.harvest
-    return verb(open(), **{"points": None} | arguments)
+    arguments.setdefault("points", None)
+    return verb(open(), **arguments)
 
 
 HARVEST = Command(
