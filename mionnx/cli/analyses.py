@@ -322,7 +322,8 @@ STEER = Command(
         f'mionnx steer {LLAMA} --positive "The capital of Germany is" --negative {PROMPT} --prompt {PROMPT} '
         "--positions=-1 --bisect 0.001"
     ],
-    "The n-th --positive pairs with the n-th --negative: a direction leads from these to those.",
+    "The n-th --positive pairs with the n-th --negative: the direction leads from these to those. If left out, "
+    "strengths go from 0 to 2.",
     call=_steer,
     show=lambda response: [dose_table(response, number) for number in range(len(response.prompts))],
     optional=("positive", "negative", "strengths"),

@@ -104,7 +104,7 @@ def opening(*names: str, argument: str = "model", help: str = SOURCE, required: 
         required: whether the command needs one.
     """
     settings = options_of([MIModel.from_pretrained], only=(*names, *VERSION), panel="The model")
-    source = keyword(argument, str, typer.Argument(help=help), ... if required else None)
+    source = keyword(argument, str, typer.Argument(metavar=argument.upper(), help=help), ... if required else None)
     return Group([source, *settings.parameters], lambda values: Opening(values[argument], settings.argument(values)))
 
 

@@ -239,7 +239,8 @@ def _form(name: str, hint: Any) -> Form:
     members = _members(hint)
     if name in WORDS and Path not in members:
         return WORDS[name]
-    listed = [member for part in members for inner in get_args(part) for member in _members(inner)]
+    lists = [part for part in members if get_origin(part) in (Iterable, Sequence)]
+    listed = [member for part in lists for inner in get_args(part) for member in _members(inner)]
     for kind in (bool, Path):
         if kind in members:
             return Form(kind, metavar=None if kind is bool else "FOLDER" if name == "folder" else "PATH")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,22 +174,6 @@ def _call(model: Runner, prompt: Prompt) -> TokenBatch:
     if not call.real.all():
         raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
     return call
-
-
-def read_prompts(path: Path) -> list[Any]:
-    """Read prompts from a file: one text a line, or a JSON list of texts or of lists of ids.
-
-    Raises:
-        InputError: missing, empty, or no such list.
-    """
-    try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read prompts from {path}: {error}") from error
-    if not isinstance(found, list) or not found:
-        raise InputError(f"{path} has no prompts: a text a line, or a JSON list of texts or of lists of ids")
-    return found
 
 
 def _path(given: str | Path | None) -> Path | None:

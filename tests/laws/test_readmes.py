@@ -21,7 +21,10 @@ SHELL = re.compile(r"```sh\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 # A command with one of these needs more than the models that ship.
 PLACEHOLDER = re.compile(r"[A-Z_]{4,}|\.\.\.|.*\.(safetensors|gguf|txt)")
-OPTIONS = {name: {option for parameter in load(name).params for option in parameter.opts} for name in COMMANDS}
+OPTIONS = {
+    name: {option for parameter in load(name).params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for name in COMMANDS
+}
 REAL = "smollm"  # in a block or command on a real model: slow, and only where its package is installed
 on_real_model = [
     pytest.mark.slow,
