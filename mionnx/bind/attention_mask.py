@@ -14,7 +14,6 @@ def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
     """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
 
     Args:
-        batch: the token batch.
         axes: the names of the value's axes, of which the first is the batch.
     """
     tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
@@ -32,7 +31,6 @@ def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     Padding, later positions and positions before the sliding window are not read; the window counts no padding.
 
     Args:
-        batch: the token batch.
         window: number of keys that a query reads, its own included; None for all before it.
     """
     key = np.arange(batch.total)

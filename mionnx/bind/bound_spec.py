@@ -96,12 +96,7 @@ class BoundSpec:
         return point.name in {*edited, *(capture.node.hook for capture in self.captures)}
 
     def values(self, batch: TokenBatch) -> dict[str, NDArray[Any]]:
-        """Inputs with the values, positions and masks of the interventions.
-
-        Raises:
-            InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention
-                row that would be left with no key.
-        """
+        """Inputs with the values, positions and masks of the interventions."""
         return edit_inputs(self.selections(batch), self.hooks, batch)
 
     def selections(self, batch: TokenBatch) -> list[Selection]:
@@ -114,14 +109,9 @@ class BoundSpec:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Args:
-            batch: the tokens.
             past: what came before them.
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
             checked: whether the interventions are known to have an effect.
-
-        Raises:
-            InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
-            InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
@@ -131,11 +121,7 @@ class BoundSpec:
         return inputs
 
     def check(self, batch: TokenBatch, use_cache: bool) -> None:
-        """Check the spec on the rows of a batch that will run in several parts.
-
-        Raises:
-            InterventionError: see `inputs`.
-        """
+        """Check the spec on the rows of a batch that will run in several parts."""
         selections = self.selections(batch)
         if selections:
             edit_inputs(selections, self.hooks, batch)
@@ -153,13 +139,9 @@ class BoundSpec:
         """Refuse interventions without effect in a pass, or in the generation that it begins.
 
         Args:
-            batch: the tokens.
             use_cache: whether keys and values are returned.
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
             selections: of the batch, where the caller has them.
-
-        Raises:
-            InterventionError: see `effect.refuse_idle_in`.
         """
         if not self.edits and not states_of(self.spec):
             return
@@ -293,12 +275,6 @@ def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> 
 
     Args:
         spec: captures and interventions.
-        model: the hooked model.
         outputs: the model's own outputs to compute; all of them by default.
-
-    Raises:
-        HookError: a hook point that the model does not have, a glob or predicate that selects none, or one captured
-            in two different parts.
-        InterventionError: a kind or limit that makes no sense at its hook point, or a fragment that does not fit.
     """
     return Binder(model).bind(spec, outputs)

@@ -104,12 +104,7 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
 
 
 def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
-    """Refuse interventions without effect in one call, or in its whole generation.
-
-    Raises:
-        InterventionError: a knockout of edges that no query reads, an intervention that later ones overwrite, or one
-            that nothing shown depends on.
-    """
+    """Refuse interventions without effect in one call, or in its whole generation."""
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
         later = [selections[m] for m, other in _later(edits, n, plan) if other.experts is other.neurons is None]

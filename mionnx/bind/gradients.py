@@ -22,7 +22,6 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
     """The metric of a spec.
 
     Args:
-        spec: the spec.
         computed: whether the caller computes metrics and gradients.
 
     Raises:
@@ -48,11 +47,6 @@ def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tu
         requests: those of a spec.
         of: the value that the metric reads.
         hooks: hook points of the model and of splices.
-
-    Raises:
-        HookError: a hook point that the model does not have, or one asked for in two different parts.
-        GradientError: a hook point that is only computed for its capture, or that holds no fractions.
-        InterventionError: positions or heads where there are none.
     """
     if not requests:
         return ()

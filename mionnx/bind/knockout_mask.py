@@ -228,7 +228,6 @@ def cut_edges(
     """Edges that a mask cuts in each selected row, in this call or its whole generation.
 
     Args:
-        mask: the mask.
         selected: row -> text positions of the queries that the intervention selects.
         limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
         window: number of keys that a query reads, its own included; None for all before it.

@@ -36,9 +36,6 @@ class RowValues:
         Returns:
             a value that means the same on the part: along the batch and the positions it has the entries of the rows
             and tokens that are there.
-
-        Raises:
-            InterventionError: a mask whose queries are counted from the end of a past.
         """
         axes = self.selection.edit.axes
         masks = self.selection.intervention.rules.shape is ValueShape.ATTENTION_MASK

@@ -64,20 +64,12 @@ class Selection:
 
     @cached_property
     def heads(self) -> list[int] | None:
-        """Selected heads; None for all of them, or at a hook point without heads.
-
-        Raises:
-            InterventionError: a head that the layer does not have.
-        """
+        """Selected heads; None for all of them, or at a hook point without heads."""
         return self._indices("head", self.intervention.heads, heads_axis(self.edit.axes))
 
     @cached_property
     def neurons(self) -> list[int] | None:
-        """Selected neurons; None for all of them.
-
-        Raises:
-            InterventionError: a neuron that the layer does not have.
-        """
+        """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
     def _indices(self, what: str, given: Sequence[int] | None, axis: int | None) -> list[int] | None:
@@ -177,12 +169,7 @@ class Selection:
         return at
 
     def values(self, dtype: DTypeLike) -> tuple[NDArray[Any], ...]:
-        """The intervention's values as the graph takes them: of the activation's dtype and rank.
-
-        Raises:
-            InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
-                dtype's range.
-        """
+        """The intervention's values as the graph takes them: of the activation's dtype and rank."""
         return tuple(self._shaped(value, dtype) for value in self.intervention.values)
 
     def _shaped(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:

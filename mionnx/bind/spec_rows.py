@@ -71,10 +71,6 @@ class SpecRows:
         Args:
             rows: their numbers in the whole.
             width: tokens of the longest of them.
-
-        Raises:
-            InterventionError: see `RowValues.of`.
-            GradientError: a metric with numbers for each column.
         """
         made, spec = copy(self.bound.spec), self.bound.spec
         points = [point for point, _ in self.bound.hooks.interventions]

@@ -48,10 +48,6 @@ def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit
         fragment: the fragment.
         opset: of the model.
         sites: the hook point it is put at, and the one that it reads besides, if any.
-
-    Raises:
-        InterventionError: another number of inputs, another rank, size or kind of number, a shape that changes, an
-            opset that cannot be converted, or operators that ONNX Runtime refuses.
     """
     key = (opset, *sites)
     if key not in fragment.fits:

@@ -26,10 +26,8 @@ def refuse_idle_states(
     """Refuse state interventions that nothing shown depends on.
 
     Args:
-        spec: the spec.
         edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
         shown: values that the pass returns.
-        model: the hooked model.
         batch: the tokens of the pass; any tokens if left out.
 
     Raises:

@@ -49,9 +49,6 @@ def bake(
         bound: the spec on the model.
         knobs: name of an input -> indices of the interventions that it controls.
         report: added nodes, inputs and outputs are noted here.
-
-    Raises:
-        InterventionError, GradientError: what only a single call can have: batch rows, values for several tokens.
     """
     turned: dict[int, Constant] = {}
     for name, where in knobs.items():

@@ -24,9 +24,6 @@ def bake_parts(proto: onnx.ModelProto, bound: BoundSpec, report: Report) -> onnx
         proto: a graph with the captures and gradients of a bound spec.
         bound: the spec on the model.
         report: added nodes and outputs are noted here.
-
-    Raises:
-        InterventionError: a head that does not exist.
     """
     parts = [one for one in (*bound.captures, *bound.gradients) if one.node.at_positions or one.node.at_heads]
     if not parts:

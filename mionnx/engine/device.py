@@ -141,7 +141,6 @@ def run_at(
 
     Args:
         session: on whichever provider.
-        outputs: names.
         feeds: arrays or device arrays, for inputs of the graph only.
         place: device of the results.
 

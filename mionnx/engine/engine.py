@@ -54,7 +54,6 @@ class Program(ABC):
         """Run the graph, and give some of its outputs as arrays.
 
         Args:
-            outputs: names.
             feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
 
         Raises:
@@ -121,7 +120,6 @@ class Engine(ABC):
         Args:
             operators: domain and name of each.
             dtype: of the model.
-            options: settings.
         """
         return False
 
@@ -150,7 +148,6 @@ class Engine(ABC):
         Args:
             model: a file, or the bytes of a model whose external data lie in `folder`.
             folder: the hooked model's folder, or the base's.
-            options: settings.
             optimised: whether the graph is one that this engine has optimised already.
             spinning: whether its threads keep the processor while they wait during a run.
 

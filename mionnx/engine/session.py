@@ -57,10 +57,6 @@ def open_session(
         settings: of the session, with `placement.RECORD`.
         options: provider, and whether fusions are allowed.
         without: optimisations to leave out, besides.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        RuntimeMissingError: the provider does not start on this machine.
     """
     if options.provider_name() == PROVIDERS["cpu"]:
         given = model if options.level == "none" else with_merged(model)

@@ -17,7 +17,6 @@ def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[
     """Find hooked values that no returned value, and no other function's, is computed from.
 
     Args:
-        model: the hooked model.
         hooks: names of the hook points with functions.
         returned: outputs of the graph and captured hook points. If there are none, functions only read, and their
             changes are theirs to know: nothing is refused.

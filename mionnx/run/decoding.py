@@ -138,21 +138,13 @@ class StepFunctions:
         return made
 
     def call(self, model: HookedModel, batch: TokenBatch, step: int, name: str, value: NDArray[Any]) -> NDArray[Any]:
-        """The value at a hook point after its functions.
-
-        Raises:
-            InterventionError: see `apply_functions`; or nothing that follows depends on the value, and it was changed.
-        """
+        """The value at a hook point after its functions."""
         hook = replace(self._hooks[name], step=step, positions=batch.token_positions)
         return apply_functions(model, batch, hook, self.functions[name], value)
 
 
 def check_steps(bound: BoundSpec, batch: TokenBatch, keeps_logits: bool) -> None:
-    """Refuse what would not fit a later step, or has no effect in any, before the first.
-
-    Raises:
-        InterventionError: see `BoundSpec.values`, `BoundSpec.refuse_idle`.
-    """
+    """Refuse what would not fit a later step, or has no effect in any, before the first."""
     final_lengths = batch.final_lengths
     if final_lengths is not None and (final_lengths > batch.lengths).any():
         bound.values(batch.next_step(np.zeros(batch.batch, np.int64)))

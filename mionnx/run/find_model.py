@@ -60,10 +60,6 @@ def find_model(
         progress: of downloading and exporting.
         refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
         version: of a repository of the Hub.
-
-    Raises:
-        ModelError: nothing there.
-        ExportError: a checkpoint that cannot be exported.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
@@ -129,10 +125,6 @@ def checkpoint_folder(
         version: of a repository of the Hub; its folder also of a folder here.
         progress: of downloading.
         weights: download weights; without them it is what a graph alone is made of.
-
-    Raises:
-        InputError: not a path, or a revision of what lies here.
-        ModelError: nothing there, or a file of another kind.
     """
     name = str(source)
     folder = local_path(source) or shipped_models().get(name) or packaged_model(name)

@@ -36,9 +36,6 @@ def run_pass(
     """Run a bound spec on one token batch.
 
     Args:
-        model: the model.
-        bound: the spec.
-        batch: the tokens.
         past: what came before them.
         use_cache: whether keys and values are returned.
         logits: whether logits are.
@@ -62,12 +59,7 @@ def run_pass(
 
 
 def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds:
-    """Make the inputs of a bound spec's metric; none if it has none.
-
-    Raises:
-        GradientError, InterventionError: see `metric_inputs`.
-        InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
-    """
+    """Make the inputs of a bound spec's metric; none if it has none."""
     metric = bound.spec.metric
     if metric is None:
         return {}

@@ -24,14 +24,9 @@ def apply_functions(
     Scores and patterns of padding stay as they are, whatever a function leaves there.
 
     Args:
-        model: the hooked model.
-        batch: the tokens.
         hook: the hook point.
         functions: in the order of registration.
         value: a writable copy.
-
-    Raises:
-        InterventionError: a result that cannot replace the value: another shape or dtype, NaN, infinities.
     """
     spared = None
     if batch.padded and KEYS in (axes := hook.point.axes or ()):  # a text alone has no keys of padding to read

@@ -108,7 +108,6 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
 
     Args:
         cache: of the batch.
-        bound: its spec.
         batch: its tokens, padded on the left.
 
     Returns:

@@ -146,7 +146,6 @@ class OpenGraphs:
         """The open graph of a plan; rewritten and opened on first use.
 
         Args:
-            plan: the structure.
             tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
         """
         return self._of(plan, lambda: self._open_graph(plan), tokens)

@@ -47,7 +47,6 @@ def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bo
     """Approximate bytes of one pass: the longest layer while it is computed, and what is kept.
 
     Args:
-        bound: the spec of the pass.
         batch, seq, total: rows, new tokens, and tokens with those of the past.
         use_cache: whether keys and values are returned.
     """
@@ -67,7 +66,6 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     """Bytes that one row leaves: captures, gradients, logits, keys and values.
 
     Args:
-        bound: the spec of the pass.
         length: tokens of the row.
         past: tokens before them.
         use_cache: whether keys and values are returned.

@@ -46,11 +46,7 @@ class Text:
 
 
 def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
-    """Tokenise prompts: [seq] each, without padding.
-
-    Raises:
-        InputError: prompts that the model cannot run on.
-    """
+    """Tokenise prompts: [seq] each, without padding."""
     batch = make_token_batch(model.ids(prompts), None, None, model.hooked.metadata.sizes)
     return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
 
@@ -77,11 +73,7 @@ def one_text(model: Runner, prompt: Prompt) -> Text:
 
 
 def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
-    """Tokenise a list of prompts, with the text of each token; one prompt is a list of one.
-
-    Raises:
-        InputError: prompts that the model cannot run on.
-    """
+    """Tokenise a list of prompts, with the text of each token; one prompt is a list of one."""
     words: dict[int, str] = {}
     made = []
     for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:

@@ -117,7 +117,6 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
     """End of an error message for a missing path: the nearest folder.
 
     Args:
-        name: the path.
         choices: other names that are accepted.
     """
     path = Path(name).expanduser() if name.startswith("~") else Path(name)

@@ -136,11 +136,7 @@ class Trial:
         return open_to_try(self._model.folder / GRAPH, self._model.folder)
 
     def problem(self, kind: int) -> str:
-        """Run a call of a kind in both, and say what differs; "" if nothing does.
-
-        Raises:
-            ModelError: ONNX Runtime does not open or run one of the two.
-        """
+        """Run a call of a kind in both, and say what differs; "" if nothing does."""
         model, outputs = self._model, {entry.name for entry in self._model.proto.graph.output}
         shared = [entry.name for entry in self._stock.proto.graph.output if entry.name in outputs]
         past = self._past(kind) if kind & PAST else None
