@@ -17,12 +17,12 @@ def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
         axes: the names of the value's axes, of which the first is the batch.
     """
     tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
-    found = np.ones((1,) * len(axes), np.bool_)
+    real = np.ones((1,) * len(axes), np.bool_)
     for at, axis in enumerate(axes):
         if axis in tokens:
             shape = [batch.batch, *(-1 if n == at else 1 for n in range(1, len(axes)))]
-            found = found & tokens[axis].reshape(shape)
-    return found
+            real = real & tokens[axis].reshape(shape)
+    return real
 
 
 def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:

@@ -169,11 +169,11 @@ class BoundSpec:
 
     def outputs(self, use_cache: bool) -> list[str]:
         """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
-        wanted = self.plan.outputs
-        names = [*(["logits"] if wanted.logits else []), *([TOP_IDS] if wanted.ranked else [])]
+        outputs = self.plan.outputs
+        names = [*(["logits"] if outputs.logits else []), *([TOP_IDS] if outputs.ranked else [])]
         names += [capture.node.fetched for capture in (*self.captures, *self.gradients)]
         names += [METRIC] if self.plan.gradients is not None else []
-        return [*names, *(present_names(self.model, use_cache) if wanted.carried else [])]
+        return [*names, *(present_names(self.model, use_cache) if outputs.carried else [])]
 
     def estimate(self, batch: int, seq: int, total: int) -> Estimate:
         """Bytes of the captures of a pass; `total` counts past and new tokens."""
@@ -216,10 +216,10 @@ class Binder:
 
     def _of_nothing(self, outputs: Outputs) -> BoundSpec:
         """The empty spec with some outputs, bound once."""
-        found = self._empty.get(outputs)
-        if found is None:
-            found = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
-        return found
+        bound = self._empty.get(outputs)
+        if bound is None:
+            bound = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
+        return bound
 
     def _bound(
         self,
@@ -250,12 +250,12 @@ class Binder:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
         if hooks.inner:
             return bind_captures(chosen, hooks)
-        found = self._known.get(chosen)
-        if found is None:
+        captures = self._known.get(chosen)
+        if captures is None:
             if len(self._known) >= REMEMBERED:
                 self._known.clear()  # which another thread may do between any two lines here
-            found = self._known[chosen] = bind_captures(chosen, hooks)
-        return found
+            captures = self._known[chosen] = bind_captures(chosen, hooks)
+        return captures
 
 
 def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:

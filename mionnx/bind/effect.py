@@ -119,19 +119,19 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
         return chosen
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
     window = model.metadata.attention[layer].sliding_window
-    found: dict[int, list[int]] = {}
+    queried: dict[int, list[int]] = {}
     for row, asked, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
         if asked and not queries:
             raise _no_edge(selection, row, window)
-        found[row] = queries
-    if not any(found.values()) and selection.intervention.rules.by_distance:
+        queried[row] = queries
+    if not any(queried.values()) and selection.intervention.rules.by_distance:
         raise _unreached(selection, window)
-    if not any(found.values()):
+    if not any(queried.values()):
         raise InterventionError(
             f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
             "is selected and computed in this call, and at a key that it reads: its own position or an earlier one"
         )
-    return found
+    return queried
 
 
 def _no_edge(selection: Selection, row: int, window: int | None) -> InterventionError:

@@ -51,8 +51,8 @@ def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tu
     if not requests:
         return ()
     leading = _leading(of, hooks)
-    held = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
-    chosen = [(request, _names(request, held, of, leading, hooks)) for request in requests]
+    names = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+    chosen = [(request, _names(request, names, of, leading, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
 
 

@@ -242,8 +242,8 @@ def cut_edges(
             continue
         queries, keys, cut = mask.edges(row)
         here = np.isin(queries, list(selected[row]))[:, None]
-        asked = cut & (keys <= queries[:, None]) & (here | (not limited))
-        read = asked & here & (keys < end_of(mask.call, row))
+        meant = cut & (keys <= queries[:, None]) & (here | (not limited))
+        read = meant & here & (keys < end_of(mask.call, row))
         if window is not None:
             read &= queries[:, None] - keys < window
-        yield row, bool(asked.any()), queries[read.any(axis=1)].tolist()
+        yield row, bool(meant.any()), queries[read.any(axis=1)].tolist()

@@ -100,5 +100,5 @@ def _pairs(chosen: Chosen | None, size: int, row: int) -> tuple[list[int], list[
     """Indices of the activation and of the value along an axis that belong together in a row."""
     if chosen is None:
         return [*range(size)], [*range(size)]
-    found = [(index, n) for n, index in enumerate(chosen.indices[row]) if index is not None]
-    return [index for index, _ in found], [n for _, n in found]
+    pairs = [(index, n) for n, index in enumerate(chosen.indices[row]) if index is not None]
+    return [index for index, _ in pairs], [n for _, n in pairs]

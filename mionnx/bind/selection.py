@@ -227,8 +227,8 @@ class Selection:
 
     def text_positions(self) -> dict[int, Sequence[int]]:
         """Selected row -> its selected text positions, in this call or its whole generation."""
-        limit, given = self.intervention.positions, self.call.final_lengths is not None
-        chosen = None if given and isinstance(limit, str) else self.positions
+        limit, generates = self.intervention.positions, self.call.final_lengths is not None
+        chosen = None if generates and isinstance(limit, str) else self.positions
         return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows}
 
     def _within(self, row: int, chosen: list[int] | None) -> Sequence[int]:
@@ -277,10 +277,10 @@ class Selection:
         """
         limit = self.intervention.positions
         columns = {row: self.columns(row) for row in positions}
-        given = positions if isinstance(limit, str) else self._by_row(limit)
-        counts = {len(given[row]) for row in positions}
+        limits = positions if isinstance(limit, str) else self._by_row(limit)
+        counts = {len(limits[row]) for row in positions}
         count = counts.pop() if len(counts) == 1 and limit != "generated" else None
-        return Chosen(columns, count, any(len(positions[row]) < len(given[row]) for row in positions))
+        return Chosen(columns, count, any(len(positions[row]) < len(limits[row]) for row in positions))
 
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         with np.errstate(over="ignore"):

@@ -99,9 +99,9 @@ def _edit(
         _where(graph, edit, place, calls)
     if edit.at_experts is not None:
         _become(graph, tensors[edit.experts_input], np.array(intervention.experts))
-    given: Any = intervention.positions
-    if given is not None:
-        chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)
+    positions: Any = intervention.positions
+    if positions is not None:
+        chosen = calls.chosen(f"{edit.prefix}.chosen", [positions] if isinstance(positions, str) else positions)
         replace_input(graph, tensors[edit.positions_input], chosen)
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():

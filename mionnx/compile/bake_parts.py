@@ -48,8 +48,8 @@ def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -
     here = op.Equal(op.Unsqueeze(calls.positions, [2]), op.Unsqueeze(chosen, [1]))  # [batch, seq, n]
     counted = op.Cast(here, to=np.int32)
     replace_input(graph, tensors[node.columns_input], op.ArgMax(counted, axis=1, keepdims=0))
-    found = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
-    _mark_absent(graph, op, part, tensors[node.fetched], found)
+    present = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
+    _mark_absent(graph, op, part, tensors[node.fetched], present)
 
 
 def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, found: Tensor) -> None:

@@ -154,8 +154,8 @@ def _value(edit: Intervention) -> str:
 
 
 def _limits(edit: Intervention) -> str:
-    given = {name: getattr(edit, name) for name in LIMITS if name != "rows"}
-    return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
+    limits = {name: getattr(edit, name) for name in LIMITS if name != "rows"}
+    return "; ".join(f"{name} {_list(value)}" for name, value in limits.items() if value is not None)
 
 
 def _list(value: Any) -> str:

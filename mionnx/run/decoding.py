@@ -133,9 +133,9 @@ class StepFunctions:
 
     def of_rows(self, rows: Sequence[int]) -> StepFunctions:
         """The same functions for a batch of these rows of a list."""
-        made = copy(self)
-        made._hooks = {name: replace(hook, rows=tuple(rows)) for name, hook in self._hooks.items()}
-        return made
+        functions = copy(self)
+        functions._hooks = {name: replace(hook, rows=tuple(rows)) for name, hook in self._hooks.items()}
+        return functions
 
     def call(self, model: HookedModel, batch: TokenBatch, step: int, name: str, value: NDArray[Any]) -> NDArray[Any]:
         """The value at a hook point after its functions."""

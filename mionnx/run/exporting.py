@@ -206,13 +206,13 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
         raise ExportError(
             f"{folder / GRAPH} is another tool's file, which would be replaced: give a folder to write to"
         )
-    made = partial_path(folder / "export")
-    export(folder, made, dtype, progress)
+    partial = partial_path(folder / "export")
+    export(folder, partial, dtype, progress)
     try:
-        files = [path for path in made.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        files = [path for path in partial.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
         for path in sorted(files, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
             path.replace(folder / path.name)
     except OSError as error:
         raise ExportError(f"cannot write into {folder}: {error}") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)

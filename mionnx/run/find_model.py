@@ -170,10 +170,10 @@ def hub_folder(
             "looked for on the Hugging Face Hub"
         )
     repository, _, single = name.rpartition("/") if one else (name, "", "")
-    asked = Repository(repository, version, progress, missing(name, names))
+    source = Repository(repository, version, progress, missing(name, names))
     if one:
-        return download_file(asked, single)
-    return download(asked, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
+        return download_file(source, single)
+    return download(source, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:

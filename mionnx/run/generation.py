@@ -249,8 +249,8 @@ def _continued(
     if stream is not None:
         stream.end()
     axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
-    made = _made(texts.prompts, texts.new, asked.growth)
-    return replace(made, steps=passes.caches, cache=passes.cache(), axes=axes)
+    generation = _made(texts.prompts, texts.new, asked.growth)
+    return replace(generation, steps=passes.caches, cache=passes.cache(), axes=axes)
 
 
 def _made(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], growth: Growth) -> Generation:

@@ -25,10 +25,10 @@ def other_spelling(model: OpenModel, text: str) -> tuple[str, int] | None:
     """
     other = text[1:] if text.startswith(" ") else f" {text}"
     try:
-        found, token = token_id(model, other), token_id(model, text)
+        other_id, token = token_id(model, other), token_id(model, text)
     except (InputError, TokenizerError):
         return None
-    return None if found == token else (other, found)
+    return None if other_id == token else (other, other_id)
 
 
 def has_text(given: Any) -> bool:

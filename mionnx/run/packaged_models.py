@@ -46,10 +46,10 @@ def packaged_model(name: str) -> Path | None:
     if spec is None:
         raise ModelError(f"{name} ({package.about}) is in a package that is not installed: {package.command}")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    found = sorted(path for folder in folders for path in folder.glob(package.pattern))
-    if len(found) != 1:
+    paths = sorted(path for folder in folders for path in folder.glob(package.pattern))
+    if len(paths) != 1:
         raise ModelError(
-            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(found)} files "
+            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(paths)} files "
             f"{package.pattern}, not one: {package.command} --force-reinstall"
         )
-    return found[0]
+    return paths[0]

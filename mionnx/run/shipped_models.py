@@ -13,7 +13,7 @@ def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
         folders: where to look, the first that has models counts.
     """
     for folder in folders:
-        found = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
-        if found:
-            return found
+        models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+        if models:
+            return models
     return {}

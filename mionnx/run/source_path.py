@@ -123,7 +123,7 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
     while not path.parent.is_dir() and path != path.parent:
         path = path.parent
     try:
-        folders = [str(found) for found in path.parent.iterdir() if found.is_dir()]
+        folders = [str(entry) for entry in path.parent.iterdir() if entry.is_dir()]
     except OSError:
         folders = []
     near = difflib.get_close_matches(str(path), folders, 1, 0.6)
