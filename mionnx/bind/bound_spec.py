@@ -7,7 +7,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
+from mionnx.bind.effect import (
+    LOGITS,
+    ByRow,
+    Shown,
+    refuse_idle_in,
+    refuse_idle_states,
+    refuse_idle_structure,
+    states_of,
+)
 from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
@@ -16,7 +24,6 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.bind.state_effect import refuse_idle_states, states_of
 from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint

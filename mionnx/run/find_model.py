@@ -26,9 +26,8 @@ from mionnx.quantise.settings import DTYPES as BLOCKS
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download, download_file
 from mionnx.run.hub_files import names_file
-from mionnx.run.packaged_models import PACKAGED, packaged_model
+from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
-from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
 
 LONGEST = 100  # characters of a model's name in the store

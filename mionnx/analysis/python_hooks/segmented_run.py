@@ -13,8 +13,7 @@ from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.dead_hooks import dead_hooks, refuse_change
-from mionnx.run.function_results import apply_functions
+from mionnx.run.function_results import apply_functions, dead_hooks, refuse_change
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_functions import (
     Hook,
