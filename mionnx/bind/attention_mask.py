@@ -47,7 +47,6 @@ def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: Token
     The softmax of such a row would be NaN, or fall on masked keys.
 
     Args:
-        hook: name of the scores.
         blocked: True where an edge is knocked out; broadcasts to [batch, n_heads, seq, total].
 
     Raises:

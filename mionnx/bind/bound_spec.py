@@ -146,7 +146,6 @@ class BoundSpec:
         """Refuse interventions without effect in a pass, or in the generation that it begins.
 
         Args:
-            use_cache: whether keys and values are returned.
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
             selections: of the batch, where the caller has them.
         """

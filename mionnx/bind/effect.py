@@ -277,7 +277,6 @@ def refuse_idle_states(
 
     Args:
         edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
-        shown: values that the pass returns.
         batch: the tokens of the pass; any tokens if left out.
 
     Raises:

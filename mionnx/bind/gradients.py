@@ -41,13 +41,7 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
 
 
 def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tuple[BoundCapture, ...]:
-    """The gradients that requests mean on a model, in execution order.
-
-    Args:
-        requests: those of a spec.
-        of: the value that the metric reads.
-        hooks: hook points of the model and of splices.
-    """
+    """The gradients that requests mean on a model, in execution order."""
     if not requests:
         return ()
     leading = _leading(of, hooks)

@@ -23,10 +23,6 @@ Feeds = dict[str, NDArray[Any]]
 def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Callable[[int], int]) -> MetricSpec:
     """The same metric with its tokens as ids of a model's vocabulary.
 
-    Args:
-        token_id: the id of a text that is one token.
-        check_token: refuses an id outside the vocabulary.
-
     Raises:
         GradientError: a token that is neither a text nor an integer.
         InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
@@ -49,7 +45,6 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
     Args:
         metric: the metric, its tokens as ids.
         logits: the part of the logits that the graph computes; None for all.
-        sizes: of the model.
     """
     places = _places(logits)
     if metric.name in WHOLE:

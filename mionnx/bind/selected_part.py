@@ -59,7 +59,6 @@ class SelectedPart:
         """Whether a value of a shape has one entry for all, or one for each, along every axis.
 
         Args:
-            shape: the value's.
             later: in a later step of a generation, which has more keys, and tokens of its own.
         """
         first = len(self.shape) - len(shape)

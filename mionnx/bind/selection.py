@@ -199,7 +199,6 @@ class Selection:
         """The activation after the intervention, computed in numpy by the kind's reference.
 
         Args:
-            activation: the value at the hook point.
             choice: [batch, seq, n_chosen], the experts that each token chose, where the intervention has a limit of it.
         """
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))

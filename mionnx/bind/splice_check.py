@@ -45,8 +45,6 @@ def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit
     """Check a fragment against its input values; the result is remembered by the fragment.
 
     Args:
-        fragment: the fragment.
-        opset: of the model.
         sites: the hook point it is put at, and the one that it reads besides, if any.
     """
     key = (opset, *sites)

@@ -45,10 +45,7 @@ def bake(
     """Turn the inputs that a plan added into constants and nodes.
 
     Args:
-        graph: a graph rewritten by the plan of the bound spec.
-        bound: the spec on the model.
         knobs: name of an input -> indices of the interventions that it controls.
-        report: added nodes, inputs and outputs are noted here.
     """
     turned: dict[int, Constant] = {}
     for name, where in knobs.items():

@@ -18,13 +18,7 @@ from mionnx.graph.report import Report
 
 
 def bake_parts(proto: onnx.ModelProto, bound: BoundSpec, report: Report) -> onnx.ModelProto:
-    """Turn the inputs of captures and gradients in part into constants and nodes.
-
-    Args:
-        proto: a graph with the captures and gradients of a bound spec.
-        bound: the spec on the model.
-        report: added nodes and outputs are noted here.
-    """
+    """Turn the inputs of captures and gradients in part into constants and nodes."""
     parts = [one for one in (*bound.captures, *bound.gradients) if one.node.at_positions or one.node.at_heads]
     if not parts:
         return proto

@@ -35,15 +35,7 @@ def card(
     outputs: Typed,
     target: str,
 ) -> str:
-    """The text of the card.
-
-    Args:
-        facts: the graph's own metadata.
-        spec: the compiled spec.
-        metadata: metadata of the hooked model.
-        inputs, optional, outputs: of the graph.
-        target: name of the target.
-    """
+    """The text of the card."""
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):
         done.append(f"| {state.title} | the recurrent state | {', '.join(state.terms)} | {_targets(state)} |")

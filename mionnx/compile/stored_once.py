@@ -21,11 +21,7 @@ Place = tuple[str, int, int]  # file, offset, bytes
 
 
 def reshape_shared(proto: onnx.ModelProto) -> None:
-    """Make weights that lie at one place of a file one weight; under other names it is reshaped.
-
-    Args:
-        proto: a graph whose weights are in files; changed.
-    """
+    """Make weights that lie at one place of a file one weight; under other names it is reshaped."""
     first: dict[tuple[Place, int], onnx.TensorProto] = {}
     nodes: list[onnx.NodeProto] = []
     for tensor in [*_external(proto)]:
@@ -43,12 +39,7 @@ def reshape_shared(proto: onnx.ModelProto) -> None:
 
 
 def store_once(proto: onnx.ModelProto, file: Path) -> None:
-    """Write equal weights of an optimised graph once, and a turned table not at all.
-
-    Args:
-        proto: the graph, whose weights are in one file beside it; changed.
-        file: that file, written anew if there is something to share.
-    """
+    """Write equal weights of an optimised graph once, and a turned table not at all."""
     turned = _read_turned(proto, file)
     places: dict[tuple[bytes, int], Place] = {}
     same = False

@@ -93,13 +93,7 @@ def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
 
 
 def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime.OrtValue:
-    """Allocate an `OrtValue`.
-
-    Args:
-        shape: of the value.
-        element_type: as ONNX numbers it.
-        place: where.
-    """
+    """Allocate an `OrtValue`."""
     return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, *place)
 
 

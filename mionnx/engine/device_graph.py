@@ -26,7 +26,6 @@ def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) 
     """The values computed from shapes and constants alone, in subgraphs too.
 
     Args:
-        graph: of a model.
         outside: such values of the graphs around it.
     """
     constants = (tensor.name for tensor in graph.initializer if math.prod(tensor.dims) <= LARGE)

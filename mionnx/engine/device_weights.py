@@ -38,11 +38,6 @@ _alone = Lock()
 def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str, onnxruntime.OrtValue]:
     """The large weights of a graph on a device, copied there by whoever asks first.
 
-    Args:
-        model: with external data.
-        folder: of these.
-        place: the device.
-
     Returns:
         name -> value, for `SessionOptions.add_initializer`; they have to outlive the session. Empty where this ONNX
         Runtime has no DLPack.

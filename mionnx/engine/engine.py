@@ -72,7 +72,6 @@ class Program(ABC):
         """A `RollingCache` of this program, for decoding in calls of one shape; or None.
 
         Args:
-            outputs: names to fetch.
             feeds: arrays of one step, the past padded on the left.
             present: output -> the input that takes it in the next step.
         """
@@ -119,7 +118,6 @@ class Engine(ABC):
 
         Args:
             operators: domain and name of each.
-            dtype: of the model.
         """
         return False
 
@@ -166,10 +164,8 @@ class Engine(ABC):
 
         Args:
             model: the bytes of a model whose external data lie in `folder`.
-            folder: the hooked model's.
             path: the file of the optimised graph.
             data: name of a file beside it for the weights.
-            options: provider, fusions.
             packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
 
         Raises:

@@ -13,13 +13,7 @@ TENSORRT = "TensorrtExecutionProvider"
 
 
 def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> list[Operator]:
-    """Those of some operators that a provider does not compute in a dtype.
-
-    Args:
-        operators: domain and name of each.
-        provider: its full name.
-        dtype: numpy's name of one.
-    """
+    """Those of some operators that a provider does not compute in a dtype."""
     kernels = _kernels(provider)
     kind = f"tensor({'float' if dtype == 'float32' else dtype})"
     return [one for one in operators if not any(kind in kinds or not kinds for kinds in kernels.get(one, ()))]

@@ -72,10 +72,6 @@ def _meant(provider: str, available: Sequence[str]) -> str:
 def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
     """Refuse options that a provider does not have.
 
-    Args:
-        provider: its full name.
-        given: name -> value.
-
     Raises:
         InputError: an unknown name, or a device that is no number.
     """

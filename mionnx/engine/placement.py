@@ -39,8 +39,6 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
 
     Args:
         session: opened with `RECORD`.
-        model: the graph that it was opened from.
-        provider: that was asked for.
     """
     named = {node.name: node for node in _nodes(model.graph) if node.name}
     shapes = shape_values(model.graph)
@@ -85,13 +83,7 @@ def warn_of_fallback(
 
 
 def why_no_cuda_graph(session: onnxruntime.InferenceSession, model: onnx.ModelProto, provider: str) -> str:
-    """The nodes for which CUDA graphs are refused.
-
-    Args:
-        session: opened without CUDA graphs.
-        model: the graph that it was opened from.
-        provider: that was asked for.
-    """
+    """The nodes for which CUDA graphs are refused."""
     control = [(node.op_type, node.name) for node in _nodes(model.graph) if node.op_type in CONTROL]
     nodes = control or left_to_cpu(session, model, provider)
     return (

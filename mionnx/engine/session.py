@@ -53,9 +53,7 @@ def open_session(
 
     Args:
         model: a file, or the bytes of a model.
-        folder: of its external data.
         settings: of the session, with `placement.RECORD`.
-        options: provider, and whether fusions are allowed.
         without: optimisations to leave out, besides.
     """
     if options.provider_name() == PROVIDERS["cpu"]:

@@ -80,7 +80,6 @@ def in_batches(
     """Run rows in batches of like length.
 
     Args:
-        lengths: tokens of each row.
         batch_size: most rows of a batch, or "auto"; None for one batch of all.
         run: runs the rows of these indices, and gives a result for each of them.
         stage: the name of this work, for its progress.

@@ -64,10 +64,6 @@ def exporter_for(folder: Path) -> ModuleType:
 def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
     """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
 
-    Args:
-        exporter, folder: of the checkpoint.
-        dtype: as it was given.
-
     Raises:
         ExportError: integers of other bits than the checkpoint has.
     """
@@ -119,10 +115,6 @@ def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
     """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
-
-    Args:
-        exporter, folder, target, dtype, progress: see `export`.
-        function: of the exporter.
 
     Raises:
         ExportError: see `export`.

@@ -37,8 +37,6 @@ def run_pass(
 
     Args:
         past: what came before them.
-        use_cache: whether keys and values are returned.
-        logits: whether logits are.
         effective: whether the interventions are known to have an effect.
     """
 

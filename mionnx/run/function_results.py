@@ -28,11 +28,6 @@ def apply_functions(
     """Call the functions at one hook point in order, each on the result of the one before.
 
     Scores and patterns of padding stay as they are, whatever a function leaves there.
-
-    Args:
-        hook: the hook point.
-        functions: in the order of registration.
-        value: a writable copy.
     """
     spared = None
     if batch.padded and KEYS in (axes := hook.point.axes or ()):  # a text alone has no keys of padding to read

@@ -107,7 +107,6 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
     """Cut the results of a padded batch into one `HookCache` a row, without padding.
 
     Args:
-        cache: of the batch.
         batch: its tokens, padded on the left.
 
     Returns:

@@ -40,8 +40,6 @@ def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where:
     """Refuse to export a checkpoint in a dtype that its engine does not compute in.
 
     Args:
-        folder: the checkpoint's.
-        dtype: of the export.
         lacking: dtypes that the engine has no operators for.
         where: the engine and its provider, for the message.
 

@@ -156,7 +156,6 @@ class OpenGraphs:
         Args:
             plan: the structure; it captures all of the hooks.
             hooks: names, in execution order.
-            tokens: as for `get`.
         """
         return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
 

@@ -40,7 +40,6 @@ def warn_of_spelling(model: OpenModel, what: str, given: Any, logits: NDArray[An
     """Warn if the other spelling of a token has the larger logit.
 
     Args:
-        model: for its tokenizer.
         what: the argument, "answer" or "versus".
         given: the token; an id is taken as it is.
         logits: [vocab], where the next token is predicted.
@@ -59,7 +58,6 @@ def warn_of_spellings(model: OpenModel, given: dict[str, Any], logits: NDArray[A
     """Warn of tokens that are given once for all rows, or once for each.
 
     Args:
-        model: for its tokenizer.
         given: argument -> tokens.
         logits: [rows, vocab].
     """

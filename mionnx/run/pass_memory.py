@@ -48,7 +48,6 @@ def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bo
 
     Args:
         batch, seq, total: rows, new tokens, and tokens with those of the past.
-        use_cache: whether keys and values are returned.
     """
     gathered = bound.estimate(batch, seq, total)
     results = batch * kept_bytes(bound, seq, total - seq, use_cache)
@@ -66,9 +65,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     """Bytes that one row leaves: captures, gradients, logits, keys and values.
 
     Args:
-        length: tokens of the row.
         past: tokens before them.
-        use_cache: whether keys and values are returned.
     """
     model, part = bound.model, bound.logits
     number = np.dtype(model.past_dtype).itemsize

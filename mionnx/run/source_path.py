@@ -137,7 +137,6 @@ def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
     Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
 
     Args:
-        name: a path, or a name.
         choices: other names that are accepted.
     """
     folder = Path(name).parent

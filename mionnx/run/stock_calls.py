@@ -64,7 +64,6 @@ def serves(model: HookedModel, kind: int) -> bool:
     It is tried if it never was.
 
     Args:
-        model: an adopted model with a stock graph.
         kind: a sum of flags of `mionnx.graph.stock_graph`.
     """
     return not problem(model, kind)
