@@ -14,16 +14,15 @@ def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
     """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
 
     Args:
-        batch: the token batch.
         axes: the names of the value's axes, of which the first is the batch.
     """
     tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
-    found = np.ones((1,) * len(axes), np.bool_)
+    real = np.ones((1,) * len(axes), np.bool_)
     for at, axis in enumerate(axes):
         if axis in tokens:
             shape = [batch.batch, *(-1 if n == at else 1 for n in range(1, len(axes)))]
-            found = found & tokens[axis].reshape(shape)
-    return found
+            real = real & tokens[axis].reshape(shape)
+    return real
 
 
 def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
@@ -32,7 +31,6 @@ def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     Padding, later positions and positions before the sliding window are not read; the window counts no padding.
 
     Args:
-        batch: the token batch.
         window: number of keys that a query reads, its own included; None for all before it.
     """
     key = np.arange(batch.total)
@@ -49,7 +47,6 @@ def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: Token
     The softmax of such a row would be NaN, or fall on masked keys.
 
     Args:
-        hook: name of the scores.
         blocked: True where an edge is knocked out; broadcasts to [batch, n_heads, seq, total].
 
     Raises:

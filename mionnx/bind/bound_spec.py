@@ -7,7 +7,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
+from mionnx.bind.effect import (
+    LOGITS,
+    ByRow,
+    Shown,
+    refuse_idle_in,
+    refuse_idle_states,
+    refuse_idle_structure,
+    states_of,
+)
 from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
@@ -16,7 +24,6 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.bind.state_effect import refuse_idle_states, states_of
 from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
@@ -96,12 +103,7 @@ class BoundSpec:
         return point.name in {*edited, *(capture.node.hook for capture in self.captures)}
 
     def values(self, batch: TokenBatch) -> dict[str, NDArray[Any]]:
-        """Inputs with the values, positions and masks of the interventions.
-
-        Raises:
-            InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention
-                row that would be left with no key.
-        """
+        """Inputs with the values, positions and masks of the interventions."""
         return edit_inputs(self.selections(batch), self.hooks, batch)
 
     def selections(self, batch: TokenBatch) -> list[Selection]:
@@ -114,14 +116,9 @@ class BoundSpec:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Args:
-            batch: the tokens.
             past: what came before them.
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
             checked: whether the interventions are known to have an effect.
-
-        Raises:
-            InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
-            InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
@@ -131,11 +128,7 @@ class BoundSpec:
         return inputs
 
     def check(self, batch: TokenBatch, use_cache: bool) -> None:
-        """Check the spec on the rows of a batch that will run in several parts.
-
-        Raises:
-            InterventionError: see `inputs`.
-        """
+        """Check the spec on the rows of a batch that will run in several parts."""
         selections = self.selections(batch)
         if selections:
             edit_inputs(selections, self.hooks, batch)
@@ -153,13 +146,8 @@ class BoundSpec:
         """Refuse interventions without effect in a pass, or in the generation that it begins.
 
         Args:
-            batch: the tokens.
-            use_cache: whether keys and values are returned.
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
             selections: of the batch, where the caller has them.
-
-        Raises:
-            InterventionError: see `effect.refuse_idle_in`.
         """
         if not self.edits and not states_of(self.spec):
             return
@@ -187,11 +175,11 @@ class BoundSpec:
 
     def outputs(self, use_cache: bool) -> list[str]:
         """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
-        wanted = self.plan.outputs
-        names = [*(["logits"] if wanted.logits else []), *([TOP_IDS] if wanted.ranked else [])]
+        outputs = self.plan.outputs
+        names = [*(["logits"] if outputs.logits else []), *([TOP_IDS] if outputs.ranked else [])]
         names += [capture.node.fetched for capture in (*self.captures, *self.gradients)]
         names += [METRIC] if self.plan.gradients is not None else []
-        return [*names, *(present_names(self.model, use_cache) if wanted.carried else [])]
+        return [*names, *(present_names(self.model, use_cache) if outputs.carried else [])]
 
     def estimate(self, batch: int, seq: int, total: int) -> Estimate:
         """Bytes of the captures of a pass; `total` counts past and new tokens."""
@@ -234,10 +222,10 @@ class Binder:
 
     def _of_nothing(self, outputs: Outputs) -> BoundSpec:
         """The empty spec with some outputs, bound once."""
-        found = self._empty.get(outputs)
-        if found is None:
-            found = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
-        return found
+        bound = self._empty.get(outputs)
+        if bound is None:
+            bound = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
+        return bound
 
     def _bound(
         self,
@@ -268,12 +256,12 @@ class Binder:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
         if hooks.inner:
             return bind_captures(chosen, hooks)
-        found = self._known.get(chosen)
-        if found is None:
+        captures = self._known.get(chosen)
+        if captures is None:
             if len(self._known) >= REMEMBERED:
                 self._known.clear()  # which another thread may do between any two lines here
-            found = self._known[chosen] = bind_captures(chosen, hooks)
-        return found
+            captures = self._known[chosen] = bind_captures(chosen, hooks)
+        return captures
 
 
 def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
@@ -293,12 +281,6 @@ def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> 
 
     Args:
         spec: captures and interventions.
-        model: the hooked model.
         outputs: the model's own outputs to compute; all of them by default.
-
-    Raises:
-        HookError: a hook point that the model does not have, a glob or predicate that selects none, or one captured
-            in two different parts.
-        InterventionError: a kind or limit that makes no sense at its hook point, or a fragment that does not fit.
     """
     return Binder(model).bind(spec, outputs)

@@ -2,7 +2,8 @@
 
 Decided by structure: which values a hook point leads to, and at which positions. Where that cannot tell, as with
 splices, which may do anything, an intervention is taken to have an effect. Values are not looked at: `Add(0)` and
-`Scale(1)` are the zero of a dose.
+`Scale(1)` are the zero of a dose. A pass that returns the state shows every state intervention; one that returns
+captures alone shows those whose layer leads to a capture, at a position that is not later than what is captured.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,10 +19,13 @@ from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.influence import Reach
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import ValueShape
 from mionnx.spec.limits import LIMITS
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
@@ -104,12 +108,7 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
 
 
 def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
-    """Refuse interventions without effect in one call, or in its whole generation.
-
-    Raises:
-        InterventionError: a knockout of edges that no query reads, an intervention that later ones overwrite, or one
-            that nothing shown depends on.
-    """
+    """Refuse interventions without effect in one call, or in its whole generation."""
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
         later = [selections[m] for m, other in _later(edits, n, plan) if other.experts is other.neurons is None]
@@ -124,19 +123,19 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
         return chosen
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
     window = model.metadata.attention[layer].sliding_window
-    found: dict[int, list[int]] = {}
+    queried: dict[int, list[int]] = {}
     for row, asked, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
         if asked and not queries:
             raise _no_edge(selection, row, window)
-        found[row] = queries
-    if not any(found.values()) and selection.intervention.rules.by_distance:
+        queried[row] = queries
+    if not any(queried.values()) and selection.intervention.rules.by_distance:
         raise _unreached(selection, window)
-    if not any(found.values()):
+    if not any(queried.values()):
         raise InterventionError(
             f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
             "is selected and computed in this call, and at a key that it reads: its own position or an earlier one"
         )
-    return found
+    return queried
 
 
 def _no_edge(selection: Selection, row: int, window: int | None) -> InterventionError:
@@ -260,4 +259,67 @@ def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collect
     return InterventionError(
         f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}){behind}: ask for logits there, or "
         "capture a hook point behind it"
+    )
+
+
+State = StateKnockoutSpec | StateSteeringSpec
+
+
+def states_of(spec: HookSpec) -> list[State]:
+    """The state interventions of a spec."""
+    return [*spec.state_steerings, *spec.state_knockouts]
+
+
+def refuse_idle_states(
+    spec: HookSpec, edits: Pairs, shown: Shown, model: HookedModel, batch: TokenBatch | None = None
+) -> None:
+    """Refuse state interventions that nothing shown depends on.
+
+    Args:
+        edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
+        batch: the tokens of the pass; any tokens if left out.
+
+    Raises:
+        InterventionError: there is one.
+    """
+    if shown.carried or not model.metadata.recurrent or any(edit.fit for edit, _ in edits):
+        return
+    overwritten = replaced_whole(edits)
+    for state in states_of(spec):
+        views = [view for view in shown.views() if _leads_to(state, view, model, overwritten)]
+        if not views:
+            raise InterventionError(
+                f"{state.title}: no capture lies behind its layers, and there are no logits: ask for either"
+            )
+        if batch is not None and not any(_in_time(state, shown.positions.get(view.name), batch) for view in views):
+            raise InterventionError(
+                f"{state.title}: what is asked for ({shown}) stands before its positions: ask for later ones, or for "
+                "the logits"
+            )
+
+
+def _leads_to(state: State, view: View, model: HookedModel, overwritten: frozenset[str]) -> bool:
+    """Whether a value that is shown can depend on the state in one of the targeted layers."""
+    return any(
+        view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))
+        for layer in state.target_layers(model.metadata.sizes.num_layers)
+        for begin in _begins(state, layer)
+    )
+
+
+def _begins(state: State, layer: int) -> list[str]:
+    """Hook points of a layer at which the effect of a state intervention begins."""
+    mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer)]
+    shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
+    return [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
+
+
+def _in_time(state: State, positions: ByRow | None, batch: TokenBatch) -> bool:
+    """Whether any position shown is one of the intervention's, or later; None shows all."""
+    if positions is None:
+        return True
+    return any(
+        changed <= max(positions[row])
+        for row in range(batch.batch)
+        for changed in batch.absolutes(state.positions_, row)
     )

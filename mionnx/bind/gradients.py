@@ -22,7 +22,6 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
     """The metric of a spec.
 
     Args:
-        spec: the spec.
         computed: whether the caller computes metrics and gradients.
 
     Raises:
@@ -42,23 +41,12 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
 
 
 def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tuple[BoundCapture, ...]:
-    """The gradients that requests mean on a model, in execution order.
-
-    Args:
-        requests: those of a spec.
-        of: the value that the metric reads.
-        hooks: hook points of the model and of splices.
-
-    Raises:
-        HookError: a hook point that the model does not have, or one asked for in two different parts.
-        GradientError: a hook point that is only computed for its capture, or that holds no fractions.
-        InterventionError: positions or heads where there are none.
-    """
+    """The gradients that requests mean on a model, in execution order."""
     if not requests:
         return ()
     leading = _leading(of, hooks)
-    held = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
-    chosen = [(request, _names(request, held, of, leading, hooks)) for request in requests]
+    names = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+    chosen = [(request, _names(request, names, of, leading, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
 
 

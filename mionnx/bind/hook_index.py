@@ -43,11 +43,7 @@ class HookIndex:
         return [*self.model.order, *self.inner]
 
     def axes(self, point: HookPoint) -> tuple[str, ...]:
-        """The names of a hook point's axes.
-
-        Raises:
-            HookError: there is no such hook point.
-        """
+        """The names of a hook point's axes."""
         self.dims(point)
         return self.inner[point.name].axes if point.name in self.inner else point.axes or ()
 
@@ -75,11 +71,7 @@ class HookIndex:
         return self.model.order[outer], 1 + [*self.inner].index(name)
 
     def points(self, where: Where) -> list[HookPoint]:
-        """The hook points that an intervention of a spec is at, in execution order.
-
-        Raises:
-            HookError: a glob or predicate that selects none.
-        """
+        """The hook points that an intervention of a spec is at, in execution order."""
         if isinstance(where, HookPoint):
             return [where]
         return [HookPoint.parse(name) for name in sorted(resolve(where, self.names), key=self.place)]
@@ -89,10 +81,6 @@ def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
     """Index the hook points of a model and of a spec's splices, and its interventions.
 
     A splice's glob or predicate means hook points of the model, and of the splices before it.
-
-    Raises:
-        HookError: a splice at, or reading from, a hook point that is not there; a glob or predicate that selects none.
-        InterventionError: a fragment that does not fit, or two that bring the same hook point.
     """
     inner: dict[str, InnerHook] = {}
     interventions: list[tuple[HookPoint, Intervention]] = []

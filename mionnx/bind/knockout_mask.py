@@ -228,7 +228,6 @@ def cut_edges(
     """Edges that a mask cuts in each selected row, in this call or its whole generation.
 
     Args:
-        mask: the mask.
         selected: row -> text positions of the queries that the intervention selects.
         limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
         window: number of keys that a query reads, its own included; None for all before it.
@@ -243,8 +242,8 @@ def cut_edges(
             continue
         queries, keys, cut = mask.edges(row)
         here = np.isin(queries, list(selected[row]))[:, None]
-        asked = cut & (keys <= queries[:, None]) & (here | (not limited))
-        read = asked & here & (keys < end_of(mask.call, row))
+        meant = cut & (keys <= queries[:, None]) & (here | (not limited))
+        read = meant & here & (keys < end_of(mask.call, row))
         if window is not None:
             read &= queries[:, None] - keys < window
-        yield row, bool(asked.any()), queries[read.any(axis=1)].tolist()
+        yield row, bool(meant.any()), queries[read.any(axis=1)].tolist()

@@ -23,11 +23,6 @@ Feeds = dict[str, NDArray[Any]]
 def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Callable[[int], int]) -> MetricSpec:
     """The same metric with its tokens as ids of a model's vocabulary.
 
-    Args:
-        metric: the metric.
-        token_id: the id of a text that is one token.
-        check_token: refuses an id outside the vocabulary.
-
     Raises:
         GradientError: a token that is neither a text nor an integer.
         InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
@@ -49,14 +44,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
 
     Args:
         metric: the metric, its tokens as ids.
-        batch: the tokens.
         logits: the part of the logits that the graph computes; None for all.
-        sizes: of the model.
-
-    Raises:
-        GradientError: logits of some tokens only, a position that is not computed, tokens or arrays of another number
-            than there are rows, or a text without a next token.
-        InterventionError: a position that a row does not have.
     """
     places = _places(logits)
     if metric.name in READS_ALL:
@@ -80,7 +68,6 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
     """Make the inputs of a metric that sums the value at a hook point times numbers.
 
     Args:
-        metric: the metric.
         shape, axes: of the value.
         batch: the tokens; the numbers count for nothing at padding.
 

@@ -82,12 +82,7 @@ def _capture(request: Capture, hooks: HookIndex, point: HookPoint) -> BoundCaptu
 
 
 def edits_of(hooks: HookIndex) -> tuple[Edit, ...]:
-    """The structure of a spec's interventions, each at one hook point, in registration order.
-
-    Raises:
-        HookError: a hook point that the model does not have.
-        InterventionError: a kind or limit that makes no sense there.
-    """
+    """The structure of a spec's interventions, each at one hook point, in registration order."""
     seen: dict[str, int] = {}
     edits = []
     for n, (point, intervention) in enumerate(hooks.interventions):

@@ -36,18 +36,15 @@ class RowValues:
         Returns:
             a value that means the same on the part: along the batch and the positions it has the entries of the rows
             and tokens that are there.
-
-        Raises:
-            InterventionError: a mask whose queries are counted from the end of a past.
         """
         axes = self.selection.edit.axes
         masks = self.selection.intervention.rules.shape is ValueShape.ATTENTION_MASK
         full = value.reshape((1,) * (len(axes) - value.ndim) + value.shape)
-        made = self._of_rows(full)
+        entries = self._of_rows(full)
         for axis, name in enumerate(axes):
             if name in TOKEN_AXES and full.shape[axis] > 1:
-                made = (self._of_text if masks else self._of_columns)(made, axis, name)
-        return value if made is full else np.ascontiguousarray(made)
+                entries = (self._of_text if masks else self._of_columns)(entries, axis, name)
+        return value if entries is full else np.ascontiguousarray(entries)
 
     @cached_property
     def chosen(self) -> list[int]:
@@ -95,19 +92,19 @@ class RowValues:
 
     def _columns(self, row: int, keys: bool) -> list[int]:
         """The column of the whole for each column of the part; any of them for padding."""
-        whole = self.selection.call
-        past = whole.total - whole.seq if keys else 0
-        real = past + np.flatnonzero(whole.real[row])
+        texts = self.selection.call
+        past = texts.total - texts.seq if keys else 0
+        real = past + np.flatnonzero(texts.real[row])
         return [*range(past), *[past] * (self.width - len(real)), *real.tolist()]
 
     def _of_text(self, value: Value, axis: int, name: str) -> Value:
         """Entries of a mask for each position of a text, up to the longest row of the part."""
-        whole, size = self.selection.call, value.shape[axis]
-        longest = int(whole.lengths[list(self.rows)].max())
-        if whole.final_lengths is not None or (name != KEYS and self._ordered(size, axis)):
+        texts, size = self.selection.call, value.shape[axis]
+        longest = int(texts.lengths[list(self.rows)].max())
+        if texts.final_lengths is not None or (name != KEYS and self._ordered(size, axis)):
             return value  # a mask of any length serves a text that grows
-        selected = whole.lengths[self.selection.rows]
-        if name != KEYS and size not in (int(selected.max()), int(whole.lengths.max()), whole.total):
+        selected = texts.lengths[self.selection.rows]
+        if name != KEYS and size not in (int(selected.max()), int(texts.lengths.max()), texts.total):
             raise InterventionError(
                 f"{self.selection.edit.kind} at {self.selection.edit.hook}: a mask of {size} queries after a past is "
                 "counted from the past's end, which the rows of a batch do not share: give one from position 0"

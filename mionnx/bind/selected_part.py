@@ -59,7 +59,6 @@ class SelectedPart:
         """Whether a value of a shape has one entry for all, or one for each, along every axis.
 
         Args:
-            shape: the value's.
             later: in a later step of a generation, which has more keys, and tokens of its own.
         """
         first = len(self.shape) - len(shape)
@@ -100,5 +99,5 @@ def _pairs(chosen: Chosen | None, size: int, row: int) -> tuple[list[int], list[
     """Indices of the activation and of the value along an axis that belong together in a row."""
     if chosen is None:
         return [*range(size)], [*range(size)]
-    found = [(index, n) for n, index in enumerate(chosen.indices[row]) if index is not None]
-    return [index for index, _ in found], [n for _, n in found]
+    pairs = [(index, n) for n, index in enumerate(chosen.indices[row]) if index is not None]
+    return [index for index, _ in pairs], [n for _, n in pairs]

@@ -64,20 +64,12 @@ class Selection:
 
     @cached_property
     def heads(self) -> list[int] | None:
-        """Selected heads; None for all of them, or at a hook point without heads.
-
-        Raises:
-            InterventionError: a head that the layer does not have.
-        """
+        """Selected heads; None for all of them, or at a hook point without heads."""
         return self._indices("head", self.intervention.heads, heads_axis(self.edit.axes))
 
     @cached_property
     def neurons(self) -> list[int] | None:
-        """Selected neurons; None for all of them.
-
-        Raises:
-            InterventionError: a neuron that the layer does not have.
-        """
+        """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
     def _indices(self, what: str, given: Sequence[int] | None, axis: int | None) -> list[int] | None:
@@ -177,12 +169,7 @@ class Selection:
         return at
 
     def values(self, dtype: DTypeLike) -> tuple[NDArray[Any], ...]:
-        """The intervention's values as the graph takes them: of the activation's dtype and rank.
-
-        Raises:
-            InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
-                dtype's range.
-        """
+        """The intervention's values as the graph takes them: of the activation's dtype and rank."""
         return tuple(self._shaped(value, dtype) for value in self.intervention.values)
 
     def _shaped(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
@@ -212,7 +199,6 @@ class Selection:
         """The activation after the intervention, computed in numpy by the kind's reference.
 
         Args:
-            activation: the value at the hook point.
             choice: [batch, seq, n_chosen], the experts that each token chose, where the intervention has a limit of it.
         """
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
@@ -240,8 +226,8 @@ class Selection:
 
     def text_positions(self) -> dict[int, Sequence[int]]:
         """Selected row -> its selected text positions, in this call or its whole generation."""
-        limit, given = self.intervention.positions, self.call.final_lengths is not None
-        chosen = None if given and isinstance(limit, str) else self.positions
+        limit, generates = self.intervention.positions, self.call.final_lengths is not None
+        chosen = None if generates and isinstance(limit, str) else self.positions
         return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows}
 
     def _within(self, row: int, chosen: list[int] | None) -> Sequence[int]:
@@ -290,10 +276,10 @@ class Selection:
         """
         limit = self.intervention.positions
         columns = {row: self.columns(row) for row in positions}
-        given = positions if isinstance(limit, str) else self._by_row(limit)
-        counts = {len(given[row]) for row in positions}
+        limits = positions if isinstance(limit, str) else self._by_row(limit)
+        counts = {len(limits[row]) for row in positions}
         count = counts.pop() if len(counts) == 1 and limit != "generated" else None
-        return Chosen(columns, count, any(len(positions[row]) < len(given[row]) for row in positions))
+        return Chosen(columns, count, any(len(positions[row]) < len(limits[row]) for row in positions))
 
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         with np.errstate(over="ignore"):

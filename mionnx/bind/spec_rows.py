@@ -71,17 +71,13 @@ class SpecRows:
         Args:
             rows: their numbers in the whole.
             width: tokens of the longest of them.
-
-        Raises:
-            InterventionError: see `RowValues.of`.
-            GradientError: a metric with numbers for each column.
         """
-        made, spec = copy(self.bound.spec), self.bound.spec
+        part, spec = copy(self.bound.spec), self.bound.spec
         points = [point for point, _ in self.bound.hooks.interventions]
         parts = [self._intervention(selection, rows, width) for selection in self.selections]
-        made.interventions = [(point, one) for point, one in zip(points, parts, strict=True) if one is not None]
-        made.metric = None if spec.metric is None else _metric(spec.metric, rows)
-        return made
+        part.interventions = [(point, one) for point, one in zip(points, parts, strict=True) if one is not None]
+        part.metric = None if spec.metric is None else _metric(spec.metric, rows)
+        return part
 
     def _intervention(self, selection: Selection, rows: Sequence[int], width: int) -> Intervention | None:
         """An intervention of the part; None if it is limited to other rows."""
@@ -105,28 +101,28 @@ def _positions(selection: Selection, rows: Sequence[int]) -> tuple[Any, ...]:
     Where the selected rows have unequal numbers of them, a value has an entry for every column, and their order says
     nothing: in ascending order they mean the same even where the rows of a part have equal numbers.
     """
-    given: Any = selection.intervention.positions
+    positions: Any = selection.intervention.positions
     absolute = selection.positions or {}
-    if len({len(given[row]) for row in absolute}) == 1:
-        return tuple(given[row] for row in rows)
-    return tuple(tuple(sorted(absolute[row])) if row in absolute else given[row] for row in rows)
+    if len({len(positions[row]) for row in absolute}) == 1:
+        return tuple(positions[row] for row in rows)
+    return tuple(tuple(sorted(absolute[row])) if row in absolute else positions[row] for row in rows)
 
 
 def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
-    made = copy(metric)
-    made.answer, made.versus = (_taken(tokens, rows) for tokens in (metric.answer, metric.versus))
+    part = copy(metric)
+    part.answer, part.versus = (_taken(tokens, rows) for tokens in (metric.answer, metric.versus))
     if metric.reference is not None and metric.reference.ndim == 2:
-        made.reference = metric.reference[list(rows)]
+        part.reference = metric.reference[list(rows)]
     if metric.cotangent is not None:
-        made.cotangent = (
+        part.cotangent = (
             metric.cotangent[list(rows)] if metric.cotangent.ndim == 2 and metric.of is None else metric.cotangent
         )
-        if made.cotangent is metric.cotangent and metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
+        if part.cotangent is metric.cotangent and metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
             raise GradientError(
                 f"cotangent {list(metric.cotangent.shape)} has numbers for every position, which the rows of several "
                 "batches do not share: run them as one batch, without batch_size="
             )
-    return made
+    return part
 
 
 def _taken(tokens: Tokens, rows: Sequence[int]) -> Tokens:

@@ -45,13 +45,7 @@ def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit
     """Check a fragment against its input values; the result is remembered by the fragment.
 
     Args:
-        fragment: the fragment.
-        opset: of the model.
         sites: the hook point it is put at, and the one that it reads besides, if any.
-
-    Raises:
-        InterventionError: another number of inputs, another rank, size or kind of number, a shape that changes, an
-            opset that cannot be converted, or operators that ONNX Runtime refuses.
     """
     key = (opset, *sites)
     if key not in fragment.fits:
@@ -97,8 +91,8 @@ def _check_type(where: str, value: ValueInfoProto, site: Site) -> None:
     fixed = list(zip(dims, site.dims, strict=False))
     if len(dims) != len(site.dims) or any(None is not dim != size for dim, size in fixed if isinstance(size, int)):
         spelled = "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
-        wanted = "[" + ", ".join(map(str, site.dims)) + "]"
-        raise InterventionError(f"{where}: {value.name!r} of the fragment is {spelled}, the value there is {wanted}")
+        shape = "[" + ", ".join(map(str, site.dims)) + "]"
+        raise InterventionError(f"{where}: {value.name!r} of the fragment is {spelled}, the value there is {shape}")
 
 
 def _converted(where: str, fragment: Fragment, opset: int) -> ModelProto:
@@ -125,8 +119,8 @@ def _check_sizes(where: str, fragment: Fragment, proto: ModelProto, sites: Seque
 def _hooks(proto: ModelProto) -> list[str]:
     """The values that become hook points, in execution order."""
     inputs = [value.name for value in proto.graph.input[:1]]
-    made = [output for node in proto.graph.node for output in node.output]
-    return [name for name in dict.fromkeys([*inputs, *made]) if name.startswith(HOOK)]
+    outputs = [output for node in proto.graph.node for output in node.output]
+    return [name for name in dict.fromkeys([*inputs, *outputs]) if name.startswith(HOOK)]
 
 
 def _run(
@@ -137,21 +131,21 @@ def _run(
     feeds: dict[str, NDArray[Any]] = dict(fragment.weights)
     for value, site in zip(fragment.activations, sites, strict=True):
         feeds[value.name] = random.normal(size=site.shape(run)).astype(dtype_of(value))
-    made = proto.graph.output[0].name
-    asked = [name for name in names if name not in feeds and name != made]
-    model = with_outputs(proto, dict.fromkeys(asked))
+    output = proto.graph.output[0].name
+    others = [name for name in names if name not in feeds and name != output]
+    model = with_outputs(proto, dict.fromkeys(others))
     try:
         program = open_to_try(model, Path())
-        found = program.run([made, *asked], feeds)
+        results = program.run([output, *others], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error
-    return {**found, **{name: feeds[name] for name in names if name in feeds}}
+    return {**results, **{name: feeds[name] for name in names if name in feeds}}
 
 
 def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[Site], live: bool) -> InnerHook:
     pairs = [*zip(first.shape, second.shape, strict=False)] if first.ndim == second.ndim else []
-    found = [_axis(name, at, pair, sites[0]) for at, pair in enumerate(pairs)]
-    return InnerHook(name, tuple(axis for axis, _ in found), tuple(dim for _, dim in found), str(first.dtype), live)
+    axes = [_axis(name, at, pair, sites[0]) for at, pair in enumerate(pairs)]
+    return InnerHook(name, tuple(axis for axis, _ in axes), tuple(dim for _, dim in axes), str(first.dtype), live)
 
 
 def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, str | int]:

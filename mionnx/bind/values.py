@@ -34,12 +34,7 @@ def selections_of(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> list[Sel
 
 
 def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
-    """The inputs with the values, positions and masks of interventions.
-
-    Raises:
-        InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention row
-            that would be left with no key.
-    """
+    """The inputs with the values, positions and masks of interventions."""
     inputs: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: batch.token_positions}
     for selection in selections:
         inputs |= _inputs(selection, hooks.dtype(HookPoint.parse(selection.edit.hook)))
@@ -92,11 +87,7 @@ def weight_inputs(edits: Pairs) -> dict[str, NDArray[Any]]:
 
 
 def capture_inputs(captures: Iterable[BoundCapture], batch: TokenBatch) -> dict[str, NDArray[Any]]:
-    """The inputs with the positions and heads of captures in part.
-
-    Raises:
-        InterventionError: a position or head that does not exist.
-    """
+    """The inputs with the positions and heads of captures in part."""
     inputs: dict[str, NDArray[Any]] = {}
     for capture in captures:
         node, request = capture.node, capture.request

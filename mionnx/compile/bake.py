@@ -45,13 +45,7 @@ def bake(
     """Turn the inputs that a plan added into constants and nodes.
 
     Args:
-        graph: a graph rewritten by the plan of the bound spec.
-        bound: the spec on the model.
         knobs: name of an input -> indices of the interventions that it controls.
-        report: added nodes, inputs and outputs are noted here.
-
-    Raises:
-        InterventionError, GradientError: what only a single call can have: batch rows, values for several tokens.
     """
     turned: dict[int, Constant] = {}
     for name, where in knobs.items():
@@ -102,9 +96,9 @@ def _edit(
         _where(graph, edit, place, calls)
     if edit.at_experts is not None:
         _become(graph, tensors[edit.experts_input], np.array(intervention.experts))
-    given: Any = intervention.positions
-    if given is not None:
-        chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)
+    positions: Any = intervention.positions
+    if positions is not None:
+        chosen = calls.chosen(f"{edit.prefix}.chosen", [positions] if isinstance(positions, str) else positions)
         replace_input(graph, tensors[edit.positions_input], chosen)
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():

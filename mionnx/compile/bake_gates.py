@@ -26,12 +26,7 @@ State = StateKnockoutSpec | StateSteeringSpec
 
 
 def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFacts, report: Report) -> None:
-    """Let the state interventions of a spec take the place of the gates' defaults.
-
-    Raises:
-        InterventionError: a state intervention on a model without recurrent state, or on layers, heads or terms that
-            it does not have.
-    """
+    """Let the state interventions of a spec take the place of the gates' defaults."""
     states: list[State] = [*spec.state_steerings, *spec.state_knockouts]  # knockouts after: they win
     for state in states:
         _check(state, metadata)

@@ -26,12 +26,7 @@ REST = 2**62  # the end of a slice that goes to the end
 
 
 def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Report) -> None:
-    """Turn the inputs of a bound spec's metric into constants and nodes.
-
-    Raises:
-        GradientError: what only a single call can have: numbers of rows, or of every position; or a position that the
-            graph does not compute.
-    """
+    """Turn the inputs of a bound spec's metric into constants and nodes."""
     metric = bound.spec.metric
     if metric is None:
         return

@@ -18,16 +18,7 @@ from mionnx.graph.report import Report
 
 
 def bake_parts(proto: onnx.ModelProto, bound: BoundSpec, report: Report) -> onnx.ModelProto:
-    """Turn the inputs of captures and gradients in part into constants and nodes.
-
-    Args:
-        proto: a graph with the captures and gradients of a bound spec.
-        bound: the spec on the model.
-        report: added nodes and outputs are noted here.
-
-    Raises:
-        InterventionError: a head that does not exist.
-    """
+    """Turn the inputs of captures and gradients in part into constants and nodes."""
     parts = [one for one in (*bound.captures, *bound.gradients) if one.node.at_positions or one.node.at_heads]
     if not parts:
         return proto
@@ -51,8 +42,8 @@ def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -
     here = op.Equal(op.Unsqueeze(calls.positions, [2]), op.Unsqueeze(chosen, [1]))  # [batch, seq, n]
     counted = op.Cast(here, to=np.int32)
     replace_input(graph, tensors[node.columns_input], op.ArgMax(counted, axis=1, keepdims=0))
-    found = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
-    _mark_absent(graph, op, part, tensors[node.fetched], found)
+    present = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
+    _mark_absent(graph, op, part, tensors[node.fetched], present)
 
 
 def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, found: Tensor) -> None:

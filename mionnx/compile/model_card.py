@@ -35,15 +35,7 @@ def card(
     outputs: Typed,
     target: str,
 ) -> str:
-    """The text of the card.
-
-    Args:
-        facts: the graph's own metadata.
-        spec: the compiled spec.
-        metadata: metadata of the hooked model.
-        inputs, optional, outputs: of the graph.
-        target: name of the target.
-    """
+    """The text of the card."""
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):
         done.append(f"| {state.title} | the recurrent state | {', '.join(state.terms)} | {_targets(state)} |")
@@ -154,8 +146,8 @@ def _value(edit: Intervention) -> str:
 
 
 def _limits(edit: Intervention) -> str:
-    given = {name: getattr(edit, name) for name in LIMITS if name != "rows"}
-    return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
+    limits = {name: getattr(edit, name) for name in LIMITS if name != "rows"}
+    return "; ".join(f"{name} {_list(value)}" for name, value in limits.items() if value is not None)
 
 
 def _list(value: Any) -> str:

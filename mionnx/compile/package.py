@@ -127,10 +127,10 @@ def compile_spec(
     packaging, target = packaging or Packaging(), Path(folder)
     if target.exists():
         raise ModelError(f"{target} exists already")
-    wanted = spec if captures else _without_captures(spec)
-    _check_plain(wanted, plain)
+    asked_spec = spec if captures else _without_captures(spec)
+    _check_plain(asked_spec, plain)
     leveled = _at_level(model, packaging)
-    bound = Binder(leveled).bind(wanted, Outputs(last=last_logits), differentiated=True).sparing_padding()
+    bound = Binder(leveled).bind(asked_spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
     proto = _with_fused(_compiled(bound, model, _indices(bound, knobs or {})), leveled, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial, _room(model, packaging):
@@ -252,12 +252,12 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
 
 def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
     """Bits and accuracy levels of a graph's products with weights in blocks; empty without any."""
-    found = [attributes(node) for node in proto.graph.node if node.op_type == "MatMulNBits"]
-    if not found:
+    products = [attributes(node) for node in proto.graph.node if node.op_type == "MatMulNBits"]
+    if not products:
         return {}
     return {
-        "bits": sorted({one.get("bits", 4) for one in found}),
-        "accuracy_level": sorted({one.get("accuracy_level", 0) for one in found}),
+        "bits": sorted({one.get("bits", 4) for one in products}),
+        "accuracy_level": sorted({one.get("accuracy_level", 0) for one in products}),
     }
 
 
@@ -270,14 +270,14 @@ def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.
     if fused == NONE:
         return proto
     flow = Dataflow(model.proto)
-    made, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
+    restored, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
     if not count:
         has = f"{len(model.metadata.fused)} fused operators" if model.metadata.fused else "no fused operators"
         raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
-    entry = next(entry for entry in made.metadata_props if entry.key == COMPILED)
-    attends = any((node.domain, node.op_type) in UNPADDED for node in made.graph.node)
+    entry = next(entry for entry in restored.metadata_props if entry.key == COMPILED)
+    attends = any((node.domain, node.op_type) in UNPADDED for node in restored.graph.node)
     entry.value = json.dumps({**json.loads(entry.value), "fused": count, "unpadded": attends})
-    return made
+    return restored
 
 
 def _refuse_large_fragments(spec: HookSpec) -> None:

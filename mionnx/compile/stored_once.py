@@ -21,20 +21,16 @@ Place = tuple[str, int, int]  # file, offset, bytes
 
 
 def reshape_shared(proto: onnx.ModelProto) -> None:
-    """Make weights that lie at one place of a file one weight; under other names it is reshaped.
-
-    Args:
-        proto: a graph whose weights are in files; changed.
-    """
+    """Make weights that lie at one place of a file one weight; under other names it is reshaped."""
     first: dict[tuple[Place, int], onnx.TensorProto] = {}
     nodes: list[onnx.NodeProto] = []
     for tensor in [*_external(proto)]:
-        kept = first.setdefault((_place(tensor), tensor.data_type), tensor)
-        if kept is tensor or _place(tensor)[2] < SMALLEST:
+        original = first.setdefault((_place(tensor), tensor.data_type), tensor)
+        if original is tensor or _place(tensor)[2] < SMALLEST:
             continue
         shape = onnx.numpy_helper.from_array(np.array(tensor.dims, np.int64), f"{tensor.name}.shape")
         nodes.append(
-            onnx.helper.make_node("Reshape", [kept.name, shape.name], [tensor.name], f"{tensor.name}.reshaped")
+            onnx.helper.make_node("Reshape", [original.name, shape.name], [tensor.name], f"{tensor.name}.reshaped")
         )
         proto.graph.initializer.remove(tensor)
         proto.graph.initializer.append(shape)
@@ -43,22 +39,17 @@ def reshape_shared(proto: onnx.ModelProto) -> None:
 
 
 def store_once(proto: onnx.ModelProto, file: Path) -> None:
-    """Write equal weights of an optimised graph once, and a turned table not at all.
-
-    Args:
-        proto: the graph, whose weights are in one file beside it; changed.
-        file: that file, written anew if there is something to share.
-    """
+    """Write equal weights of an optimised graph once, and a turned table not at all."""
     turned = _read_turned(proto, file)
     places: dict[tuple[bytes, int], Place] = {}
     same = False
     for tensor in _external(proto):
         place = _place(tensor)
         digest = hashlib.sha256(_bytes(file, place).data).digest()
-        known = places.setdefault((digest, place[2]), place)
-        if known != place:
+        original = places.setdefault((digest, place[2]), place)
+        if original != place:
             same = True
-            _point(tensor, known)
+            _point(tensor, original)
     if same or turned:
         _compact(proto, file)
 
@@ -67,7 +58,7 @@ def _read_turned(proto: onnx.ModelProto, file: Path) -> bool:
     """Let products with a turned table read the table itself; whether there are any."""
     weights = {tensor.name: tensor for tensor in _external(proto)}
     tables = {node.input[0] for node in proto.graph.node if node.op_type == "Gather"} & weights.keys()
-    found = False
+    turned = False
     for node in proto.graph.node:
         if node.op_type != "MatMul" or node.domain or node.input[1] not in weights:
             continue
@@ -76,14 +67,14 @@ def _read_turned(proto: onnx.ModelProto, file: Path) -> bool:
         if table is not None:
             node.op_type, node.domain, node.input[1] = "FusedMatMul", DOMAIN, table
             node.attribute.append(onnx.helper.make_attribute("transB", 1))
-            found = True
-    if found:
+            turned = True
+    if turned:
         read = {name for node in proto.graph.node for name in node.input}
         for tensor in [tensor for tensor in weights.values() if tensor.name not in read]:
             proto.graph.initializer.remove(tensor)
         if all(entry.domain != DOMAIN for entry in proto.opset_import):
             proto.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    return found
+    return turned
 
 
 def _is_turned(table: onnx.TensorProto, factor: onnx.TensorProto, file: Path) -> bool:
@@ -99,17 +90,17 @@ def _is_turned(table: onnx.TensorProto, factor: onnx.TensorProto, file: Path) ->
 def _compact(proto: onnx.ModelProto, file: Path) -> None:
     """Write the places that a graph still reads one after another."""
     moved: dict[Place, Place] = {}
-    whole = file.with_name(f"{file.name}.whole")
-    file.rename(whole)
+    complete = file.with_name(f"{file.name}.whole")
+    file.rename(complete)
     with file.open("wb") as stream:
         for tensor in _external(proto):
             place = _place(tensor)
             if place not in moved:
                 stream.seek(-(-stream.tell() // ALIGNMENT) * ALIGNMENT)
                 moved[place] = (place[0], stream.tell(), place[2])
-                stream.write(_bytes(whole, place).data)
+                stream.write(_bytes(complete, place).data)
             _point(tensor, moved[place])
-    whole.unlink()
+    complete.unlink()
 
 
 def _external(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

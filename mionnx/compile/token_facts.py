@@ -83,8 +83,8 @@ class TokenFacts:
             keys = self.op.Unsqueeze(self.keys, [1])
             far = self.op.Greater(self.op.Sub(self.op.Unsqueeze(self.positions, [2]), keys), tokens)
             cut = self.op.Unsqueeze(self.op.And(far, self.op.GreaterOrEqual(keys, 0)), [1])
-            masked, kept = (np.array(number, dtype) for number in (-np.inf, 0))
-            self._known[name] = self.op.Where(cut, masked, kept, dtype=dtype, name=name)
+            masked, visible = (np.array(number, dtype) for number in (-np.inf, 0))
+            self._known[name] = self.op.Where(cut, masked, visible, dtype=dtype, name=name)
         return self._known[name]
 
     def chosen(self, prefix: str, positions: Sequence[int | str]) -> Tensor:

@@ -87,19 +87,13 @@ def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
     if value.element_type() != BFLOAT16:
         return np.asarray(value.numpy())
     here = value if place == CPU else copied(value, place)
-    found = np.empty(tuple(value.shape()), np.uint16)
-    ctypes.memmove(found.ctypes.data, here.data_ptr(), found.nbytes)
-    return found.view(ml_dtypes.bfloat16)
+    bits = np.empty(tuple(value.shape()), np.uint16)
+    ctypes.memmove(bits.ctypes.data, here.data_ptr(), bits.nbytes)
+    return bits.view(ml_dtypes.bfloat16)
 
 
 def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime.OrtValue:
-    """Allocate an `OrtValue`.
-
-    Args:
-        shape: of the value.
-        element_type: as ONNX numbers it.
-        place: where.
-    """
+    """Allocate an `OrtValue`."""
     return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, *place)
 
 
@@ -141,7 +135,6 @@ def run_at(
 
     Args:
         session: on whichever provider.
-        outputs: names.
         feeds: arrays or device arrays, for inputs of the graph only.
         place: device of the results.
 
@@ -149,9 +142,9 @@ def run_at(
         ModelError: ONNX Runtime failed while running.
     """
     try:
-        given = {name: put(value, place) for name, value in feeds.items()}
-        found = _run_here(session, outputs, given) if place == CPU else _run_bound(session, outputs, given, place)
-        return {name: DeviceArray(value, place) for name, value in zip(outputs, found, strict=True)}
+        values = {name: put(value, place) for name, value in feeds.items()}
+        results = _run_here(session, outputs, values) if place == CPU else _run_bound(session, outputs, values, place)
+        return {name: DeviceArray(value, place) for name, value in zip(outputs, results, strict=True)}
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
 

@@ -26,20 +26,19 @@ def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) 
     """The values computed from shapes and constants alone, in subgraphs too.
 
     Args:
-        graph: of a model.
         outside: such values of the graphs around it.
     """
     constants = (tensor.name for tensor in graph.initializer if math.prod(tensor.dims) <= LARGE)
     known = {*outside, *constants} - {entry.name for entry in graph.input}
-    found: set[str] = set()
+    shapes: set[str] = set()
     for node in graph.node:
         inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
         for one in inner:
-            found |= shape_values(one, frozenset(known))
+            shapes |= shape_values(one, frozenset(known))
         if not inner and (node.op_type in SHAPES or all(name in known for name in node.input if name)):
             known.update(node.output)
-            found.update(node.output)
-    return frozenset(found)
+            shapes.update(node.output)
+    return frozenset(shapes)
 
 
 def move_positions(model: onnx.ModelProto) -> int:

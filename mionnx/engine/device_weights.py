@@ -38,11 +38,6 @@ _alone = Lock()
 def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str, onnxruntime.OrtValue]:
     """The large weights of a graph on a device, copied there by whoever asks first.
 
-    Args:
-        model: with external data.
-        folder: of these.
-        place: the device.
-
     Returns:
         name -> value, for `SessionOptions.add_initializer`; they have to outlive the session. Empty where this ONNX
         Runtime has no DLPack.
@@ -50,26 +45,26 @@ def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str,
     if not hasattr(onnxruntime.OrtValue, "from_dlpack"):
         return {}
     readers = _readers(model.graph)
-    found = {}
+    weights = {}
     for tensor in model.graph.initializer:
         entry = {item.key: item.value for item in tensor.external_data}
         large = tensor.data_location == onnx.TensorProto.EXTERNAL and int(entry.get("length", 0)) >= SMALL
         if large and tensor.data_type in DTYPES and readers.get(tensor.name, {""}) <= READERS:
-            found[tensor.name] = _weight(tensor, entry, folder, place)
-    return found
+            weights[tensor.name] = _weight(tensor, entry, folder, place)
+    return weights
 
 
 def _readers(graph: onnx.GraphProto) -> dict[str, set[str]]:
     """Value -> the operators that read it; "" for one inside of a subgraph."""
-    found: dict[str, set[str]] = {}
+    readers: dict[str, set[str]] = {}
     for node in graph.node:
         for name in node.input:
-            found.setdefault(name, set()).add(node.op_type)
+            readers.setdefault(name, set()).add(node.op_type)
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 for name in _readers(attribute.g):
-                    found.setdefault(name, set()).add("")
-    return found
+                    readers.setdefault(name, set()).add("")
+    return readers
 
 
 def _weight(tensor: onnx.TensorProto, entry: Mapping[str, str], folder: Path, place: Device) -> onnxruntime.OrtValue:
@@ -77,10 +72,10 @@ def _weight(tensor: onnx.TensorProto, entry: Mapping[str, str], folder: Path, pl
     stat, where = file.stat(), (int(entry.get("offset", 0)), int(entry["length"]))
     key = (str(file), stat.st_size, stat.st_mtime_ns, where, tensor.data_type, tuple(tensor.dims), place)
     with _alone:
-        found = _held.get(key)
-        if found is None:
-            found = _held[key] = _borrowed(_read(file, where, tensor), place)
-        return found
+        weight = _held.get(key)
+        if weight is None:
+            weight = _held[key] = _borrowed(_read(file, where, tensor), place)
+        return weight
 
 
 def _read(file: Path, where: tuple[int, int], tensor: onnx.TensorProto) -> NDArray[Any]:

@@ -54,7 +54,6 @@ class Program(ABC):
         """Run the graph, and give some of its outputs as arrays.
 
         Args:
-            outputs: names.
             feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
 
         Raises:
@@ -73,7 +72,6 @@ class Program(ABC):
         """A `RollingCache` of this program, for decoding in calls of one shape; or None.
 
         Args:
-            outputs: names to fetch.
             feeds: arrays of one step, the past padded on the left.
             present: output -> the input that takes it in the next step.
         """
@@ -120,8 +118,6 @@ class Engine(ABC):
 
         Args:
             operators: domain and name of each.
-            dtype: of the model.
-            options: settings.
         """
         return False
 
@@ -150,7 +146,6 @@ class Engine(ABC):
         Args:
             model: a file, or the bytes of a model whose external data lie in `folder`.
             folder: the hooked model's folder, or the base's.
-            options: settings.
             optimised: whether the graph is one that this engine has optimised already.
             spinning: whether its threads keep the processor while they wait during a run.
 
@@ -169,10 +164,8 @@ class Engine(ABC):
 
         Args:
             model: the bytes of a model whose external data lie in `folder`.
-            folder: the hooked model's.
             path: the file of the optimised graph.
             data: name of a file beside it for the weights.
-            options: provider, fusions.
             packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
 
         Raises:

@@ -40,13 +40,13 @@ def halve_products(model: onnx.ModelProto) -> int:
         the number of products replaced.
     """
     graph = model.graph
-    given = {entry.name for entry in graph.input}
-    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in given}
+    inputs = {entry.name for entry in graph.input}
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
     nodes, count = list[onnx.NodeProto](), 0
     for node in graph.node:
-        made = _Halves(node, tensors, graph).nodes if _fits(node, tensors) else [node]
-        count += len(made) > 1
-        nodes += [onnx.NodeProto.FromString(one.SerializeToString()) for one in made]
+        halves = _Halves(node, tensors, graph).nodes if _fits(node, tensors) else [node]
+        count += len(halves) > 1
+        nodes += [onnx.NodeProto.FromString(one.SerializeToString()) for one in halves]
     if count:
         del graph.node[:]
         graph.node.extend(nodes)
@@ -88,14 +88,14 @@ class _Halves:
         self.nodes.append(helper.make_node("Add", parts, [node.output[0]], f"{self.prefix}.sum"))
 
     def _node(self, operator: str, inputs: list[str], name: str, **given: str) -> str:
-        made = f"{self.prefix}.{name}"
-        self.nodes.append(helper.make_node(operator, inputs, [made], made, **given))
-        return made
+        output = f"{self.prefix}.{name}"
+        self.nodes.append(helper.make_node(operator, inputs, [output], output, **given))
+        return output
 
     def _constant(self, name: str, value: NDArray[Any]) -> str:
-        made = f"{self.prefix}.{name}"
-        self.graph.initializer.append(numpy_helper.from_array(value, made))
-        return made
+        output = f"{self.prefix}.{name}"
+        self.graph.initializer.append(numpy_helper.from_array(value, output))
+        return output
 
     def _split(self, numbers: str, name: str) -> tuple[str, str]:
         """The high and the low halves of pairs of bytes along the last axis, a pair's in one byte."""
@@ -126,10 +126,10 @@ class _Halves:
         return self._split(zeros, "zero_points")
 
     def _product(self, node: onnx.NodeProto, parts: list[str], name: str) -> str:
-        made = f"{self.prefix}.{name}"
+        output = f"{self.prefix}.{name}"
         inputs = [node.input[0], *(parts if any(parts[2:]) else parts[:2])]
-        product = helper.make_node(PRODUCT, inputs, [made], made, domain=DOMAIN)
+        product = helper.make_node(PRODUCT, inputs, [output], output, domain=DOMAIN)
         product.attribute.extend(entry for entry in node.attribute if entry.name != "bits")
         product.attribute.append(helper.make_attribute("bits", 4))
         self.nodes.append(product)
-        return made
+        return output

@@ -13,33 +13,27 @@ TENSORRT = "TensorrtExecutionProvider"
 
 
 def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> list[Operator]:
-    """Those of some operators that a provider does not compute in a dtype.
-
-    Args:
-        operators: domain and name of each.
-        provider: its full name.
-        dtype: numpy's name of one.
-    """
-    known = _kernels(provider)
-    wanted = f"tensor({'float' if dtype == 'float32' else dtype})"
-    return [one for one in operators if not any(wanted in kinds or not kinds for kinds in known.get(one, ()))]
+    """Those of some operators that a provider does not compute in a dtype."""
+    kernels = _kernels(provider)
+    kind = f"tensor({'float' if dtype == 'float32' else dtype})"
+    return [one for one in operators if not any(kind in kinds or not kinds for kinds in kernels.get(one, ()))]
 
 
 def has_kernel(operator: Operator, provider: str) -> bool:
     """Whether a provider computes an operator in some dtype; True if nobody knows."""
-    known = _kernels(provider)
-    return not known or operator in known
+    kernels = _kernels(provider)
+    return not kernels or operator in kernels
 
 
 @cache
 def _kernels(provider: str) -> dict[Operator, list[frozenset[str]]]:
     """Operator -> for each kernel of a provider, the types of its first parameter, if any."""
-    found: dict[Operator, list[frozenset[str]]] = {}
+    kernels: dict[Operator, list[frozenset[str]]] = {}
     for one in _definitions():
         if one.provider == provider:
             kinds = one.type_constraints.get("T", ())
-            found.setdefault((one.domain, one.op_name), []).append(frozenset(kinds))
-    return found
+            kernels.setdefault((one.domain, one.op_name), []).append(frozenset(kinds))
+    return kernels
 
 
 def _definitions() -> list[Any]:

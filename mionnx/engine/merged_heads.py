@@ -53,18 +53,18 @@ def merge_heads(model: onnx.ModelProto) -> int:
     flow, tensors = Dataflow(model), {tensor.name: tensor for tensor in model.graph.initializer}
     ranks = {entry.name: len(entry.type.tensor_type.shape.dim) for entry in model.graph.value_info}
     splits = [at for at, node in enumerate(flow.nodes) if node.op_type == "Split"]
-    found = [turned for at in splits if (turned := _turned(flow, at, tensors, ranks)) is not None]
-    made = {min(one.reshapes): _together(flow.nodes, one) for one in found}
-    gone = {at for one in found for at in (one.split, *one.reshapes, *one.transposes)}
-    nodes = [new for at, node in enumerate(flow.nodes) for new in made.get(at, () if at in gone else (node,))]
-    if found:
-        kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    heads = [turned for at in splits if (turned := _turned(flow, at, tensors, ranks)) is not None]
+    merged = {min(one.reshapes): _together(flow.nodes, one) for one in heads}
+    gone = {at for one in heads for at in (one.split, *one.reshapes, *one.transposes)}
+    nodes = [new for at, node in enumerate(flow.nodes) for new in merged.get(at, () if at in gone else (node,))]
+    if heads:
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del model.graph.node[:]
-        model.graph.node.extend(kept)
-        sizes = [(made[min(one.reshapes)][-1], one.sizes) for one in found if one.sizes]
+        model.graph.node.extend(copies)
+        sizes = [(merged[min(one.reshapes)][-1], one.sizes) for one in heads if one.sizes]
         added = [numpy_helper.from_array(np.array(counts, np.int64), split.input[1]) for split, counts in sizes]
         model.graph.initializer.extend(added)
-    return len(found)
+    return len(heads)
 
 
 def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks: dict[str, int]) -> Turned | None:

@@ -50,12 +50,12 @@ class Place:
     @classmethod
     def of(cls, tensor: onnx.TensorProto) -> "Place | None":
         """The place of a tensor with more than one axis; None for any other."""
-        given = {item.key: item.value for item in tensor.external_data}
+        entries = {item.key: item.value for item in tensor.external_data}
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if not external or len(tensor.dims) < 2 or "length" not in given or given.keys() - KEYS:
+        if not external or len(tensor.dims) < 2 or "length" not in entries or entries.keys() - KEYS:
             return None
-        begin = int(given.get("offset", "0"))
-        return cls(given["location"], begin, begin + int(given["length"]), tuple(tensor.dims[1:]))
+        begin = int(entries.get("offset", "0"))
+        return cls(entries["location"], begin, begin + int(entries["length"]), tuple(tensor.dims[1:]))
 
     def precedes(self, other: "Place") -> bool:
         """Whether the other's bytes are the next ones of the file, and its rows of the same shape."""
@@ -94,8 +94,8 @@ def merge_products(model: onnx.ModelProto) -> int:
         the number of products that are parts of a larger one now.
     """
     graph = model.graph
-    given = {entry.name for entry in graph.input}
-    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in given}
+    inputs = {entry.name for entry in graph.input}
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
     groups: dict[tuple[object, ...], list[tuple[int, list[Place]]]] = defaultdict(list)
     for at, node in enumerate(graph.node):
         places = _places(node, tensors)
@@ -103,13 +103,13 @@ def merge_products(model: onnx.ModelProto) -> int:
             settings = {name: value for name, value in attributes(node).items() if name != COLUMNS}
             groups[node.input[0], len(places), *sorted(settings.items())].append((at, places))
     runs = [run for group in groups.values() for run in _runs(group)]
-    made = {min(run): _merged([graph.node[at] for at in run], tensors, graph) for run in runs}
+    merged = {min(run): _merged([graph.node[at] for at in run], tensors, graph) for run in runs}
     gone = {at for run in runs for at in run}
-    nodes = [one for at, node in enumerate(graph.node) for one in made.get(at, () if at in gone else (node,))]
+    nodes = [one for at, node in enumerate(graph.node) for one in merged.get(at, () if at in gone else (node,))]
     if runs:
-        kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
-        graph.node.extend(kept)
+        graph.node.extend(copies)
     return len(gone)
 
 
@@ -142,26 +142,26 @@ def _merged(
     """One product, and the `Split` of its result; their tensors are added to the graph."""
     parts = [_joined([tensors[node.input[place]] for node in nodes]) for place in range(1, len(nodes[0].input))]
     columns = [attributes(node)[COLUMNS] for node in nodes]
-    whole = f"{nodes[0].output[0]}.merged"
-    sizes = numpy_helper.from_array(np.array(columns, np.int64), f"{whole}.columns")
+    output = f"{nodes[0].output[0]}.merged"
+    sizes = numpy_helper.from_array(np.array(columns, np.int64), f"{output}.columns")
     graph.initializer.extend([*parts, sizes])
     product = onnx.NodeProto.FromString(nodes[0].SerializeToString())
     product.input[PARTS] = [part.name for part in parts]
-    product.output[:] = [whole]
+    product.output[:] = [output]
     for attribute in product.attribute:
         if attribute.name == COLUMNS:
             attribute.i = sum(columns)
     outputs = [node.output[0] for node in nodes]
-    return product, helper.make_node("Split", [whole, sizes.name], outputs, f"{whole}.split", axis=-1)
+    return product, helper.make_node("Split", [output, sizes.name], outputs, f"{output}.split", axis=-1)
 
 
 def _joined(tensors: Sequence[onnx.TensorProto]) -> onnx.TensorProto:
     """One tensor over the bytes of several that lie one after another."""
-    made = onnx.TensorProto.FromString(tensors[0].SerializeToString())
-    made.name = f"{tensors[0].name}.merged"
-    made.dims[0] = sum(tensor.dims[0] for tensor in tensors)
+    joined = onnx.TensorProto.FromString(tensors[0].SerializeToString())
+    joined.name = f"{tensors[0].name}.merged"
+    joined.dims[0] = sum(tensor.dims[0] for tensor in tensors)
     lengths = [int(item.value) for tensor in tensors for item in tensor.external_data if item.key == "length"]
-    for item in made.external_data:
+    for item in joined.external_data:
         if item.key == "length":
             item.value = str(sum(lengths))
-    return made
+    return joined

@@ -102,9 +102,9 @@ class OrtProgram(Program):
         free = self._rolling.setdefault(shapes, [])
         try:
             with suppress(IndexError):
-                found = free.pop()  # of a generation that is over: its CUDA graph is there
-                found.replay.write(arrays)
-                return found
+                cache = free.pop()  # of a generation that is over: its CUDA graph is there
+                cache.replay.write(arrays)
+                return cache
             number = self.cuda_graphs.next_id()
             return RollingCache(self.native, outputs, arrays, present, self.place, number, free)
         except Exception as error:  # ONNX Runtime's errors share no base class

@@ -61,29 +61,25 @@ def known_providers() -> list[str]:
 def _meant(provider: str, available: Sequence[str]) -> str:
     """End of a message with the provider nearest to a name; "gpu" means "cuda"."""
     spoken = provider.lower().partition(":")[0]
-    known = "cuda" if spoken in ("gpu", "nvidia", "onnxruntime-gpu") else spoken
-    if known in PROVIDERS and known != provider:
+    short = "cuda" if spoken in ("gpu", "nvidia", "onnxruntime-gpu") else spoken
+    if short in PROVIDERS and short != provider:
         number = provider.partition(":")[2]
         device = f', with provider_options={{"device_id": {number}}}' if number.isdigit() else ""
-        return f"; did you mean {known!r}{device}?"
+        return f"; did you mean {short!r}{device}?"
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
 
 
 def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
     """Refuse options that a provider does not have.
 
-    Args:
-        provider: its full name.
-        given: name -> value.
-
     Raises:
         InputError: an unknown name, or a device that is no number.
     """
-    known = KNOWN.get(provider)
+    names = KNOWN.get(provider)
     for name in given:
-        if known is not None and name not in known:
-            there = f"it has {', '.join(known)}" if known else "it has none"
-            raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, known)}")
+        if names is not None and name not in names:
+            there = f"it has {', '.join(names)}" if names else "it has none"
+            raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, names)}")
     number = str(given.get(DEVICE_ID, 0))
     if not number.isdigit():
         raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {given[DEVICE_ID]!r}")

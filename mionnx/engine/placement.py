@@ -28,10 +28,10 @@ class FallbackWarning(UserWarning):
 
 def providers_of(session: onnxruntime.InferenceSession) -> dict[str, list[Any]]:
     """Provider -> its nodes (`name`, `op_type`, `domain`); empty before ONNX Runtime 1.24."""
-    found: dict[str, list[Any]] = {}
+    nodes: dict[str, list[Any]] = {}
     for part in getattr(session, "get_provider_graph_assignment_info", list)():
-        found.setdefault(part.ep_name, []).extend(part.get_nodes())
-    return found
+        nodes.setdefault(part.ep_name, []).extend(part.get_nodes())
+    return nodes
 
 
 def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, provider: str) -> list[tuple[str, str]]:
@@ -39,12 +39,10 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
 
     Args:
         session: opened with `RECORD`.
-        model: the graph that it was opened from.
-        provider: that was asked for.
     """
     named = {node.name: node for node in _nodes(model.graph) if node.name}
     shapes = shape_values(model.graph)
-    found = []
+    operators = []
     for one in providers_of(session).get(CPU, []):
         node = named.get(one.name)
         if node is None:  # made by an optimisation, of shapes too
@@ -52,8 +50,8 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
         else:
             computes = not shapes.issuperset(name for name in node.output if name)
         if computes:
-            found.append((one.op_type, one.name))
-    return found
+            operators.append((one.op_type, one.name))
+    return operators
 
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -85,13 +83,7 @@ def warn_of_fallback(
 
 
 def why_no_cuda_graph(session: onnxruntime.InferenceSession, model: onnx.ModelProto, provider: str) -> str:
-    """The nodes for which CUDA graphs are refused.
-
-    Args:
-        session: opened without CUDA graphs.
-        model: the graph that it was opened from.
-        provider: that was asked for.
-    """
+    """The nodes for which CUDA graphs are refused."""
     control = [(node.op_type, node.name) for node in _nodes(model.graph) if node.op_type in CONTROL]
     nodes = control or left_to_cpu(session, model, provider)
     return (

@@ -65,14 +65,14 @@ class RollingCache:
             output -> array, without the past.
         """
         names = [name for name in self.replay.outputs if name not in self.present]
-        found = self.replay.run(feeds, names)
+        results = self.replay.run(feeds, names)
         self.mover.run_with_iobinding(self.moves, run_options(str(FIRST)))
-        return found
+        return results
 
     def past(self, columns: int) -> Arrays:
         """The last columns of the past: input -> array."""
-        whole = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
-        return {name: array[:, :, array.shape[COLUMNS] - columns :].copy() for name, array in whole.items()}
+        arrays = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
+        return {name: array[:, :, array.shape[COLUMNS] - columns :].copy() for name, array in arrays.items()}
 
 
 def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
@@ -84,9 +84,9 @@ def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
     """
     shape = list(array.shape)
     shape[COLUMNS] = columns
-    made = np.zeros(shape, array.dtype)
-    made[:, :, columns - array.shape[COLUMNS] :] = array
-    return made
+    wide = np.zeros(shape, array.dtype)
+    wide[:, :, columns - array.shape[COLUMNS] :] = array
+    return wide
 
 
 def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceSession:

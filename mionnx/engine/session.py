@@ -53,20 +53,14 @@ def open_session(
 
     Args:
         model: a file, or the bytes of a model.
-        folder: of its external data.
         settings: of the session, with `placement.RECORD`.
-        options: provider, and whether fusions are allowed.
         without: optimisations to leave out, besides.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        RuntimeMissingError: the provider does not start on this machine.
     """
     if options.provider_name() == PROVIDERS["cpu"]:
-        given = model if options.level == "none" else with_merged(model)
-        if isinstance(given, bytes) and HALVES.encode() in given:  # which folding computes once
+        merged = model if options.level == "none" else with_merged(model)
+        if isinstance(merged, bytes) and HALVES.encode() in merged:  # which folding computes once
             without = [one for one in without if one != FOLDING]
-        return _session(given if isinstance(given, bytes) else str(given), folder, settings, options, without)
+        return _session(merged if isinstance(merged, bytes) else str(merged), folder, settings, options, without)
     proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
     if options.provider_name() == PROVIDERS["cuda"]:
         load_cuda()
@@ -123,12 +117,14 @@ def _session(
     without: Sequence[str],
     cuda_graphs: bool = True,
 ) -> onnxruntime.InferenceSession:
-    given = {key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH}
+    settings_of_provider = {
+        key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH
+    }
     try:
         return onnxruntime.InferenceSession(
             model,
             settings,
-            providers=[(options.provider_name(), given)],
+            providers=[(options.provider_name(), settings_of_provider)],
             disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
             enable_fallback=0,
         )
@@ -138,8 +134,8 @@ def _session(
 
 def _library_folders() -> list[Path]:
     """Folders of the packages `nvidia-*` that hold libraries."""
-    found = find_spec("nvidia")
-    roots = [Path(root) for root in found.submodule_search_locations or ()] if found else []
+    package = find_spec("nvidia")
+    roots = [Path(root) for root in package.submodule_search_locations or ()] if package else []
     return sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")})
 
 

@@ -125,18 +125,18 @@ def _ask(node: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str
 
 
 def _run(node: "subprocess.Popen[str]", scratch: Path, feeds: Arrays, names: list[str]) -> Arrays:
-    given, start = [], 0
+    tensors, start = [], 0
     with (scratch / "feeds").open("wb") as file:
         for name, array in feeds.items():
             data = np.ascontiguousarray(array).tobytes()
             place = {"start": start, "end": start + len(data)}
-            given.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
+            tensors.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
             file.write(data)
             start += len(data)
-    question = {"run": str(scratch / "feeds"), "feeds": given, "out": str(scratch / "out"), "names": names}
-    found = _ask(node, question)["found"]
+    question = {"run": str(scratch / "feeds"), "feeds": tensors, "out": str(scratch / "out"), "names": names}
+    entries = _ask(node, question)["found"]
     data = (scratch / "out").read_bytes()
-    return {entry["name"]: _array(entry, data) for entry in found}
+    return {entry["name"]: _array(entry, data) for entry in entries}
 
 
 def _array(entry: Mapping[str, Any], data: bytes) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.manifest import file_facts, manifest_of
 from mionnx.playground.npm_files import vendor
 from mionnx.playground.reference import reference
-from mionnx.run.shipped_models import shipped_models
+from mionnx.run.packaged_models import shipped_models
 from mionnx.spec.hook_spec import HookSpec
 
 HERE = Path(__file__).parent

@@ -23,9 +23,7 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
     """Refuse to open blocks unpacked: each product would make floats of all of them.
 
     Args:
-        model: its name, for the message.
         in_blocks: whether it has weights in blocks, or would have once it is exported.
-        options: how it is opened.
 
     Raises:
         InputError: `prepack=False`, for a model of blocks.

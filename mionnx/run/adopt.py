@@ -70,8 +70,5 @@ def try_calls(folder: Path) -> dict[str, str]:
 
     Returns:
         a kind in words -> what speaks against it, "" if nothing does; empty if the model has no such graph.
-
-    Raises:
-        ModelError: no hooked model is there.
     """
     return stock_calls.try_all(HookedModel.open(folder))

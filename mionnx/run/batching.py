@@ -15,15 +15,15 @@ Fitting = Callable[[int], int]  # tokens of the longest row of a batch -> rows t
 T = TypeVar("T")
 
 
-def check_batch_size(given: BatchSize) -> None:
+def check_batch_size(size: BatchSize) -> None:
     """Refuse a batch size that is none.
 
     Raises:
         InputError: neither None nor "auto" nor a number above 0.
     """
-    whole = isinstance(given, int) and not isinstance(given, bool) and given > 0
-    if not (whole or given in (None, AUTO)):
-        raise InputError(f"batch_size={given!r}: a number of rows, or {AUTO!r}")
+    number = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not (number or size in (None, AUTO)):
+        raise InputError(f"batch_size={size!r}: a number of rows, or {AUTO!r}")
 
 
 def batches_of(
@@ -80,7 +80,6 @@ def in_batches(
     """Run rows in batches of like length.
 
     Args:
-        lengths: tokens of each row.
         batch_size: most rows of a batch, or "auto"; None for one batch of all.
         run: runs the rows of these indices, and gives a result for each of them.
         stage: the name of this work, for its progress.

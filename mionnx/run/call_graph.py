@@ -54,8 +54,6 @@ def open_call(
     """The open graph of a bound spec in a call.
 
     Args:
-        graphs: of the model.
-        bound: the spec.
         batch: the tokens; one text of several tokens if left out.
         outputs: those that are fetched.
         continues: whether calls of one token follow.
@@ -91,9 +89,6 @@ def with_fused(
     The engine must compute them too.
 
     Args:
-        plan: the structure.
-        model: the hooked model.
-        options: how its graphs are opened.
         batch, outputs, continues: see `open_call`.
     """
     metadata = model.metadata

@@ -64,10 +64,6 @@ def exporter_for(folder: Path) -> ModuleType:
 def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
     """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
 
-    Args:
-        exporter, folder: of the checkpoint.
-        dtype: as it was given.
-
     Raises:
         ExportError: integers of other bits than the checkpoint has.
     """
@@ -119,10 +115,6 @@ def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
     """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
-
-    Args:
-        exporter, folder, target, dtype, progress: see `export`.
-        function: of the exporter.
 
     Raises:
         ExportError: see `export`.
@@ -206,13 +198,13 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
         raise ExportError(
             f"{folder / GRAPH} is another tool's file, which would be replaced: give a folder to write to"
         )
-    made = partial_path(folder / "export")
-    export(folder, made, dtype, progress)
+    partial = partial_path(folder / "export")
+    export(folder, partial, dtype, progress)
     try:
-        files = [path for path in made.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        files = [path for path in partial.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
         for path in sorted(files, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
             path.replace(folder / path.name)
     except OSError as error:
         raise ExportError(f"cannot write into {folder}: {error}") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)

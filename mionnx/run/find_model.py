@@ -26,9 +26,8 @@ from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download, download_file
 from mionnx.run.hub_files import names_file
-from mionnx.run.packaged_models import PACKAGED, packaged_model
+from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
-from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
 
 LONGEST = 100  # characters of a model's name in the store
@@ -60,10 +59,6 @@ def find_model(
         progress: of downloading and exporting.
         refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
         version: of a repository of the Hub.
-
-    Raises:
-        ModelError: nothing there.
-        ExportError: a checkpoint that cannot be exported.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
@@ -129,10 +124,6 @@ def checkpoint_folder(
         version: of a repository of the Hub; its folder also of a folder here.
         progress: of downloading.
         weights: download weights; without them it is what a graph alone is made of.
-
-    Raises:
-        InputError: not a path, or a revision of what lies here.
-        ModelError: nothing there, or a file of another kind.
     """
     name = str(source)
     folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
@@ -178,10 +169,10 @@ def hub_folder(
             "looked for on the Hugging Face Hub"
         )
     repository, _, single = name.rpartition("/") if one else (name, "", "")
-    asked = Repository(repository, version, progress, missing(name, names))
+    source = Repository(repository, version, progress, missing(name, names))
     if one:
-        return download_file(asked, single)
-    return download(asked, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
+        return download_file(source, single)
+    return download(source, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:

@@ -56,12 +56,7 @@ Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
 def forward_batches(model: OpenModel, request: ListRequest) -> HookCaches:
-    """Run a list of prompts, and keep the results of each.
-
-    Raises:
-        InputError: as `forward`, and results that memory does not hold together.
-        InterventionError, GradientError: as `forward`, and values that the rows of batches cannot share.
-    """
+    """Run a list of prompts, and keep the results of each."""
     batches: list[list[int]] = []
     caches = map_rows(model, request, lambda _, cache: cache, "forward", kept=True, batches=batches)
     return HookCaches(caches, batches)
@@ -81,7 +76,6 @@ def map_rows(
     """Run a list of prompts in batches, and make something of the results of each.
 
     Args:
-        model: the model.
         request: the pass.
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
         stage: the name of this work, for its progress.
@@ -94,21 +88,27 @@ def map_rows(
         what `read` made, in the order given.
     """
     prompts = _Prompts.of(model, request)
-    bound, here = prompts.bound, prompts.here
+    bound = prompts.bound
     if kept:
-        refuse_all(bound, here.lengths, here.seen, request.use_cache)
-    execute = run or partial(_forward, model, request)
+        refuse_all(bound, prompts.rows.lengths, prompts.rows.seen, request.use_cache)
+    run_batch = run or partial(_forward, model, request)
 
     def run_rows(rows: list[int]) -> list[T]:
         if batches is not None:
             batches.append(rows)
         spec, batch, past = prompts.part(model, rows)
-        cache = execute(spec, batch, past, prompts.whole is not None, rows)
+        cache = run_batch(spec, batch, past, prompts.batch is not None, rows)
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
 
-    fit, padded = fitting(bound, here.seen, request.use_cache), takes_padding(model.hooked)
-    asked: dict[str, Any] = {"stage": stage, "padded": padded, "fitting": fit, "progress": progress}
-    return in_batches(here.lengths, request.batch_size, run_rows, **asked)
+    return in_batches(
+        prompts.rows.lengths,
+        request.batch_size,
+        run_rows,
+        stage=stage,
+        padded=takes_padding(model.hooked),
+        fitting=fitting(bound, prompts.rows.seen, request.use_cache),
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True)
@@ -117,33 +117,34 @@ class _Prompts:
 
     Attributes:
         bound: the request's spec.
-        here: the prompts, without padding.
-        whole: all of them as one batch, where the spec has something by row; its effects are known then.
+        rows: the prompts, without padding.
+        batch: all of them as one batch, where the spec has something by row; its effects are known then.
     """
 
     bound: BoundSpec
-    here: PromptList
-    whole: TokenBatch | None
+    rows: PromptList
+    batch: TokenBatch | None
 
     @classmethod
     def of(cls, model: OpenModel, request: ListRequest) -> Self:
         """Read the prompts, and check the spec on all of them where it has something by row."""
         bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
-        given = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
-        here, whole = read_prompts(*given), None
+        tokens = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
+        prompts, batch = read_prompts(*tokens), None
         if differs_by_row(bound) or request.prompt_length is not None:
-            whole = make_token_batch(*given, request.prompt_length)
-            bound.check(whole, request.use_cache)
-            metric_feeds(model, bound, whole)
-        return cls(bound, here, whole)
+            batch = make_token_batch(*tokens, request.prompt_length)
+            bound.check(batch, request.use_cache)
+            metric_feeds(model, bound, batch)
+        return cls(bound, prompts, batch)
 
     def part(self, model: OpenModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
         """The spec, tokens and past of some rows."""
-        ids, mask, past = self.here.part(rows)
-        whole, sizes = self.whole, model.hooked.metadata.sizes
-        lengths = None if whole is None or whole.prompt_lengths is None else whole.prompt_lengths[rows].tolist()
-        batch = make_token_batch(ids, mask, past, sizes, lengths)
-        return self.bound.spec if whole is None else SpecRows(self.bound, whole).of(rows, batch.seq), batch, past
+        ids, mask, past = self.rows.part(rows)
+        lengths = None if self.batch is None else self.batch.prompt_lengths
+        prompts = None if lengths is None else lengths[rows].tolist()
+        batch = make_token_batch(ids, mask, past, model.hooked.metadata.sizes, prompts)
+        spec = self.bound.spec if self.batch is None else SpecRows(self.bound, self.batch).of(rows, batch.seq)
+        return spec, batch, past
 
 
 def _forward(
@@ -157,5 +158,5 @@ def _forward(
 ) -> HookCache:
     """Run one batch."""
     bound = bind_pass(model.binder, spec, request.logits, request.use_cache)
-    asked: dict[str, Any] = {"use_cache": request.use_cache, "logits": bool(request.logits), "effective": effective}
-    return run_pass(model, bound, batch, past, **asked)
+    logits = bool(request.logits)
+    return run_pass(model, bound, batch, past, use_cache=request.use_cache, logits=logits, effective=effective)

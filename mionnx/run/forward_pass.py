@@ -36,18 +36,13 @@ def run_pass(
     """Run a bound spec on one token batch.
 
     Args:
-        model: the model.
-        bound: the spec.
-        batch: the tokens.
         past: what came before them.
-        use_cache: whether keys and values are returned.
-        logits: whether logits are.
         effective: whether the interventions are known to have an effect.
     """
 
     def again(spec: HookSpec) -> HookCache:
-        asked = bind_pass(model.binder, spec, logits=False, use_cache=False)
-        return run_pass(model, asked, batch, past, use_cache=False, logits=False)
+        captured = bind_pass(model.binder, spec, logits=False, use_cache=False)
+        return run_pass(model, captured, batch, past, use_cache=False, logits=False)
 
     refuse_too_large(bound, batch, use_cache)
     bound = bound.on(batch)
@@ -62,12 +57,7 @@ def run_pass(
 
 
 def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds:
-    """Make the inputs of a bound spec's metric; none if it has none.
-
-    Raises:
-        GradientError, InterventionError: see `metric_inputs`.
-        InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
-    """
+    """Make the inputs of a bound spec's metric; none if it has none."""
     metric = bound.spec.metric
     if metric is None:
         return {}
@@ -81,8 +71,8 @@ def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds
 
 def _look_at_spelling(model: OpenModel, metric: MetricSpec | None, feeds: Feeds, logits: Any) -> None:
     """Warn where the model gives more to another spelling of a metric's tokens."""
-    if metric is None or METRIC_WEIGHTS not in feeds or not has_text(given := (metric.answer, metric.versus)):
+    if metric is None or METRIC_WEIGHTS not in feeds or not has_text(tokens := (metric.answer, metric.versus)):
         return
     places = feeds[METRIC_WEIGHTS].argmax(axis=1)
     read = np.asarray(logits)[np.arange(len(places)), places]
-    warn_of_spellings(model, dict(zip(("answer", "versus"), given, strict=True)), read)
+    warn_of_spellings(model, dict(zip(("answer", "versus"), tokens, strict=True)), read)

@@ -28,9 +28,8 @@ from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import BatchSize, check_batch_size, in_batches
-from mionnx.run.decoding import Passes, StepFunctions, check_steps
+from mionnx.run.decoding import GrowingTexts, Growth, Passes, StepFunctions, check_steps
 from mionnx.run.forward_batches import takes_padding
-from mionnx.run.growing_texts import GrowingTexts, Growth
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import HookFunctions
 from mionnx.run.pass_memory import fitting
@@ -250,8 +249,8 @@ def _continued(
     if stream is not None:
         stream.end()
     axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
-    made = _made(texts.prompts, texts.new, asked.growth)
-    return replace(made, steps=passes.caches, cache=passes.cache(), axes=axes)
+    generation = _made(texts.prompts, texts.new, asked.growth)
+    return replace(generation, steps=passes.caches, cache=passes.cache(), axes=axes)
 
 
 def _made(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], growth: Growth) -> Generation:

@@ -79,18 +79,23 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
 
     def _contents(self) -> dict[str, Any]:
         past = {"kv_cache": self.kv_cache, "state": self.state}
-        told: dict[str, Any] = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
+        fields: dict[str, Any] = {
+            "logits": self._logits,
+            **past,
+            "top_ids": self.top_ids,
+            "num_layers": self.num_layers,
+        }
         if self.metric is not None:
-            told |= {"metric": self.metric, "grad": self.grad}
-        if taken := told.keys() & self._captured.keys():
+            fields |= {"metric": self.metric, "grad": self.grad}
+        if taken := fields.keys() & self._captured.keys():
             raise SpecFileError(f"a capture that is called {taken.pop()!r} has no place in a file")
-        return {**told, **self._captured}
+        return {**fields, **self._captured}
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
-        told = {name: contents.pop(name) for name in ("logits", "kv_cache", "state", "top_ids", "num_layers")}
-        told |= {name: contents.pop(name) for name in ("metric", "grad") if name in contents}
-        return cls(captured=contents, **told)
+        fields = {name: contents.pop(name) for name in ("logits", "kv_cache", "state", "top_ids", "num_layers")}
+        fields |= {name: contents.pop(name) for name in ("metric", "grad") if name in contents}
+        return cls(captured=contents, **fields)
 
     @property
     def has_logits(self) -> bool:
@@ -132,16 +137,16 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
 
     def _remedy(self, name: str) -> str:
         """End of a message: how to capture a hook point, or the nearest name that was captured."""
-        held = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
-        held += f" and {len(self) - 3} more" * (len(self) > 3)
-        whole = name.removesuffix(BEFORE)
-        point = HookPoint.parse(whole)
+        captured = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
+        captured += f" and {len(self) - 3} more" * (len(self) > 3)
+        plain = name.removesuffix(BEFORE)
+        point = HookPoint.parse(plain)
         if self.num_layers is not None and point.layer is not None and point.layer >= self.num_layers:
             return f": the model has the layers 0 to {self.num_layers - 1}"
         if point.variant == "Custom":  # of a splice, or misspelled
-            return nearest(name, self._captured) or held
-        before = ", before=True" * (whole != name)
-        return f"{held}. HookSpec().capture({whole!r}{before}) captures it, or a names_filter of run_with_cache"
+            return nearest(name, self._captured) or captured
+        before = ", before=True" * (plain != name)
+        return f"{captured}. HookSpec().capture({plain!r}{before}) captures it, or a names_filter of run_with_cache"
 
     def num_captures(self) -> int:
         """Number of captured arrays."""

@@ -73,8 +73,8 @@ class HookCaches(Brief, Stored, Sequence[HookCache]):
     @property
     def metric(self) -> NDArray[Any] | None:
         """The spec's metric, float32 [rows]; None if it has none."""
-        found = [cache.metric for cache in self._rows if cache.metric is not None]
-        return np.concatenate(found) if found else None
+        metrics = [cache.metric for cache in self._rows if cache.metric is not None]
+        return np.concatenate(metrics) if metrics else None
 
     def _stacked(self, name: str, value: Callable[[HookCache], NDArray[Any]]) -> NDArray[Any]:
         """One array of all rows.
@@ -107,8 +107,6 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
     """Cut the results of a padded batch into one `HookCache` a row, without padding.
 
     Args:
-        cache: of the batch.
-        bound: its spec.
         batch: its tokens, padded on the left.
 
     Returns:
@@ -158,13 +156,13 @@ class _Row:
         return HookCache(None, self._captured(grad, self.bound.gradients, GRADIENT), num_layers=grad.num_layers)
 
     def _captured(self, cache: Mapping[str, Any], captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
-        made = {}
+        arrays = {}
         for capture in captures:
             name, axes = capture.node.output.removesuffix(ending), [*capture.node.axes]
             if capture.request.positions is not None:
                 axes[sequence_axis(axes)] = "chosen"
-            made[name] = self._cut(cache[name], axes)
-        return made
+            arrays[name] = self._cut(cache[name], axes)
+        return arrays
 
     def _cut(self, value: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
         """A value without other rows and padding."""

@@ -56,7 +56,6 @@ def select(model: HookedModel, what: Where) -> list[str]:
     """Names of the hook points that an expression selects and a function can change.
 
     Args:
-        model: the hooked model.
         what: a name, glob, `HookPoint`, or predicate of the name.
 
     Raises:

@@ -65,8 +65,8 @@ def download_file(repository: Repository, file: str) -> Path:
     """
     names = repository.names()
     if file not in names:
-        held = [name for name in names if name.endswith(SINGLE)]
-        has = f"it has {', '.join(held) or 'none'}{nearest(file, held)}"
+        files = [name for name in names if name.endswith(SINGLE)]
+        has = f"it has {', '.join(files) or 'none'}{nearest(file, files)}"
         raise ModelError(f"{repository.where} has no file {file!r}; {has}")
     return repository.fetch([file, *(small_files(names) if file.endswith(".pth") else ())]) / file
 
@@ -88,12 +88,12 @@ def _fetch_checkpoint(repository: Repository, folder: Path, names: list[str]) ->
         if is_hooked(folder / GRAPH):
             repository.fetch(_weights(folder, GRAPH))
             return
-    wanted = shards(folder, names)
+    files = shards(folder, names)
     for module in module_folders(folder, names):
         inner = below(module, names)
         repository.fetch(f"{module}/{name}" for name in small_files(inner))
-        wanted += [f"{module}/{name}" for name in shards(folder / module, inner)]
-    repository.fetch(wanted)
+        files += [f"{module}/{name}" for name in shards(folder / module, inner)]
+    repository.fetch(files)
 
 
 def _fetch_graph(repository: Repository, graph: str) -> None:
@@ -120,6 +120,6 @@ def _weights(folder: Path, graph: str) -> list[str]:
 
 def _without_weights(repository: Repository, names: list[str]) -> str:
     others = [name for name in names if name.endswith(WEIGHTS)]
-    held = f"; it has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
+    listing = f"; it has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
     read = ", ".join(name for name in CHECKPOINTS if not name.endswith(".json"))
-    return f"{repository.where} holds no weights that are read ({read}, single or sharded, .onnx, .gguf, .pth){held}"
+    return f"{repository.where} holds no weights that are read ({read}, single or sharded, .onnx, .gguf, .pth){listing}"

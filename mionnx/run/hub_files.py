@@ -27,8 +27,8 @@ def checkpoint_of(names: Iterable[str]) -> str | None:
     In transformers' order. Others beside them are not read: `consolidated.safetensors`, `original/`, and shards of
     another framework.
     """
-    held = {*names}
-    return next((name for name in CHECKPOINTS if name in held), None)
+    present = {*names}
+    return next((name for name in CHECKPOINTS if name in present), None)
 
 
 def small_files(names: Iterable[str]) -> list[str]:
@@ -68,10 +68,10 @@ def module_folders(folder: Path, names: Iterable[str]) -> list[str]:
     """
     if MODULES not in names:
         return []
-    found = read_json(folder / MODULES)
-    if not isinstance(found, Sequence) or not all(isinstance(one, Mapping) for one in found):
+    modules = read_json(folder / MODULES)
+    if not isinstance(modules, Sequence) or not all(isinstance(one, Mapping) for one in modules):
         raise ModelError(f"{folder / MODULES} is damaged: it is no list of modules")
-    return [str(one["path"]) for one in found if one.get("path")]
+    return [str(one["path"]) for one in modules if one.get("path")]
 
 
 def below(folder: str, names: Iterable[str]) -> list[str]:

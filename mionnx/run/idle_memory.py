@@ -41,7 +41,6 @@ class IdleMemory:
         """Close idle graphs, and return free memory.
 
         Args:
-            pools: of the model, and of its parts.
             later: keep free memory until no graph has been used for `PAUSE` seconds.
         """
         allowed = max(pools[0].weights // SHARE, LEAST)
@@ -53,8 +52,6 @@ class IdleMemory:
         """Return memory of no file if more than the bytes allowed were added to what was held.
 
         Args:
-            allowed: bytes.
-            release: returns it.
             pause: seconds without a use of a graph, in this process, that are waited for in another thread.
         """
         with self._lock:

@@ -40,8 +40,6 @@ def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where:
     """Refuse to export a checkpoint in a dtype that its engine does not compute in.
 
     Args:
-        folder: the checkpoint's.
-        dtype: of the export.
         lacking: dtypes that the engine has no operators for.
         where: the engine and its provider, for the message.
 
@@ -71,12 +69,12 @@ def refuse_other(hooked: HookedModel, dtype: str) -> None:
 
 def stored_dtype(folder: Path) -> str | None:
     """The dtype of most tensors in a checkpoint's safetensors files; None without such files."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
         try:
             with safe_open(file, framework="np") as tensors:
-                found.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118 - it is no dictionary
+                counts.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118 - it is no dictionary
         except (OSError, SafetensorError):
             return None  # refused by the exporter, which says what is wrong with the file
-    kinds = [STORED[name] for name, _ in found.most_common() if name in STORED]
+    kinds = [STORED[name] for name, _ in counts.most_common() if name in STORED]
     return kinds[0] if kinds else None

@@ -83,8 +83,6 @@ def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
     """Refuse logits with NaN.
 
     Args:
-        logits: of a pass.
-        spec: of the pass.
         again: runs the same tokens with another spec, without logits.
 
     Raises:

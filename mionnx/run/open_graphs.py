@@ -146,7 +146,6 @@ class OpenGraphs:
         """The open graph of a plan; rewritten and opened on first use.
 
         Args:
-            plan: the structure.
             tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
         """
         return self._of(plan, lambda: self._open_graph(plan), tokens)
@@ -157,7 +156,6 @@ class OpenGraphs:
         Args:
             plan: the structure; it captures all of the hooks.
             hooks: names, in execution order.
-            tokens: as for `get`.
         """
         return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
 

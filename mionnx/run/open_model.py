@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from mionnx.bind.bound_spec import Binder
 from mionnx.engine.options import Options
-from mionnx.errors import ModelError, TokenizerError
+from mionnx.errors import InputError, ModelError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.inputs import tokens
@@ -20,6 +20,7 @@ from mionnx.inputs.unknown_words import UnknownWords
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import Once, once_property
+from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.run import accuracy
 from mionnx.run.find_model import cache_folder
@@ -29,6 +30,7 @@ from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 T = TypeVar("T")
 
 
+@typed(InputError)
 class OpenModel:
     """A hooked model with its open graphs: what verbs of models are functions of.
 

@@ -25,10 +25,10 @@ def other_spelling(model: OpenModel, text: str) -> tuple[str, int] | None:
     """
     other = text[1:] if text.startswith(" ") else f" {text}"
     try:
-        found, token = token_id(model, other), token_id(model, text)
+        other_id, token = token_id(model, other), token_id(model, text)
     except (InputError, TokenizerError):
         return None
-    return None if found == token else (other, found)
+    return None if other_id == token else (other, other_id)
 
 
 def has_text(given: Any) -> bool:
@@ -40,7 +40,6 @@ def warn_of_spelling(model: OpenModel, what: str, given: Any, logits: NDArray[An
     """Warn if the other spelling of a token has the larger logit.
 
     Args:
-        model: for its tokenizer.
         what: the argument, "answer" or "versus".
         given: the token; an id is taken as it is.
         logits: [vocab], where the next token is predicted.
@@ -59,7 +58,6 @@ def warn_of_spellings(model: OpenModel, given: dict[str, Any], logits: NDArray[A
     """Warn of tokens that are given once for all rows, or once for each.
 
     Args:
-        model: for its tokenizer.
         given: argument -> tokens.
         logits: [rows, vocab].
     """

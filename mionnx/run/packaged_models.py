@@ -1,4 +1,5 @@
 """Models that PyPI packages of others carry, opened by a name: `smollm2` is a real language model of 98 MB.
+Those that ship with mionnx lie in `models/` of the repository, or inside an installed wheel.
 
 A package is found without being imported: its code never runs, and what it depends on need not be there.
 """
@@ -46,10 +47,27 @@ def packaged_model(name: str) -> Path | None:
     if spec is None:
         raise ModelError(f"{name} ({package.about}) is in a package that is not installed: {package.command}")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    found = sorted(path for folder in folders for path in folder.glob(package.pattern))
-    if len(found) != 1:
+    paths = sorted(path for folder in folders for path in folder.glob(package.pattern))
+    if len(paths) != 1:
         raise ModelError(
-            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(found)} files "
+            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(paths)} files "
             f"{package.pattern}, not one: {package.command} --force-reinstall"
         )
-    return found[0]
+    return paths[0]
+
+
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the repository
+
+
+def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
+    """Folders of the shipped models by name, `world-llama` for one.
+
+    Args:
+        folders: where to look, the first that has models counts.
+    """
+    for folder in folders:
+        models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+        if models:
+            return models
+    return {}

@@ -33,11 +33,11 @@ def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = Fals
     need = pass_bytes(bound, batch.batch, batch.seq, batch.total, use_cache)
     if need > LARGE and need > (free := memory.available()):
         scores = layer_bytes(bound, batch.seq, batch.total)
-        kept = kept_bytes(bound, batch.seq, batch.total - batch.seq, use_cache)
+        results = kept_bytes(bound, batch.seq, batch.total - batch.seq, use_cache)
         raise InputError(
             f"a pass over {batch.batch} x {batch.seq} tokens needs some {memory.format_bytes(need)} "
             f"({memory.format_bytes(batch.batch * scores)} while its longest layer is computed, "
-            f"{memory.format_bytes(batch.batch * kept)} of captures, logits, keys and values), and "
+            f"{memory.format_bytes(batch.batch * results)} of captures, logits, keys and values), and "
             f"{memory.format_bytes(free)} of memory are free: give the text in pieces (use_cache=True, then cache=), "
             "smaller batches (batch_size=), ask for Logits(positions=-1) or logits=False, or capture less"
         )
@@ -47,13 +47,11 @@ def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bo
     """Approximate bytes of one pass: the longest layer while it is computed, and what is kept.
 
     Args:
-        bound: the spec of the pass.
         batch, seq, total: rows, new tokens, and tokens with those of the past.
-        use_cache: whether keys and values are returned.
     """
     gathered = bound.estimate(batch, seq, total)
-    kept = batch * kept_bytes(bound, seq, total - seq, use_cache)
-    return batch * layer_bytes(bound, seq, total) + kept + gathered.peak - gathered.total
+    results = batch * kept_bytes(bound, seq, total - seq, use_cache)
+    return batch * layer_bytes(bound, seq, total) + results + gathered.peak - gathered.total
 
 
 def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
@@ -67,10 +65,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     """Bytes that one row leaves: captures, gradients, logits, keys and values.
 
     Args:
-        bound: the spec of the pass.
-        length: tokens of the row.
         past: tokens before them.
-        use_cache: whether keys and values are returned.
     """
     model, part = bound.model, bound.logits
     number = np.dtype(model.past_dtype).itemsize

@@ -57,15 +57,15 @@ class PrepackedModel:
     def proto(self) -> onnx_file.ModelProto:
         """The graph, without its weights."""
         proto = onnx_file.read(self.folder / GRAPH)
-        kept = [output for output in proto.graph.output if output.name in self.outputs]
+        outputs = [output for output in proto.graph.output if output.name in self.outputs]
         del proto.graph.output[:]
-        proto.graph.output.extend(kept)
+        proto.graph.output.extend(outputs)
         return proto
 
     @once_property
     def _values(self) -> set[str]:
-        made = {output for node in self.proto.graph.node for output in node.output}
-        return made | {tensor.name for tensor in self.proto.graph.initializer}
+        outputs = {output for node in self.proto.graph.node for output in node.output}
+        return outputs | {tensor.name for tensor in self.proto.graph.initializer}
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name.

@@ -46,11 +46,7 @@ class Text:
 
 
 def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
-    """Tokenise prompts: [seq] each, without padding.
-
-    Raises:
-        InputError: prompts that the model cannot run on.
-    """
+    """Tokenise prompts: [seq] each, without padding."""
     batch = make_token_batch(model.ids(prompts), None, None, model.hooked.metadata.sizes)
     return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
 
@@ -77,25 +73,21 @@ def one_text(model: Runner, prompt: Prompt) -> Text:
 
 
 def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
-    """Tokenise a list of prompts, with the text of each token; one prompt is a list of one.
-
-    Raises:
-        InputError: prompts that the model cannot run on.
-    """
+    """Tokenise a list of prompts, with the text of each token; one prompt is a list of one."""
     words: dict[int, str] = {}
-    made = []
+    texts = []
     for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:
         words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
-        made.append(Text(ids, [words[token] for token in ids.tolist()]))
-    return made
+        texts.append(Text(ids, [words[token] for token in ids.tolist()]))
+    return texts
 
 
 def is_list(model: Runner, prompts: Prompt) -> bool:
     """Whether prompts are a list, or several rows of an array, rather than a single one."""
-    given = model.ids(prompts)
-    if entries_of(given) is not None:
+    ids = model.ids(prompts)
+    if entries_of(ids) is not None:
         return True
-    return np.ndim(given) > 1 and len(given) > 1 if hasattr(given, "shape") else len(texts_of(model, prompts)) > 1
+    return np.ndim(ids) > 1 and len(ids) > 1 if hasattr(ids, "shape") else len(texts_of(model, prompts)) > 1
 
 
 def each_of(given: Any, rows: int, what: str) -> list[Any]:

@@ -92,10 +92,10 @@ class Repository:
         if not self.away and (inner or self.commit is None):
             # The first files settle the commit, and the cache notes that the revision is it.
             revision = self.version.revision if self.commit is None else self.commit.name
-            held = {
+            sizes = {
                 path for path in inner if isinstance(try_to_load_from_cache(self.name, path, revision=revision), str)
             }
-            self.lacking = sum(inner[path] for path in inner.keys() - held)
+            self.lacking = sum(inner[path] for path in inner.keys() - sizes)
             with self._refusals():
                 self.commit = self._snapshot(revision, [*map(glob.escape, inner)], tqdm_class=self._bar(self.lacking))
         assert self.commit is not None

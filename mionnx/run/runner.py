@@ -124,9 +124,9 @@ class Runner(OpenModel):
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
         model_dtype.refuse_other(hooked, dtype)
         accuracy.warn_of_dynamic_rounding(hooked)
-        made = cls(hooked, options)
-        made.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
-        return made
+        model = cls(hooked, options)
+        model.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
+        return model
 
     @overload
     def forward(

@@ -88,9 +88,9 @@ def nucleus(scores: Row, p: float) -> Row:
         return scores
     order = np.argsort(scores, kind="stable")
     rest = order[np.cumsum(softmax(scores[order])) <= 1 - p]
-    kept = scores.copy()
-    kept[rest[rest != order[-1]]] = -np.inf
-    return kept
+    nucleus_scores = scores.copy()
+    nucleus_scores[rest[rest != order[-1]]] = -np.inf
+    return nucleus_scores
 
 
 @typed(InputError)

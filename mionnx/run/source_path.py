@@ -117,14 +117,13 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
     """End of an error message for a missing path: the nearest folder.
 
     Args:
-        name: the path.
         choices: other names that are accepted.
     """
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     while not path.parent.is_dir() and path != path.parent:
         path = path.parent
     try:
-        folders = [str(found) for found in path.parent.iterdir() if found.is_dir()]
+        folders = [str(entry) for entry in path.parent.iterdir() if entry.is_dir()]
     except OSError:
         folders = []
     near = difflib.get_close_matches(str(path), folders, 1, 0.6)
@@ -138,7 +137,6 @@ def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
     Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
 
     Args:
-        name: a path, or a name.
         choices: other names that are accepted.
     """
     folder = Path(name).parent

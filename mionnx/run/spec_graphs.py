@@ -107,14 +107,14 @@ def estimate(
     if past:
         refuse_without_cache(model.binder.model, "a past")
     bound = bind_pass(model.binder, hooks, logits, use_cache)
-    found = bound.estimate(batch, seq, past + seq)
-    found = replace(found, passing=pass_bytes(bound, batch, seq, past + seq, use_cache))
+    sizes = bound.estimate(batch, seq, past + seq)
+    sizes = replace(sizes, passing=pass_bytes(bound, batch, seq, past + seq, use_cache))
     if not bound.gradients:
-        return found
+        return sizes
     hooked, variants = model.binder.model, model.variants
     nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
     packed = COPIES * variants.weights * variants.packs(batch * seq)
-    return replace(found, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)
+    return replace(sizes, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)
 
 
 @typed()

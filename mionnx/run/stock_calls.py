@@ -64,7 +64,6 @@ def serves(model: HookedModel, kind: int) -> bool:
     It is tried if it never was.
 
     Args:
-        model: an adopted model with a stock graph.
         kind: a sum of flags of `mionnx.graph.stock_graph`.
     """
     return not problem(model, kind)
@@ -98,19 +97,19 @@ def _judged(model: HookedModel, stock: StockGraph, kind: int, trial: "Trial | No
     """The verdict of the record, or of a trial, which is recorded and said."""
     try:
         check_stock(stock, model.proto, model.folder, kind)
-        known = _recorded(model, kind)
-        found = (trial or Trial(model, stock)).problem(kind) if known is None else known
-        if known is None:
-            _record(model, kind, found)
+        recorded = _recorded(model, kind)
+        verdict = (trial or Trial(model, stock)).problem(kind) if recorded is None else recorded
+        if recorded is None:
+            _record(model, kind, verdict)
     except MIError as error:  # memory may have run out: tried again by the next process
-        known, found = None, str(error).rpartition("Status Message: ")[2]
-    if found and known is None and trial is None:
+        recorded, verdict = None, str(error).rpartition("Status Message: ")[2]
+    if verdict and recorded is None and trial is None:
         warnings.warn(
-            f"{model.name}: calls of {described(kind)} run the hooked graph, not the file's own: {found}",
+            f"{model.name}: calls of {described(kind)} run the hooked graph, not the file's own: {verdict}",
             StockGraphWarning,
             stacklevel=caller_level(),
         )
-    return found
+    return verdict
 
 
 def _possible(model: HookedModel, kind: int) -> bool:
@@ -134,18 +133,14 @@ class Trial:
         return open_to_try(self._model.folder / GRAPH, self._model.folder)
 
     def problem(self, kind: int) -> str:
-        """Run a call of a kind in both, and say what differs; "" if nothing does.
-
-        Raises:
-            ModelError: ONNX Runtime does not open or run one of the two.
-        """
+        """Run a call of a kind in both, and say what differs; "" if nothing does."""
         model, outputs = self._model, {entry.name for entry in self._model.proto.graph.output}
         shared = [entry.name for entry in self._stock.proto.graph.output if entry.name in outputs]
         past = self._past(kind) if kind & PAST else None
         batch = self._batch(kind, TOKENS if kind & SEVERAL else 1, past)
         feeds = {**batch.feeds(), **past_inputs(model, past, batch)}
-        found, expected = self._own.run(shared, feeds), self._hooked.run(shared, feeds)
-        return _difference(found, expected, batch, self._stock.allowed)
+        own, expected = self._own.run(shared, feeds), self._hooked.run(shared, feeds)
+        return _difference(own, expected, batch, self._stock.allowed)
 
     def _past(self, kind: int) -> Past | None:
         """A past of the hooked graph; made once for the kinds that have the same."""
@@ -168,11 +163,11 @@ class Trial:
 def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
     """The first output in which two graphs differ by more than rounding, padding left out."""
     for name, left in found.items():
-        right, whole = expected[name], name.startswith(KEYS_AND_VALUES.present)
+        right, of_past = expected[name], name.startswith(KEYS_AND_VALUES.present)
         if left.shape != right.shape:
             return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"
-        real = batch.attention_mask.astype(bool) if whole else batch.real[:, -left.shape[1] :]
-        one, other = (np.moveaxis(array, 2, 1)[real] if whole else array[real] for array in (left, right))
+        real = batch.attention_mask.astype(bool) if of_past else batch.real[:, -left.shape[1] :]
+        one, other = (np.moveaxis(array, 2, 1)[real] if of_past else array[real] for array in (left, right))
         if not (off := difference(one, other)) <= allowed:  # NaN is more
             return f"{name} differs by {off:.1e} of its largest number, allowed {allowed:.1e}"
     return ""
@@ -186,15 +181,15 @@ def _recorded(model: HookedModel, kind: int) -> str | None:
 
 def _calls(model: HookedModel) -> dict[str, Any]:
     """The record of this graph: kind -> what speaks against it."""
-    found: Any = None
+    record: Any = None
     with suppress(ModelError):
-        found = read_json(model.folder / RECORD)
-    known = isinstance(found, dict) and found.get("graph") == model.digest and isinstance(found.get("calls"), dict)
-    return found["calls"] if known else {}
+        record = read_json(model.folder / RECORD)
+    valid = isinstance(record, dict) and record.get("graph") == model.digest and isinstance(record.get("calls"), dict)
+    return record["calls"] if valid else {}
 
 
-def _record(model: HookedModel, kind: int, found: str) -> None:
+def _record(model: HookedModel, kind: int, verdict: str) -> None:
     unwritable = (OSError, Timeout, NotImplementedError, MIError)  # read-only, full, or without locks
     with suppress(*unwritable), FileLock(model.folder / LOCK, timeout=WAIT):
-        record = {"graph": model.digest, "calls": {**_calls(model), str(kind): found}}
+        record = {"graph": model.digest, "calls": {**_calls(model), str(kind): verdict}}
         write_atomic(model.folder / RECORD, json.dumps(record, indent=1).encode())

@@ -71,8 +71,6 @@ def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) 
     Args:
         name: of the parameter that asks for it.
         new: how many tokens each row may get.
-        batch: the prompts.
-        metadata: of the model.
 
     Raises:
         InputError: naming the number of positions, or how many tokens fit.

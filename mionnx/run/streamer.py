@@ -114,8 +114,6 @@ def make_streamer(given: Any, tokenizer: Decoder | None, rows: int) -> Streamer 
     Args:
         given: a streamer; a function of one value, called with each new piece of text; a function of two, called with
             each new token's id and its text; or None.
-        tokenizer: of the model, None without one.
-        rows: number of texts.
 
     Raises:
         InputError: something else, or a function for several texts.

@@ -43,7 +43,9 @@ def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None)
         return np.arange(len(ids)) if positions is None else np.asarray(positions).astype(np.int64)
     if not callable(by):
         check_by(by)
-    found = np.asarray(by(np.asarray(ids)))  # type: ignore[operator]
-    if found.shape != np.shape(ids) or found.dtype.kind not in "iub":
-        raise InputError(f"by= gave {found.dtype} {list(found.shape)}; it gives integers [{len(ids)}], a class a token")
-    return found.astype(np.int64)
+    classes = np.asarray(by(np.asarray(ids)))  # type: ignore[operator]
+    if classes.shape != np.shape(ids) or classes.dtype.kind not in "iub":
+        raise InputError(
+            f"by= gave {classes.dtype} {list(classes.shape)}; it gives integers [{len(ids)}], a class a token"
+        )
+    return classes.astype(np.int64)

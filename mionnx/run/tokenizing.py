@@ -30,9 +30,9 @@ def tokenize(model: OpenModel, text: str) -> tokens.Tokens:
     Example:
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
-    found = tokens.tokenize(model.tokenizer, text)
-    model.unknown_words.look(found)
-    return found
+    encoded = tokens.tokenize(model.tokenizer, text)
+    model.unknown_words.look(encoded)
+    return encoded
 
 
 @typed()
@@ -67,11 +67,11 @@ def tokenize_chat(
         chat.positions_of("France", message=0), model.generate(chat).new_texts
     """
     template = model.chat_template if chat_template is None else load_chat_template(model.hooked.folder, chat_template)
-    made = chat_tokens.tokenize_chat(
+    encoded = chat_tokens.tokenize_chat(
         model.tokenizer, template, messages, add_generation_prompt, continue_final_message, variables or {}
     )
-    model.unknown_words.look(made)
-    return made
+    model.unknown_words.look(encoded)
+    return encoded
 
 
 @typed()
@@ -114,12 +114,12 @@ def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     @wraps(verb)
     def call(*arguments: Any, **named: Any) -> Result:
-        given = {key: named.pop(key) for key in (IDS, TYPES) if key in named}
-        if not any(value is not None for value in given.values()):
+        encoding = {key: named.pop(key) for key in (IDS, TYPES) if key in named}
+        if not any(value is not None for value in encoding.values()):
             return verb(*arguments, **named)
         if len(arguments) > 1 or first in named:
-            raise InputError(f"{verb.__name__} got both {first} and {', '.join(given)}: give the prompt once")
-        return of_prompt(*arguments, given, **named)
+            raise InputError(f"{verb.__name__} got both {first} and {', '.join(encoding)}: give the prompt once")
+        return of_prompt(*arguments, encoding, **named)
 
     of_prompt: Callable[..., Result] = verb
     declared = signature(verb)
