@@ -63,7 +63,6 @@ from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import Hook
 from mionnx.run.layer_loops import LayerLoopWarning
 from mionnx.run.other_spelling import OtherSpellingWarning
@@ -103,7 +102,6 @@ __all__ = [
     "HeadScores",
     "Hook",
     "HookCache",
-    "HookCaches",
     "HookError",
     "HookPoint",
     "HookSpec",

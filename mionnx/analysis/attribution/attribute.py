@@ -19,7 +19,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spelling
@@ -44,7 +44,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Attribution: ...
 @overload
 def attribute(
@@ -55,7 +55,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Any: ...
 @typed()
 def attribute(
@@ -66,7 +66,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Attribution | Attributions:
     """Decompose a logit, or one token's lead over another, into direct contributions.
 
