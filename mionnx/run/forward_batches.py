@@ -55,7 +55,7 @@ Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
 def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_cache: bool = False) -> bool:
-    """Whether all rows run at once: few tokens, or rows that fit into memory and are not mostly padding."""
+    """Whether all rows run at once: they fit into memory, and few are padding."""
     if batch_size != AUTO or batch.batch == 1:
         return batch_size is None or batch.batch == 1
     sparse = 2 * batch.real.sum() < batch.real.size > TOKENS

@@ -30,7 +30,7 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
 
 
 def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> HookCache:
-    """Join the results of single rows without padding as those of one batch, whose padding is then 0.
+    """Join the results of single rows as those of one batch, padded with 0.
 
     Args:
         rows: the results; each gives up its logits.
@@ -88,7 +88,7 @@ def _logits_axes(bound: BoundSpec) -> tuple[str, str, str]:
 
 
 def _axes(captures: Sequence[BoundCapture], ending: str) -> list[tuple[str, list[str]]]:
-    """Names of captured values, and their axes; "chosen" are positions, which no padding stands between."""
+    """Names of captured values and their axes; "chosen" positions have no padding."""
     named = []
     for capture in captures:
         axes = [*capture.node.axes]

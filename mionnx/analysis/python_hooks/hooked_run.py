@@ -122,7 +122,7 @@ def run_batches(
     logits: bool,
     state: bool,
 ) -> HookCache:
-    """Run a list of prompts with functions at hook points, in batches unless it fits into one pass.
+    """Run a list of prompts with functions at hook points, in one pass or in batches.
 
     See `run_segments`; functions see each batch.
     """
@@ -149,7 +149,7 @@ def run_backwards(
     functions: Mapping[str, list[HookFunction]],
     metric: Mapping[str, Any],
 ) -> HookCache:
-    """Run a model and go back from a metric, with functions at the gradients, which may change them.
+    """Run a model and go back from a metric, with functions at the gradients.
 
     1. The gradients of the metric by all hooked values come from one pass.
     2. The functions are called from the last hook point to the first, with the gradient by the value there.
