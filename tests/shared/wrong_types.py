@@ -23,6 +23,7 @@ from mionnx import (
     SAE,
     AblationResult,
     Activations,
+    Comparison,
     Direction,
     Directions,
     Fragment,
@@ -502,6 +503,7 @@ def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
     yield Call("probe", lambda: probe, {"activations": made, **labels})
     yield Call("statistics_of", lambda: statistics_of, {"activations": made})
     yield Call("Noise", lambda: Noise, {"positions": "France"})
+    yield Call("Comparison", lambda: Comparison, {"clean": PROMPT, "corrupted": OTHER})
 
 
 def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
@@ -520,6 +522,7 @@ def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[C
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
     yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
     yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})
+    yield Call("Comparison.on", lambda: Comparison(PROMPT, OTHER).on, {"model": model})
     yield Call("MIModel(rwkv).forward", lambda: recurrent.forward, {"tokens": PROMPT, "hooks": HookSpec()})
     source = {"source": model.hooked.folder}
     yield Call("MIModel.from_pretrained", lambda: MIModel.from_pretrained, source)
