@@ -28,6 +28,7 @@ from rich.progress import track
 from tables import present
 
 from mionnx import HookSpec, Logits, MIModel
+from mionnx.run.batching import batches_of
 
 MODELS = ("world-llama", "world-rwkv7")
 SIZES = (None, 32, "auto")
@@ -61,7 +62,7 @@ def measured(name: str, size: Any, given: argparse.Namespace) -> dict[str, float
     for row in chosen:
         alone = model.forward(texts[row], SPEC, logits=Logits(positions=-1))["resid_post", last][0]
         gaps.append(np.abs(found["resid_post", last][row] - alone).max() / np.abs(alone).max())
-    batches = 1 if size is None else len(found.batches)
+    batches = 1 if size is None else len([*batches_of([*map(len, texts)], size)])
     return {"seconds": median(seconds), "bytes": max(used), "gap": float(max(gaps)), "batches": batches}
 
 

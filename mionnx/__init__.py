@@ -62,7 +62,6 @@ from mionnx.rewrite import Report
 from mionnx.run.accuracy import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import Hook
 from mionnx.run.layer_loops import LayerLoopWarning
 from mionnx.run.open_graphs import OpenGraph as Compiled
@@ -103,7 +102,6 @@ __all__ = [
     "HeadScores",
     "Hook",
     "HookCache",
-    "HookCaches",
     "HookError",
     "HookPoint",
     "HookSpec",

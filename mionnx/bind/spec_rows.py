@@ -120,7 +120,7 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
         if part.cotangent is metric.cotangent and metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
             raise GradientError(
                 f"cotangent {list(metric.cotangent.shape)} has numbers for every position, which the rows of several "
-                "batches do not share: run them as one batch, without batch_size="
+                "batches do not share: run them as one batch, batch_size=None"
             )
     return part
 

@@ -77,9 +77,9 @@ class Workers:
             num_gpus=self.gpus or None,
         )
         for row in _while_answering(data.iter_rows(), self.ray.get_runtime_context().gcs_address):
-            if isinstance(found := row["piece"].value, MIError):
-                raise found
-            yield found
+            if isinstance(result := row["piece"].value, MIError):
+                raise result
+            yield result
 
 
 def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
@@ -90,23 +90,23 @@ def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
     Raises:
         RuntimeMissingError: it does not.
     """
-    found: Queue[tuple[bool, Any]] = Queue()
+    queue: Queue[tuple[bool, Any]] = Queue()
     room = Semaphore(0)  # no row is fetched before the one before it is taken
 
     def fetch() -> None:
         try:
             for row in rows:
-                found.put((True, row))
+                queue.put((True, row))
                 room.acquire()
-            found.put((False, None))
+            queue.put((False, None))
         except BaseException as error:
-            found.put((False, error))
+            queue.put((False, error))
 
     Thread(target=fetch, daemon=True).start()
     misses = 0
     while True:
         try:
-            more, row = found.get(timeout=PATIENCE / 2)
+            more, row = queue.get(timeout=PATIENCE / 2)
         except Empty:
             misses = 0 if _answers(head) else misses + 1
             if misses < MISSES:
@@ -142,9 +142,9 @@ class _Piece:
 
 def _batch(value: Any) -> dict[str, Any]:
     """A batch of Ray Data with one object."""
-    held = np.empty(1, object)
-    held[0] = _Piece(value)
-    return {"piece": held}
+    pieces = np.empty(1, object)
+    pieces[0] = _Piece(value)
+    return {"piece": pieces}
 
 
 def _all_of(pieces: Callable[[], Iterator[Any]]) -> Callable[[Any], Iterator[dict[str, Any]]]:
@@ -206,8 +206,8 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
     try:
         room = _room(ray.cluster_resources(), cpus, gpus)
         if address == LOCAL and room < (workers or 1):
-            asked = f"{count(workers or 1, 'worker')} of {count(cpus, 'CPU')} and {count(gpus, 'GPU')}"
-            raise InputError(f"{asked}: this machine has room for {room}")
+            wish = f"{count(workers or 1, 'worker')} of {count(cpus, 'CPU')} and {count(gpus, 'GPU')}"
+            raise InputError(f"{wish}: this machine has room for {room}")
         yield Workers(ray, workers or max(1, room), cpus, gpus)
     finally:
         if begun:

@@ -62,8 +62,8 @@ def harvest(
     writer = open_writer(model, texts, points, hooks, folder, Settings(**options))
     if not writer.rows.texts.again:
         raise InputError("texts of an iterator stay in this process: give a file, a folder or a list to workers")
-    with cluster(address, model, workers, cpus) as found:
-        return write(writer, partial(_by_workers, found), progress)
+    with cluster(address, model, workers, cpus) as processes:
+        return write(writer, partial(_by_workers, processes), progress)
 
 
 def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[Made]:

@@ -14,11 +14,11 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import BatchSize, in_batches
+from mionnx.run.batching import AUTO, TOKENS, BatchSize, in_batches
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_pass import metric_feeds, run_pass
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches, rows_of
+from mionnx.run.hook_caches import joined, rows_of
 from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import fitting, refuse_all
 from mionnx.spec.hook_spec import HookSpec
@@ -55,11 +55,25 @@ class ListRequest:
 Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
-def forward_batches(model: OpenModel, request: ListRequest) -> HookCaches:
-    """Run a list of prompts, and keep the results of each."""
-    batches: list[list[int]] = []
-    caches = map_rows(model, request, lambda _, cache: cache, "forward", kept=True, batches=batches)
-    return HookCaches(caches, batches)
+def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_cache: bool = False) -> bool:
+    """Whether all rows run at once: they fit into memory, and few are padding."""
+    if batch_size != AUTO or batch.batch == 1:
+        return batch_size is None or batch.batch == 1
+    sparse = 2 * batch.real.sum() < batch.real.size > TOKENS
+    return not sparse and batch.batch <= fitting(bound, batch.total - batch.seq, use_cache)(batch.seq)
+
+
+def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
+    """Run a list of prompts in batches; the results are those of one batch.
+
+    Raises:
+        InputError: as `forward`, and results that memory does not hold together.
+        InterventionError, GradientError: as `forward`, and values that the rows of batches cannot share.
+    """
+    rows = map_rows(model, request, lambda _, cache: cache, "forward", kept=True)
+    sizes, given = model.hooked.metadata.sizes, (request.tokens, request.attention_mask, request.past)
+    batch = make_token_batch(*given, sizes, request.prompt_length)
+    return joined(rows, bind_pass(model.binder, request.spec, request.logits, request.use_cache), batch)
 
 
 def map_rows(
@@ -70,7 +84,6 @@ def map_rows(
     *,
     run: Run | None = None,
     kept: bool = False,
-    batches: list[list[int]] | None = None,
     progress: bool | None = None,
 ) -> list[T]:
     """Run a list of prompts in batches, and make something of the results of each.
@@ -80,8 +93,7 @@ def map_rows(
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
         stage: the name of this work, for its progress.
         run: runs one batch; a forward pass if left out.
-        kept: whether all results are kept, so that memory must hold them together.
-        batches: gets the rows of each batch.
+        kept: whether all results are kept, padded, so that memory must hold them together.
         progress: see `in_batches`.
 
     Returns:
@@ -90,12 +102,10 @@ def map_rows(
     prompts = _Prompts.of(model, request)
     bound = prompts.bound
     if kept:
-        refuse_all(bound, prompts.rows.lengths, prompts.rows.seen, request.use_cache)
+        refuse_all(bound, [max(prompts.rows.lengths)] * len(prompts.rows), prompts.rows.seen, request.use_cache)
     run_batch = run or partial(_forward, model, request)
 
     def run_rows(rows: list[int]) -> list[T]:
-        if batches is not None:
-            batches.append(rows)
         spec, batch, past = prompts.part(model, rows)
         cache = run_batch(spec, batch, past, prompts.batch is not None, rows)
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]

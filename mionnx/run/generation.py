@@ -27,9 +27,9 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.batching import BatchSize, check_batch_size, in_batches
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size, in_batches
 from mionnx.run.decoding import GrowingTexts, Growth, Passes, StepFunctions, check_steps
-from mionnx.run.forward_batches import takes_padding
+from mionnx.run.forward_batches import in_one_pass, takes_padding
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import HookFunctions
 from mionnx.run.pass_memory import fitting
@@ -128,7 +128,7 @@ def generate(
     cache: Past | None = None,
     streamer: Streaming = None,
     output_logits: bool = False,
-    batch_size: BatchSize = None,
+    batch_size: BatchSize = AUTO,
     fwd_hooks: HookFunctions = (),
     window: int | None = None,
 ) -> Generation:
@@ -155,8 +155,8 @@ def generate(
         streamer: told of every token: an object with `put(ids)` and `end()`, such as `TextStreamer`; or, for one text,
             a function of each new piece of text, or of each new token's id and text.
         output_logits: keep all logits, as `Generation.steps[i].output()`.
-        batch_size: continue a list in batches of at most so many rows, those of like length together; "auto": as many
-            as run well and fit into memory. All rows are one padded batch if left out. The result has no `cache` then.
+        batch_size: most rows of a pass: a list then runs in batches, those of like length together, and the result has
+            no `cache`; "auto": all rows at once, or as many as fit into memory; None: all at once.
         fwd_hooks: pairs of a hook and a Python function, as `run_with_hooks` takes them, called as
             `function(activation, hook=hook)` at every step: with the prompts' positions, [batch, seq, ...], then with
             one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
@@ -190,9 +190,14 @@ def generate(
     )
     stopping.refuse_unreached(asked.spec)
     check_batch_size(batch_size)
-    if batch_size is not None:
+    if isinstance(batch_size, int):
         return _in_batches(model, tokens, attention_mask, cache, asked, batch_size, streamer)
     batch, past = _prompts(model, model.ids(tokens), attention_mask, cache, stopping)
+    # a streamer, captures and logits follow the steps of one batch
+    if batch.batch > 1 and streamer is None and not (output_logits or asked.spec.captures):
+        bound = model.binder.bind(asked.spec, Outputs(last=True))
+        if not in_one_pass(bound, batch, batch_size, use_cache=True):
+            return _in_batches(model, tokens, attention_mask, cache, asked, AUTO, streamer)
     return _continued(model, batch, past, asked, make_streamer(streamer, tokenizer, batch.batch))
 
 

@@ -1,119 +1,77 @@
-"""`HookCaches`: the results of a list of prompts, a `HookCache` for each of them."""
+"""Results of rows, cut out of a padded batch and joined again: a list in batches has those of one pass."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.plan import BoundCapture
-from mionnx.errors import HookError, InputError
 from mionnx.graph.axes import KEYS, TOKEN_AXES, sequence_axis
-from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.machine.brief import Brief, count, shape_of
-from mionnx.machine.stored import Storable, Stored
-from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import GRADIENT
-from mionnx.run.hook_cache import HookCache, Key
+from mionnx.run.hook_cache import HookCache
 
-
-@typed(InputError, leave=["index"])
-class HookCaches(Brief, Stored, Sequence[HookCache]):
-    """The results of prompts that ran in batches, in the order given, without padding.
-
-    A list of `HookCache`s: `caches[7]` is that of prompt 7, as `forward` gives it for that prompt alone, its first axis
-    a batch of 1. A hook point in the place of a number gives its values of all prompts as one array, where they have
-    one shape: `caches["resid_post", 2]` is [rows, 1, hidden] after `capture(..., positions=-1)`.
-
-    Attributes:
-        batches: the rows of each batch, in the order in which they ran.
-    """
-
-    INSIDE: ClassVar[tuple[type[Storable], ...]] = (HookCache,)
-
-    def __init__(self, rows: Sequence[HookCache], batches: Sequence[Sequence[int]] = ()) -> None:
-        self._rows, self.batches = [*rows], [[*batch] for batch in batches]
-
-    def _contents(self) -> dict[str, Any]:
-        return {"rows": self._rows, "batches": self.batches}
-
-    @classmethod
-    def _of_contents(cls, contents: dict[str, Any]) -> Self:
-        return cls(**contents)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[HookCache]:
-        return iter(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> HookCache: ...
-    @overload
-    def __getitem__(self, index: slice) -> "HookCaches": ...
-    @overload
-    def __getitem__(self, index: Key) -> NDArray[Any]: ...
-    def __getitem__(self, index: int | slice | Key) -> "HookCache | HookCaches | NDArray[Any]":
-        if isinstance(index, slice):
-            return HookCaches(self._rows[index])
-        if isinstance(index, HookPoint | str | tuple):
-            return self._stacked(str(index), lambda cache: cache.require(index))
-        return self._rows[index]
-
-    def output(self) -> NDArray[Any]:
-        """The logits of all prompts, [rows, seq, vocab], or the part that `logits=` asked for.
-
-        Raises:
-            HookError: there are none, or prompts of unequal length have unequally many.
-        """
-        return self._stacked("logits", lambda cache: cache.output())
-
-    @property
-    def metric(self) -> NDArray[Any] | None:
-        """The spec's metric, float32 [rows]; None if it has none."""
-        metrics = [cache.metric for cache in self._rows if cache.metric is not None]
-        return np.concatenate(metrics) if metrics else None
-
-    def _stacked(self, name: str, value: Callable[[HookCache], NDArray[Any]]) -> NDArray[Any]:
-        """One array of all rows.
-
-        Raises:
-            HookError: rows of unequal shapes.
-        """
-        arrays = [value(cache) for cache in self._rows]
-        shapes = sorted({array.shape[1:] for array in arrays})
-        if len(shapes) > 1:
-            raise HookError(
-                f"{name} is {list(shapes[0])} in one row and {list(shapes[-1])} in another: ask for positions= to have "
-                "one shape in texts of any length, or read caches[row] one by one"
-            )
-        return np.concatenate(arrays)
-
-    def _facts(self) -> Iterator[str]:
-        yield count(len(self), "row")
-        if self.batches:
-            yield f"{len(self.batches)} batch{'es' * (len(self.batches) != 1)}"
-        yield count(len(self._rows[0]) if self._rows else 0, "capture")
-
-    def _lines(self) -> Iterator[str]:
-        for number, cache in enumerate(self._rows):
-            values = [f"{name} {shape_of(cache[name])}" for name in list(cache)[:2]]
-            yield f"row {number}: {', '.join(values) or repr(cache)}"
+CACHED = ("batch", "n_kv_heads", KEYS, "head_dim")  # axes of keys and values
+Columns = slice | NDArray[np.bool_]
 
 
 def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookCache]:
     """Cut the results of a padded batch into one `HookCache` a row, without padding.
 
     Args:
-        batch: its tokens, padded on the left.
-
-    Returns:
-        caches of one row each; their arrays are parts of the batch's.
+        cache: of the batch.
+        bound: its spec.
+        batch: its tokens.
     """
     here = _on_cpu(cache)
     return [_Row(bound, batch, row).of(here) for row in range(batch.batch)]
+
+
+def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> HookCache:
+    """Join the results of single rows as those of one batch, padded with 0.
+
+    Args:
+        rows: the results; each gives up its logits.
+        bound: the spec of the batch.
+        batch: the tokens of all rows.
+    """
+    places, first = [_Row(bound, batch, row) for row in range(batch.batch)], rows[0]
+
+    def put(values: Sequence[Any], axes: Sequence[str]) -> NDArray[Any]:
+        sizes = [batch.total if axis == KEYS else batch.seq if axis in TOKEN_AXES else None for axis in axes[1:]]
+        shape = [own if size is None else size for own, size in zip(values[0].shape[1:], sizes, strict=True)]
+        array = np.zeros((len(rows), *shape), values[0].dtype)
+        for row, (place, value) in enumerate(zip(places, values, strict=True)):
+            columns = place.columns(axes)
+            if any(isinstance(one, np.ndarray) for one in columns):  # padding between tokens, or behind them
+                columns = np.ix_(*(np.arange(size)[one] for size, one in zip(shape, columns, strict=True)))
+            array[row][columns] = value[0]
+        return array
+
+    def captured(caches: Sequence[HookCache], captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
+        return {name: put([cache[name] for cache in caches], axes) for name, axes in _axes(captures, ending)}
+
+    def past(caches: Sequence[Any], join: Callable[[Sequence[Any]], NDArray[Any]]) -> Any:
+        if caches[0] is None:
+            return None
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        parts = [caches[0].layer_of(join(values) for values in zip(*layer, strict=True)) for layer in layers]
+        return type(caches[0])(parts, batch.attention_mask)
+
+    logits_axes = _logits_axes(bound)
+    grad = [row.grad for row in rows if row.grad is not None]
+    return HookCache(
+        None if not first.has_logits else put([row.into_output() for row in rows], logits_axes),
+        captured(rows, bound.captures),
+        past([row.kv_cache for row in rows], lambda values: put(values, CACHED)),
+        past([row.state for row in rows], np.concatenate),
+        None if first.top_ids is None else put([row.top_ids for row in rows], logits_axes),
+        num_layers=first.num_layers,
+        metric=None if first.metric is None else np.concatenate([np.asarray(row.metric) for row in rows]),
+        grad=HookCache(None, captured(grad, bound.gradients, GRADIENT), num_layers=first.num_layers) if grad else None,
+    )
 
 
 def _on_cpu(cache: HookCache) -> HookCache:
@@ -124,50 +82,64 @@ def _on_cpu(cache: HookCache) -> HookCache:
     return HookCache(logits, dict(cache), *past, cache.top_ids, num_layers=count, metric=cache.metric, grad=grad)
 
 
+def _logits_axes(bound: BoundSpec) -> tuple[str, str, str]:
+    part = bound.logits
+    return ("batch", "chosen" if part is not None and part.positions is not None else "seq", "last")
+
+
+def _axes(captures: Sequence[BoundCapture], ending: str) -> list[tuple[str, list[str]]]:
+    """Names of captured values and their axes; "chosen" positions have no padding."""
+    named = []
+    for capture in captures:
+        axes = [*capture.node.axes]
+        if capture.request.positions is not None:
+            axes[sequence_axis(axes)] = "chosen"
+        named.append((capture.node.output.removesuffix(ending), axes))
+    return named
+
+
 class _Row:
     """One row of a batch."""
 
     def __init__(self, bound: BoundSpec, batch: TokenBatch, row: int) -> None:
         self.bound, self.row = bound, row
-        own = int(batch.real[row].sum())
-        keys = batch.attention_mask[row] == 1
-        first = int(keys.argmax())
-        self.tokens = slice(batch.seq - own, batch.seq)
-        self.keys: slice | NDArray[np.bool_] = slice(first, batch.total) if keys[first:].all() else keys
+        self.tokens, self.keys = _run(batch.real[row]), _run(batch.attention_mask[row] == 1)
+
+    def columns(self, axes: Sequence[str]) -> tuple[Any, ...]:
+        """The row's own entries of each axis but the first."""
+        return tuple(
+            self.keys if axis == KEYS else self.tokens if axis in TOKEN_AXES else slice(None) for axis in axes[1:]
+        )
 
     def of(self, cache: HookCache) -> HookCache:
         """The results of the row."""
-        part = self.bound.logits
-        axes = ("batch", "chosen" if part is not None and part.positions is not None else "seq", "last")
-        logits = None if not cache.has_logits else self._cut(cache.output(), axes)
-        top = None if cache.top_ids is None else self._cut(cache.top_ids, axes)
+        axes = _logits_axes(self.bound)
+        grad = None
+        if cache.grad is not None:
+            grad = HookCache(
+                None, self._captured(cache.grad, self.bound.gradients, GRADIENT), num_layers=cache.num_layers
+            )
         return HookCache(
-            logits,
+            None if not cache.has_logits else self._cut(cache.output(), axes),
             self._captured(cache, self.bound.captures),
             None if cache.kv_cache is None else cache.kv_cache.row(self.row),
             None if cache.state is None else cache.state.row(self.row),
-            top,
+            None if cache.top_ids is None else self._cut(cache.top_ids, axes),
             num_layers=cache.num_layers,
             metric=None if cache.metric is None else cache.metric[self.row : self.row + 1],
-            grad=None if cache.grad is None else self._gradients(cache.grad),
+            grad=None if grad is None else HookCache(None, grad, num_layers=cache.num_layers),
         )
 
-    def _gradients(self, grad: HookCache) -> HookCache:
-        return HookCache(None, self._captured(grad, self.bound.gradients, GRADIENT), num_layers=grad.num_layers)
-
-    def _captured(self, cache: Mapping[str, Any], captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
-        arrays = {}
-        for capture in captures:
-            name, axes = capture.node.output.removesuffix(ending), [*capture.node.axes]
-            if capture.request.positions is not None:
-                axes[sequence_axis(axes)] = "chosen"
-            arrays[name] = self._cut(cache[name], axes)
-        return arrays
+    def _captured(self, cache: HookCache, captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
+        return {name: self._cut(cache[name], axes) for name, axes in _axes(captures, ending)}
 
     def _cut(self, value: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
         """A value without other rows and padding."""
-        places: list[Any] = [slice(self.row, self.row + 1)]
-        places += [
-            self.keys if axis == KEYS else self.tokens if axis in TOKEN_AXES else slice(None) for axis in axes[1:]
-        ]
-        return value[tuple(places)]
+        return value[(slice(self.row, self.row + 1), *self.columns(axes))]
+
+
+def _run(real: NDArray[np.bool_]) -> Columns:
+    """The columns of a row's tokens: a slice where they follow each other."""
+    first = int(real.argmax())
+    last = first + int(real.sum())
+    return slice(first, last) if real[first:last].all() else real

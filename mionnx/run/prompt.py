@@ -60,8 +60,8 @@ def one_prompt(model: Runner, prompt: Prompt) -> Ids:
     rows = prompt_ids(model, prompt)
     if len(rows) != 1:
         raise InputError(
-            f"one prompt is read at a time, and {len(rows)} were given: call once for each, or give batch_size= where "
-            "the verb has it, for a list of results"
+            f"one prompt is read at a time, and {len(rows)} were given: call once for each, or use a verb that has "
+            "batch_size=, which takes a list"
         )
     return rows[0]
 

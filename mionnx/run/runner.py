@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, overload
+from typing import Self
 
 from numpy.typing import ArrayLike
 
@@ -19,12 +19,11 @@ from mionnx.inputs.token_batch import Past, make_token_batch
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run import accuracy, find_model, model_dtype, spec_graphs, tokenizing
-from mionnx.run.batching import check_batch_size
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
-from mionnx.run.forward_batches import ListRequest, forward_batches
+from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass
 from mionnx.run.forward_pass import run_pass
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches
 from mionnx.run.open_model import OpenModel
 from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -128,34 +127,6 @@ class Runner(OpenModel):
         model.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
         return model
 
-    @overload
-    def forward(
-        self,
-        tokens: Prompt,
-        hooks: HookSpec | None = None,
-        *,
-        attention_mask: ArrayLike | None = None,
-        cache: Past | None = None,
-        initial_state: RWKVState | None = None,
-        use_cache: bool = False,
-        prompt_length: int | Sequence[int] | None = None,
-        logits: bool | Logits = True,
-        batch_size: None = None,
-    ) -> HookCache: ...
-    @overload
-    def forward(
-        self,
-        tokens: Prompt,
-        hooks: HookSpec | None = None,
-        *,
-        attention_mask: ArrayLike | None = None,
-        cache: Past | None = None,
-        initial_state: RWKVState | None = None,
-        use_cache: bool = False,
-        prompt_length: int | Sequence[int] | None = None,
-        logits: bool | Logits = True,
-        batch_size: int | str,
-    ) -> HookCaches: ...
     @takes_encoding
     def forward(
         self,
@@ -168,8 +139,8 @@ class Runner(OpenModel):
         use_cache: bool = False,
         prompt_length: int | Sequence[int] | None = None,
         logits: bool | Logits = True,
-        batch_size: int | str | None = None,
-    ) -> HookCache | HookCaches:
+        batch_size: BatchSize = AUTO,
+    ) -> HookCache:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
@@ -187,14 +158,12 @@ class Runner(OpenModel):
                 always there, as `HookCache.state`, except without logits.
             logits: all of them, a part (`Logits(positions=-1)`, `Logits(token_ids=[..])`, `Logits(k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
-            batch_size: run a list in batches of at most so many rows, those of like length together; "auto": as many
-                as run well and fit into memory. If left out, all rows are one padded batch.
+            batch_size: most rows of a pass: a list then runs in batches, those of like length together, with the same
+                results (padding is 0); "auto": all rows at once, or as many as fit into memory; None: all at once.
 
         Returns:
-            the logits [batch, seq, vocab] and the captures. With a `batch_size`, a list of these, one for each row in
-            the order given, without padding: [1, seq, vocab], and `caches["resid_post", 2]` for all rows as one array
-            where they have one shape, [rows, positions, hidden]; see `HookCaches`. Values of the spec, and positions
-            and limits of rows, are those of the whole list.
+            the logits [batch, seq, vocab] and the captures, a row for each prompt in the order given. Shorter rows are
+            padded on the left. Values of the spec, and positions and limits of rows, are those of the whole list.
 
         Raises:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
@@ -211,9 +180,12 @@ class Runner(OpenModel):
         check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        if batch_size is not None:
-            texts = self.ids(tokens), spec, batch_size, attention_mask, past, prompt_length
-            return forward_batches(self, ListRequest(*texts, logits, use_cache))
+        ids, sizes = self.ids(tokens), self.hooked.metadata.sizes
+        request = ListRequest(ids, spec, batch_size, attention_mask, past, prompt_length, logits, use_cache)
+        if isinstance(batch_size, int):
+            return forward_batches(self, request)
         bound = bind_pass(self.binder, spec, logits, use_cache)
-        batch = make_token_batch(self.ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
+        batch = make_token_batch(ids, attention_mask, past, sizes, prompt_length)
+        if not in_one_pass(bound, batch, batch_size, use_cache):
+            return forward_batches(self, request)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

@@ -13,6 +13,7 @@ import pytest
 from exporters.transformers import export
 from mionnx import (
     FallbackWarning,
+    HookCache,
     HookPoint,
     HookSpec,
     Intervention,
@@ -92,9 +93,11 @@ def test_padding_and_lists_in_batches(opened, models):
     spec = HookSpec().capture("*.hook_resid_post")
     found, expected = opened("llama").forward(texts, spec), models("llama").forward(texts, spec)
     assert_close(found, expected)
-    for row, one in enumerate(opened("llama").forward(texts, spec, batch_size=2)):
-        alone = models("llama").forward([texts[row]], spec)
-        assert_close(one, alone)
+    parts = opened("llama").forward(texts, spec, batch_size=2)
+    for row, text in enumerate(texts):
+        alone = models("llama").forward([text], spec)
+        logits = parts.output()[[row], -len(text) :]
+        assert_close(HookCache(logits, {name: parts[name][[row], -len(text) :] for name in parts}), alone)
 
 
 def test_verify_beside_the_cpu_and_torch(models, checkpoint, provider):

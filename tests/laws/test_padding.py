@@ -91,7 +91,7 @@ def test_a_zeroed_score_does_not_read_padding_in_any_batch(shipped):
     edit = HookSpec().intervene(point, Intervention.Zero())
     alone = shipped.forward(PROMPTS[1], edit).output()[0, -1]
     for size in (1, "auto"):
-        assert np.abs(shipped.forward(PROMPTS, edit, batch_size=size)[1].output()[0, -1] - alone).max() < TOLERANCE
+        assert np.abs(shipped.forward(PROMPTS, edit, batch_size=size).output()[1, -1] - alone).max() < TOLERANCE
         made = shipped.generate(PROMPTS, edit, batch_size=size, **asked)
         assert made.new_texts[1:] == shipped.generate(PROMPTS[1], edit, **asked).new_texts
 

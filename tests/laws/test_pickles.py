@@ -97,7 +97,6 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Generation": lambda model: model.generate([TEXT, OTHER], STREAM, max_new_tokens=3, output_logits=True),
     "HeadScores": lambda model: model.head_scores(batch=2, period=6),
     "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(k=3)),
-    "HookCaches": lambda model: model.forward([TEXT, OTHER], a_spec(), use_cache=True, batch_size=1),
     "HookPoint": lambda model: HookPoint.AttnZ(3),
     "HookSpec": lambda model: a_spec(),
     "Intervention": lambda model: Intervention.Knockout(create_knockout_mask(KNOCKOUT, 8, 5)),

@@ -26,7 +26,7 @@ MEANS = {
     "seed": r"int( \| None)?",
     "k": r"int( \| None)?",
     "token_ids": r"TokenLike|Iterable\[int\] \| None|Sequence\[int \| str\]",
-    "batch_size": r"int \| str( \| None)?|BatchSize",
+    "batch_size": r"BatchSize|int \| str \| None",
     "progress": r"bool \| None",
     "folder": r"str \| Path( \| None)?",
     "path": r"str \| Path( \| None)?",
@@ -39,14 +39,19 @@ DEFAULTS = {
     "rules": {"gradient"},
     "cotangent": {None},
     "seed": {None, 0},
-    "batch_size": {"auto", None, 16},
+    "batch_size": {"auto"},
     "progress": {None},
 }
 # words that meant several things, and what they are called; but for names of the specification and of TransformerLens
 INSTEAD = {"spec": "hooks or points", "at": "position", "top": "k", "hook_points": "points", "silent": "progress"}
-SPECIFIED = {("create_knockout_mask", "spec"), ("MIModel.to_string", "tokens")}
-SEVERAL = {"prompts", "texts"}
-NO_ROWS = {"ablation_sweep", "verify", "quantise"}  # each prompt runs by itself, or is cut into windows of one length
+SPECIFIED = {
+    ("create_knockout_mask", "spec"),
+    ("MIModel.to_string", "tokens"),
+    ("MIModel.harvest", "batch_size"),  # a dataset has no single pass: no None
+}
+SEVERAL = {"prompts", "texts", "tokens"}
+# each prompt runs by itself, or is cut into windows of one length, or nothing runs
+NO_ROWS = {"ablation_sweep", "verify", "quantise", "to_string", "to_str_tokens"}
 
 
 def verbs() -> Iterator[tuple[str, Any]]:

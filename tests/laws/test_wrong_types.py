@@ -41,7 +41,7 @@ MEMORY = 6 * 2**30  # bytes that a call may take besides
 # Methods that take what other parts of mionnx hand them, two that refuse whatever they are given, and four of Python's.
 INSIDE = {
     "Attributions.count", "Attributions.index",
-    "Compiled.run", "Fragment.evaluate", "HookCache.output", "HookCaches.count", "HookCaches.index",
+    "Compiled.run", "Fragment.evaluate", "HookCache.output",
     "Intervention.from_entry",
     "Intervention.to_entry", "KVCache.feeds", "KVCache.layer_of", "KVCache.left", "KVCache.put_layer", "Logits.feeds",
     "Logits.outputs", "Options.for_many_graphs", "RWKVState.feeds", "RWKVState.layer_of", "RWKVState.left",

@@ -1,7 +1,7 @@
 """A list in batches: what each row gives is what it gives alone, and what it gives in one padded batch."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -11,8 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_specs import Call, draw
 
-from mionnx import HookCache, HookCaches, HookError, HookSpec, InputError, Intervention, Logits, MIError, MIModel
+from mionnx import HookCache, HookSpec, InputError, Intervention, Logits, MIError, MIModel
+from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine import memory
+from mionnx.run import forward_batches
+from mionnx.run.batching import batches_of
+from mionnx.run.forward_batches import in_one_pass
+from mionnx.run.hook_caches import rows_of
 from mionnx.run.pass_memory import fitting
 
 TOLERANCE = 5e-5
@@ -41,6 +46,19 @@ def differs(one: HookCache, other: HookCache) -> float:
     return max((gap(mine, theirs) for mine, theirs in pairs), default=0.0)
 
 
+def row_of(cache: HookCache, row: int, like: HookCache) -> HookCache:
+    """One row of a list's results, without the padding that stands before it."""
+
+    def part(value: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return value[row : row + 1][(slice(None), *(slice(have - want, None) for have, want in ends(value, other)))]
+
+    def ends(value: np.ndarray, other: np.ndarray) -> Iterator[tuple[int, int]]:
+        return zip(value.shape[1:], other.shape[1:], strict=True)
+
+    logits = None if like._logits is None else part(cache.output(), like.output())
+    return HookCache(logits, {name: part(cache[name], like[name]) for name in cache})
+
+
 def gap(one: np.ndarray, other: np.ndarray) -> float:
     seen = one > np.finfo(np.float32).min / 2  # masked scores are what they are
     assert np.array_equal(seen, other > np.finfo(np.float32).min / 2)
@@ -53,26 +71,42 @@ def gap(one: np.ndarray, other: np.ndarray) -> float:
 def test_each_row_is_what_its_text_gives_alone(request, name, size):
     model = request.getfixturevalue(name)
     spec = HookSpec().capture("blocks.*").intervene("blocks.1.hook_mlp_out", Intervention.Scale(1.5, positions=-1))
-    caches = model.forward(TEXTS, spec, batch_size=size, use_cache=True)
-    assert isinstance(caches, HookCaches)
-    assert sorted(row for batch in caches.batches for row in batch) == [*range(len(TEXTS))]
-    for text, cache in zip(TEXTS, caches, strict=True):
+    whole = model.forward(TEXTS, spec, batch_size=size, use_cache=True)
+    assert isinstance(whole, HookCache)
+    for row, text in enumerate(TEXTS):
         alone = model.forward(text, spec, use_cache=True)
-        assert differs(alone, cache) < TOLERANCE
-        past, own = (one.kv_cache or one.state for one in (cache, alone))
+        assert differs(alone, row_of(whole, row, alone)) < TOLERANCE
+        past, own = (whole.kv_cache or whole.state).row(row), alone.kv_cache or alone.state
         assert np.array_equal(past.attention_mask, own.attention_mask)
         for mine, theirs in zip(past.layers, own.layers, strict=True):
             assert all(gap(a, b) < TOLERANCE for a, b in zip(mine, theirs, strict=True))
 
 
 def test_a_batch_has_the_bits_of_the_same_rows_as_one_padded_batch(shipped):
-    caches = shipped.forward(TEXTS, HookSpec().capture("*.hook_resid_post"), batch_size=2)
-    for batch in caches.batches:
-        padded = shipped.forward([TEXTS[row] for row in batch], HookSpec().capture("*.hook_resid_post"))
+    spec, lengths = HookSpec().capture("*.hook_resid_post"), [len(shipped.tokenize(text).ids) for text in TEXTS]
+    whole = shipped.forward(TEXTS, spec, batch_size=2)
+    for batch in batches_of(lengths, 2):
+        padded = shipped.forward([TEXTS[row] for row in batch], spec, batch_size=None)
         for place, row in enumerate(batch):
-            own = caches[row].output().shape[1]
-            assert np.array_equal(padded.output()[place, -own:], caches[row].output()[0])
-            assert np.array_equal(padded["resid_post", 2][place, -own:], caches[row]["resid_post", 2][0])
+            own = lengths[row]
+            assert np.array_equal(padded.output()[place, -own:], whole.output()[row, -own:])
+            assert np.array_equal(padded["resid_post", 2][place, -own:], whole["resid_post", 2][row, -own:])
+            assert not whole["resid_post", 2][row, :-own].any()
+
+
+def test_a_list_of_one_kind_has_the_bits_of_one_pass_unless_told_otherwise(shipped):
+    spec = HookSpec().capture("*.hook_resid_post")
+    one, other = (shipped.forward(TEXTS, spec, **options) for options in ({}, {"batch_size": None}))
+    assert np.array_equal(one.output(), other.output())
+    assert np.array_equal(one["resid_post", 2], other["resid_post", 2])
+
+
+def test_a_long_text_among_many_short_ones_runs_apart(shipped):
+    bound = shipped.binder.bind(HookSpec())
+    batch = make_token_batch([[3]] * 99 + [[3] * 50], None, None, shipped.hooked.metadata.sizes)
+    assert not in_one_pass(bound, batch, "auto")
+    assert in_one_pass(bound, batch, None)
+    assert in_one_pass(bound, make_token_batch([[3] * 40] * 100, None, None, shipped.hooked.metadata.sizes), "auto")
 
 
 def rows_apart(call: Call, past: np.ndarray, whole: HookCache) -> list[HookCache]:
@@ -117,7 +151,8 @@ def compare(model: MIModel, random: Random, counts: Counter[str]) -> None:
         counts["equal" if refused is None else "refused"] += 1
         if refused is not None:
             return
-        for one, other in zip(rows_apart(call, seen, whole), parts, strict=True):
+        again = rows_apart(call, seen, parts)
+        for one, other in zip(rows_apart(call, seen, whole), again, strict=True):
             assert differs(one, other) < TOLERANCE, call
         past = whole.kv_cache or whole.state
 
@@ -147,7 +182,8 @@ def test_values_of_rows_stay_with_their_rows(shipped):
         own = HookSpec().intervene(point, Intervention.Add(values[row, 0])).extend(HookSpec(captures=spec.captures))
         if row == 3:
             own.intervene("blocks.2.hook_mlp_out", Intervention.Zero())
-        assert differs(shipped.forward(text, own), caches[row]) < TOLERANCE
+        alone = shipped.forward(text, own)
+        assert differs(alone, row_of(caches, row, alone)) < TOLERANCE
     with pytest.raises(MIError, match="row 9"):
         shipped.forward(TEXTS, HookSpec().intervene(point, Intervention.Zero(rows=[9])), batch_size=2)
     with pytest.raises(MIError, match="shape"):
@@ -162,26 +198,21 @@ def test_answers_of_rows_stay_with_their_rows(shipped):
     for row, (text, answer) in enumerate(zip(TEXTS, answers, strict=True)):
         own = HookSpec().gradient("blocks.1.hook_resid_post", positions=-1).set_metric("logit", answer=answer)
         alone = shipped.forward(text, own)
-        assert gap(alone.metric, caches[row].metric) < TOLERANCE
-        assert gap(alone.grad["resid_post", 1], caches[row].grad["resid_post", 1]) < TOLERANCE
+        assert gap(alone.metric, caches.metric[[row]]) < TOLERANCE
+        assert gap(alone.grad["resid_post", 1], caches.grad["resid_post", 1][[row]]) < TOLERANCE
     seed = np.ones((5, 14, shipped.vocab_size), np.float32)
     with pytest.raises(MIError, match="batch_size"):
         shipped.forward(TEXTS, HookSpec().gradient("hook_embed").set_metric("cotangent", cotangent=seed), batch_size=2)
 
 
-def test_one_array_of_all_rows_where_they_have_one_shape(shipped, tmp_path):
+def test_positions_of_all_rows_stand_without_padding(shipped):
     spec = HookSpec().capture("*.hook_resid_post", positions=[0, -1])
-    caches = shipped.forward(TEXTS, spec, batch_size=3, logits=Logits(positions=-1, k=4))
-    assert caches["resid_post", 2].shape == (5, 2, 128)
-    assert caches.output().shape == (5, 1, 4)
-    assert caches[1].top_ids.shape == (1, 1, 4)
-    assert [len(part) for part in (caches, caches[1:3])] == [5, 2]
-    with pytest.raises(HookError, match="positions="):
-        shipped.forward(TEXTS, HookSpec().capture("hook_embed"), batch_size=3)["hook_embed"]
-    caches.save(tmp_path / "caches.safetensors")
-    again = HookCaches.load(tmp_path / "caches.safetensors")
-    assert again.batches == caches.batches
-    assert np.array_equal(again["resid_post", 1], caches["resid_post", 1])
+    cache = shipped.forward(TEXTS, spec, batch_size=3, logits=Logits(positions=-1, k=4))
+    whole = shipped.forward(TEXTS, spec, logits=Logits(positions=-1, k=4))
+    assert cache["resid_post", 2].shape == (5, 2, 128)
+    assert gap(whole["resid_post", 2], cache["resid_post", 2]) < TOLERANCE
+    assert cache.output().shape == (5, 1, 4)
+    assert np.array_equal(cache.top_ids, whole.top_ids)
 
 
 def test_lists_come_in_every_form_that_a_prompt_has(shipped):
@@ -200,8 +231,9 @@ def test_lists_come_in_every_form_that_a_prompt_has(shipped):
     expected = shipped.forward(TEXTS, batch_size=2)
     for tokens, given_mask in forms:
         found = shipped.forward(tokens, attention_mask=given_mask, batch_size=2)
-        assert all(np.array_equal(one.output(), other.output()) for one, other in zip(expected, found, strict=True))
-    assert len(shipped.forward(TEXTS[0], batch_size=2)) == 1
+        real = mask == 1 if tokens is right or isinstance(tokens, dict) else mask[:, ::-1] == 1
+        assert np.array_equal(expected.output()[mask[:, ::-1] == 1], found.output()[real])
+    assert shipped.forward(TEXTS[0], batch_size=2).output().shape[0] == 1
 
 
 def test_a_past_of_each_row_goes_with_it(shipped, recurrent):
@@ -210,10 +242,10 @@ def test_a_past_of_each_row_goes_with_it(shipped, recurrent):
         more = ["The", "is the capital of", ". The", "Kenya . Paris", "Nairobi"]
         past = first.kv_cache or first.state
         caches = model.forward(more, cache=past, batch_size=2)
-        for text, added, cache in zip(TEXTS, more, caches, strict=True):
+        for row, (text, added) in enumerate(zip(TEXTS, more, strict=True)):
             alone = model.forward(text, use_cache=True)
             expected = model.forward(added, cache=alone.kv_cache or alone.state)
-            assert gap(expected.output(), cache.output()) < TOLERANCE
+            assert gap(expected.output(), row_of(caches, row, expected).output()) < TOLERANCE
         with pytest.raises(InputError, match="rows"):
             model.forward(more[:2], cache=past, batch_size=2)
 
@@ -235,9 +267,11 @@ def test_memory_chooses_the_batch(shipped, monkeypatch):
     assert fitting(bound)(40) < fitting(bound)(10)
     expected = shipped.forward(TEXTS[:1])
     monkeypatch.setattr(memory, "available", lambda: 2**20)
-    caches = shipped.forward(TEXTS * 3, batch_size="auto", logits=Logits(positions=-1))
-    assert len(caches.batches) > 3
-    assert gap(expected.output()[:, -1:], caches[0].output()) < TOLERANCE
+    batches: list[list[int]] = []
+    monkeypatch.setattr(forward_batches, "rows_of", lambda *given: batches.append(given) or rows_of(*given))
+    whole = shipped.forward(TEXTS * 3, logits=Logits(positions=-1))
+    assert len(batches) > 3
+    assert gap(expected.output()[:, -1:], whole.output()[:1]) < TOLERANCE
     monkeypatch.setattr(memory, "available", lambda: 2**10)
     with pytest.raises(InputError, match="15 rows need"):
         shipped.forward(TEXTS * 3, HookSpec().capture("*"), batch_size="auto")

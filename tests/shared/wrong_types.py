@@ -23,6 +23,7 @@ from mionnx import (
     SAE,
     AblationResult,
     Activations,
+    Comparison,
     Direction,
     Directions,
     Fragment,
@@ -448,10 +449,10 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("Saliency", lambda: saliency, {"scores": {}})
     state = StateAblationResult(cache[0, -1], cache[0, -2], StateKnockoutSpec().position(0))
     bisection = model.bisect(PROMPT, ["ort-cpu", "ort-cpu:none"])
-    whole = model.forward([PROMPT, OTHER], HookSpec().capture("hook_embed"), batch_size=1)
     yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
     yield from _stored(folder, several, differences)
-    yield from _stored(folder, generation, ablation, state, bisection, whole, whole[0])
+    several_rows = model.forward([PROMPT, OTHER], HookSpec().capture("hook_embed"), batch_size=1)
+    yield from _stored(folder, generation, ablation, state, bisection, several_rows)
     yield from _activations(model, folder)
     yield from _datasets(model, folder)
     yield from _edges_between(model, folder)
@@ -503,6 +504,7 @@ def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
     yield Call("probe", lambda: probe, {"activations": made, **labels})
     yield Call("statistics_of", lambda: statistics_of, {"activations": made})
     yield Call("Noise", lambda: Noise, {"positions": "France"})
+    yield Call("Comparison", lambda: Comparison, {"clean": PROMPT, "corrupted": OTHER})
 
 
 def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
@@ -521,6 +523,7 @@ def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[C
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
     yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
     yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})
+    yield Call("Comparison.on", lambda: Comparison(PROMPT, OTHER).on, {"model": model})
     yield Call("MIModel(rwkv).forward", lambda: recurrent.forward, {"tokens": PROMPT, "hooks": HookSpec()})
     source = {"source": model.hooked.folder}
     yield Call("MIModel.from_pretrained", lambda: MIModel.from_pretrained, source)

@@ -16,10 +16,11 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
-from mionnx.run.prompt import one_text, texts_of
+from mionnx.run.prompt import is_list, texts_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -167,12 +168,12 @@ class AttentionPatterns(Shown):
 @overload
 def attention(
     model: Runner,
-    prompt: Prompt,
+    prompt: str,
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     *,
     hooks: HookSpec | None = None,
-    batch_size: None = None,
+    batch_size: BatchSize = AUTO,
 ) -> AttentionPatterns: ...
 @overload
 def attention(
@@ -182,8 +183,8 @@ def attention(
     heads: int | Sequence[int] | None = None,
     *,
     hooks: HookSpec | None = None,
-    batch_size: int | str,
-) -> list[AttentionPatterns]: ...
+    batch_size: BatchSize = AUTO,
+) -> Any: ...
 @typed()
 def attention(
     model: Runner,
@@ -192,24 +193,25 @@ def attention(
     heads: int | Sequence[int] | None = None,
     *,
     hooks: HookSpec | None = None,
-    batch_size: int | str | None = None,
+    batch_size: BatchSize = AUTO,
 ) -> AttentionPatterns | list[AttentionPatterns]:
     """Capture the attention patterns of one text: the weight of each key for each query.
 
     Args:
-        prompt: one text, or ids; with a `batch_size`, a list of them.
+        prompt: one text, or ids; or a list of them, which gives a list of results.
         layers, heads: numbers of layers and heads; by default all.
         hooks: interventions to run the prompt with.
-        batch_size: run a list in batches of at most so many texts, or "auto"; a list of results then.
+        batch_size: most texts of a pass, those of like length together; "auto": as many as run well and fit into
+            memory; None: all at once.
 
     Raises:
-        InputError: several prompts, no such layer or head, or captures among the hooks.
+        InputError: no such layer or head, or captures among the hooks.
 
     Example:
         patterns = model.attention("The capital of France is", layers=2)
         patterns.of(2, 0)[-1]  # weights of the last token's query, [key]
     """
-    texts = [one_text(model, prompt)] if batch_size is None else texts_of(model, prompt)
+    texts = texts_of(model, prompt)
     chosen, shown = _checked("layer", layers, model.num_layers), _checked("head", heads, model.num_heads)
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
@@ -225,7 +227,7 @@ def attention(
 
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=False)
     made = map_rows(model, request, read, "attention")
-    return made[0] if batch_size is None else made
+    return made if is_list(model, prompt) else made[0]
 
 
 def _checked(what: str, given: int | Sequence[int] | None, count: int) -> list[int]:

@@ -18,7 +18,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spelling
@@ -43,7 +43,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Attribution: ...
 @overload
 def attribute(
@@ -54,7 +54,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Any: ...
 @typed()
 def attribute(
@@ -65,7 +65,7 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Attribution | Attributions:
     """Decompose a logit, or one token's lead over another, into direct contributions.
 

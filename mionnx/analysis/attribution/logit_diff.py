@@ -14,7 +14,7 @@ from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spelling
@@ -147,7 +147,7 @@ def get_logit_diff(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Any:
     """The lead of a token's logit over another's, on a prompt or each of a list.
 

@@ -94,15 +94,15 @@ def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
     """The numbers of kept edges, ascending."""
     if edges is None:
         return ladder(most)
-    given = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
-    if not given:
+    entries = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
+    if not entries:
         raise InputError("edges=[]: no circuit is asked for; give numbers of edges, as [10, 50]")
-    for one in given:
+    for one in entries:
         if isinstance(one, bool) or not isinstance(one, int | np.integer):
             raise InputError(f"edges={one!r}: a number of edges is an integer")
         at_least("edges", int(one), 0)
         at_most("edges", int(one), most)
-    return sorted({int(one) for one in given})
+    return sorted({int(one) for one in entries})
 
 
 def ladder(most: int) -> list[int]:

@@ -96,13 +96,13 @@ class CircuitRun:
 
     Attributes:
         parts: the parts of the model.
-        found: what nodes write on the clean prompt, and on the corrupted one.
+        values: what nodes write on the clean prompt, and on the corrupted one.
         masks: [circuits, senders, receivers]: the kept edges.
         writes: of the senders so far.
     """
 
     parts: Parts
-    found: NodeValues
+    values: NodeValues
     masks: Masks
     writes: list[Writes] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class CircuitRun:
     def logits(self, tokens: Sequence[int] | None) -> Floats:
         """The logits of each circuit at the last position, [circuits, vocab or tokens]."""
         start = str(HookPoint.ResidPre(0))
-        embedded = self.found.of(start, CLEAN) - self.found.of(start, CORRUPTED)
+        embedded = self.values.of(start, CLEAN) - self.values.of(start, CORRUPTED)
         self._write(self._numbers(str(HookPoint.Embed)), np.repeat(embedded[None, None], len(self.masks), axis=0))
         for layer in range(self.nodes.layers):
             read = self._heads_read(layer)
@@ -139,35 +139,35 @@ class CircuitRun:
         Returns:
             [streams, seq, hidden], the different ones; and [circuits, receivers], which of them each reads.
         """
-        base = self.found.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
-        made: list[Floats] = []
+        base = self.values.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
+        streams: list[Floats] = []
         which = np.empty((len(self.masks), len(receivers)), np.int64)
-        known = [sender for one in self.writes for sender in one.senders]
+        written = [sender for one in self.writes for sender in one.senders]
         for circuit, mask in enumerate(self.masks):
             own = np.zeros((len(receivers), mask.shape[0]), bool)
-            own[:, known] = mask[known][:, receivers].T
-            kept, inverse = np.unique(own, axis=0, return_inverse=True)
-            which[circuit] = inverse.ravel() + sum(map(len, made))
-            made.append(base + sum(one.sums(circuit, kept[:, one.senders]) for one in self.writes))
-        return np.concatenate(made), which
+            own[:, written] = mask[written][:, receivers].T
+            masks, inverse = np.unique(own, axis=0, return_inverse=True)
+            which[circuit] = inverse.ravel() + sum(map(len, streams))
+            streams.append(base + sum(one.sums(circuit, masks[:, one.senders]) for one in self.writes))
+        return np.concatenate(streams), which
 
     def _heads_read(self, layer: int) -> Floats:
         """Values that heads read, by their queries and keys, [circuits, seq, n_heads, head_dim]."""
         hooks = self.parts.attention_inputs(layer)
         receivers = [number for number, node in enumerate(self.nodes.receivers) if node.hook in hooks]
         streams, which = self._streams(receivers)
-        values, given = self.parts.read(layer, streams), {}
+        values, inputs = self.parts.read(layer, streams), {}
         for name in hooks:
             columns = [column for column, number in enumerate(receivers) if self.nodes.receivers[number].hook == name]
             heads = [_head(self.nodes.receivers[receivers[column]]) for column in columns]
-            given[name] = np.stack(
+            inputs[name] = np.stack(
                 [values[name][which[:, column], head] for column, head in zip(columns, heads, strict=True)], axis=1
             )
-        return self.parts.attend(layer, given)
+        return self.parts.attend(layer, inputs)
 
     def _attention_writes(self, layer: int, read: Floats) -> None:
         z, out = str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))
-        senders, base, written = self._numbers(z), self.found.of(z, CORRUPTED), self.found.of(out, CORRUPTED)
+        senders, base, written = self._numbers(z), self.values.of(z, CORRUPTED), self.values.of(out, CORRUPTED)
         if not self.parts.linear[layer]:
             self.writes.append(Normed(senders, self.parts, layer, read, base, written))
             return
@@ -184,7 +184,7 @@ class CircuitRun:
         hook = str(HookPoint.MlpPre(layer))
         (receiver,) = (number for number, node in enumerate(self.nodes.receivers) if node.hook == hook)
         streams, which = self._streams([receiver])
-        changed: Floats = self.parts.think(layer, streams) - self.found.of(str(HookPoint.MlpOut(layer)), CORRUPTED)
+        changed: Floats = self.parts.think(layer, streams) - self.values.of(str(HookPoint.MlpOut(layer)), CORRUPTED)
         return changed[which[:, 0]]
 
 

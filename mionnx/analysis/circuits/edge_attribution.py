@@ -84,12 +84,12 @@ def edge_attribution(
     compared = comparison.on(model).of_texts("edge attribution")
     begin = time.perf_counter()
     scores, bases = _scores(nodes, EdgeGradients(model, compared, cotangent, rules, steps))
-    kept, edges = np.ix_(rows, columns), nodes.edges
+    chosen, edges = np.ix_(rows, columns), nodes.edges
     sending, receiving = [nodes.senders[i] for i in rows], [nodes.receivers[i] for i in columns]
     clean_mean, corrupted_mean = compared.ordered(*bases.mean(axis=1).tolist())
     result = EdgeAttribution(
-        np.where(edges, scores, 0.0)[kept],
-        edges[kept],
+        np.where(edges, scores, 0.0)[chosen],
+        edges[chosen],
         tuple(node.label for node in sending),
         tuple(node.label for node in receiving),
         tuple((node.hook, node.head) for node in sending),

@@ -118,16 +118,16 @@ def _by_head(
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
     shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
-    made = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
+    totals = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
     most = max(1, WIDE // (parts.seq * len(hooks)))
     for begin in range(0, len(steps), most):
         own, at = heads[begin : begin + most], steps[begin : begin + most]
         streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
-        given = {name: _of_head(cotangent[at], own) for name, cotangent in seeds.items()}
-        back = parts.gradients([*hooks], [*streams], streams, given, rules)
-        for name, head in made:
-            made[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
-    yield from made.items()
+        cotangents = {name: _of_head(cotangent[at], own) for name, cotangent in seeds.items()}
+        back = parts.gradients([*hooks], [*streams], streams, cotangents, rules)
+        for name, head in totals:
+            totals[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
+    yield from totals.items()
 
 
 def _of_head(seeds: Floats, heads: NDArray[np.int64]) -> Floats:

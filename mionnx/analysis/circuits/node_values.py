@@ -54,15 +54,15 @@ class NodeValues:
         return np.stack(made)
 
 
-def _heads_alone(found: NodeValues, parts: Parts) -> dict[str, Floats]:
+def _heads_alone(values: NodeValues, parts: Parts) -> dict[str, Floats]:
     """hook_z of a layer -> [n_heads, seq, hidden]."""
     layers = range(parts.nodes.layers)
     mixed = {}
     for layer in layers:
-        base, other = (found.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
+        base, other = (values.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
         mixed[layer] = one_head_each(base, other)
     written = parts.write(layers, mixed)
-    return {str(HookPoint.AttnZ(i)): out - found.of(str(HookPoint.AttnOut(i)), 0) for i, out in written.items()}
+    return {str(HookPoint.AttnZ(i)): out - values.of(str(HookPoint.AttnOut(i)), 0) for i, out in written.items()}
 
 
 def one_head_each(base: Floats, other: Floats) -> Floats:
@@ -91,12 +91,12 @@ def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
     """
     ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
     cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST)
-    found = NodeValues(numbers(cache), cache.output()[:, 0])
-    _refuse_other_sums(model, nodes, found)
-    return found
+    values = NodeValues(numbers(cache), cache.output()[:, 0])
+    _refuse_other_sums(model, nodes, values)
+    return values
 
 
-def _refuse_other_sums(model: Runner, nodes: Nodes, found: NodeValues) -> None:
+def _refuse_other_sums(model: Runner, nodes: Nodes, values: NodeValues) -> None:
     """Refuse a stream that is scaled, or added to otherwise."""
     off = []
     for layer in range(nodes.layers):
@@ -104,9 +104,9 @@ def _refuse_other_sums(model: Runner, nodes: Nodes, found: NodeValues) -> None:
         mid, post = nodes.stream(2 * layer + 1), nodes.stream(2 * layer + 2)
         ends = {post: [pre, out, mlp]} if nodes.parallel else {mid: [pre, out], post: [mid, mlp]}
         for end, parts in ends.items():
-            told = sum(found.of(name, 0) for name in parts)
-            value = found.of(end, 0)
-            if np.abs(value - told).max() > OFF * np.abs(value).max():
+            expected = sum(values.of(name, 0) for name in parts)
+            value = values.of(end, 0)
+            if np.abs(value - expected).max() > OFF * np.abs(value).max():
                 off.append(end)
     if off:
         raise differing(off[:1], model.hooked.metadata.family)

@@ -68,8 +68,8 @@ class Nodes:
     def edges(self) -> NDArray[np.bool_]:
         """[senders, receivers]: whether the receiver reads what the sender writes."""
         writes, reads = ([node.stage for node in nodes] for nodes in (self.senders, self.receivers))
-        made: NDArray[np.bool_] = np.less_equal.outer(writes, reads)
-        return made
+        readable: NDArray[np.bool_] = np.less_equal.outer(writes, reads)
+        return readable
 
     def stream(self, stage: int) -> str:
         """The hook point of the stream at a stage."""
@@ -123,14 +123,14 @@ def _heads(model: HookedModel, name: str) -> int:
     return int(model.axes(point)[axis]) if axis is not None else 0
 
 
-def chosen_receivers(model: HookedModel, nodes: Nodes, given: str | HookPoint | Iterable[Receiver]) -> list[int]:
+def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoint | Iterable[Receiver]) -> list[int]:
     """The numbers of the receivers that a request means; see `path_patch`.
 
     Raises:
         HookError, InputError: as there.
     """
-    asked = make_receivers(model, given)
-    of = {**asked.heads, **({str(getattr(HookPoint, FINAL)): None} if asked.final else {})}
+    reading = make_receivers(model, receivers)
+    of = {**reading.heads, **({str(getattr(HookPoint, FINAL)): None} if reading.final else {})}
 
     def meant(node: Node) -> bool:
         heads = of.get(node.hook, ())
@@ -139,29 +139,29 @@ def chosen_receivers(model: HookedModel, nodes: Nodes, given: str | HookPoint | 
     return [number for number, node in enumerate(nodes.receivers) if meant(node)]
 
 
-def chosen_senders(nodes: Nodes, given: str | HookPoint | Iterable[Receiver]) -> list[int]:
+def chosen_senders(nodes: Nodes, senders: str | HookPoint | Iterable[Receiver]) -> list[int]:
     """The numbers of the senders that a request means.
 
     Args:
         nodes: of the model.
-        given: "all"; or hook points, short names ("z", "mlp_out", "embed") and globs, with heads as pairs
+        senders: "all"; or hook points, short names ("z", "mlp_out", "embed") and globs, with heads as pairs
             `("blocks.3.attn.hook_z", [0, 5])`. `attn.hook_result` is what `hook_z` sends.
 
     Raises:
         HookError: a hook point that sends nothing.
         InputError: no senders, or heads that do not exist.
     """
-    if isinstance(given, str | HookPoint):
-        entries: list[Receiver] = ["*" if given == "all" else given]
+    if isinstance(senders, str | HookPoint):
+        entries: list[Receiver] = ["*" if senders == "all" else senders]
     else:
-        none = not isinstance(given, Iterable) or getattr(given, "shape", None) == ()  # an array of one number
-        entries = [] if none else listed("senders", given)
+        none = not isinstance(senders, Iterable) or getattr(senders, "shape", None) == ()  # an array of one number
+        entries = [] if none else listed("senders", senders)
     if not entries:
-        raise InputError(f"senders={given!r}: nothing would send; give hook points, or 'all'")
-    found: set[int] = set()
+        raise InputError(f"senders={senders!r}: nothing would send; give hook points, or 'all'")
+    numbers: set[int] = set()
     for entry in entries:
-        found |= _meant(nodes, entry)
-    return sorted(found)
+        numbers |= _meant(nodes, entry)
+    return sorted(numbers)
 
 
 def _meant(nodes: Nodes, entry: Receiver) -> set[int]:
@@ -180,12 +180,12 @@ def _meant(nodes: Nodes, entry: Receiver) -> set[int]:
     own = {number for number, node in enumerate(nodes.senders) if node.hook in matching}
     if heads is None:
         return own
-    wanted = naturals("head", heads if isinstance(heads, Iterable) else [heads])
+    chosen = naturals("head", heads if isinstance(heads, Iterable) else [heads])
     for name in matching:
         count = sum(node.hook == name and node.head is not None for node in nodes.senders)
-        if max(wanted, default=0) >= count:
-            raise InputError(f"heads {list(wanted)} of {name}, which has {count or 'none'}")
-    return {number for number in own if nodes.senders[number].head in wanted}
+        if max(chosen, default=0) >= count:
+            raise InputError(f"heads {list(chosen)} of {name}, which has {count or 'none'}")
+    return {number for number in own if nodes.senders[number].head in chosen}
 
 
 def _short(name: str, glob: str) -> bool:

@@ -135,16 +135,16 @@ def _kinds(
 ) -> tuple[list[Cells], bool]:
     """The cells of each kind of hook point that is meant, and whether several may be."""
     alone = isinstance(hook, str | HookPoint) or not isinstance(hook, Iterable)
-    given: list[Hook] = [hook] if alone else listed("hook", hook)  # type: ignore[list-item,arg-type]
-    if not given:
+    points: list[Hook] = [hook] if alone else listed("hook", hook)  # type: ignore[list-item,arg-type]
+    if not points:
         raise InputError("hook=[] names no hook point")
-    found: list[Cells] = []
+    cells: list[Cells] = []
     several = not alone
-    for one in given:
+    for one in points:
         kinds = hook_kinds(model, one)
         several = several or len(kinds) > 1
-        found += [(one, over, layers)] if len(kinds) == 1 else _fitting(model, str(one), kinds, over, layers)
-    return found, several
+        cells += [(one, over, layers)] if len(kinds) == 1 else _fitting(model, str(one), kinds, over, layers)
+    return cells, several
 
 
 def _fitting(
@@ -155,11 +155,14 @@ def _fitting(
     Raises:
         InputError: none of them.
     """
-    names, held = (over,) if isinstance(over, str) else tuple(over), differentiable(index_hooks(HookSpec(), model))
+    names, with_gradient = (
+        (over,) if isinstance(over, str) else tuple(over),
+        differentiable(index_hooks(HookSpec(), model)),
+    )
     fitting: list[Cells] = []
     for template, own in kinds.items():
         first = template.format(i=own[0])
-        if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and first in held:
+        if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and first in with_gradient:
             fitting.append((template, names, own if layers is None else layers))
     if not fitting:
         raise InputError(f"{glob}: none of {', '.join(kinds)} has a gradient and the axes {', '.join(names)}")

@@ -85,11 +85,11 @@ class FirstOrder:
         shares = (np.arange(self.steps) + 0.5) / self.steps
         most = max(1, TOKENS // len(pair.base))
         parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
-        made = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
+        gradients = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
         for hook in self.hooks:
             for part in parts:
-                made[hook] += self._steps(pair, hook, part, differences, reads)
-        return made
+                gradients[hook] += self._steps(pair, hook, part, differences, reads)
+        return gradients
 
     def _steps(
         self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, reads: Mapping[str, Any]
@@ -124,11 +124,11 @@ def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[n
     """
     corrupted, clean = values
     with np.errstate(invalid="ignore"):
-        made = np.where(clean == corrupted, 0.0, clean - corrupted)
+        difference = np.where(clean == corrupted, 0.0, clean - corrupted)
     axes = HookPoint.parse(hook).axes or ()
     if has_sequence(axes):
-        made[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
-    return made
+        difference[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
+    return difference
 
 
 def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -141,15 +141,15 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
     Returns:
         in the shape of the grid; zero at positions that the prompt does not have.
     """
-    whole = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
+    stacked = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
     if "position" in grid.over:
-        whole = grid.by_name(whole, cast(int, grid.along("position")), np.sum)
+        stacked = grid.by_name(stacked, cast(int, grid.along("position")), np.sum)
     order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
-    summed = whole.sum(axis=tuple(axis for axis in range(whole.ndim) if axis not in order))
+    summed = stacked.sum(axis=tuple(axis for axis in range(stacked.ndim) if axis not in order))
     cells = summed.transpose([sorted(order).index(axis) for axis in order])
-    made = np.zeros(grid.sizes)
-    made[tuple(map(slice, cells.shape))] = cells
-    return made
+    padded = np.zeros(grid.sizes)
+    padded[tuple(map(slice, cells.shape))] = cells
+    return padded
 
 
 def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,8 +15,8 @@ from mionnx.errors import GradientError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook, Hooks
@@ -26,42 +26,6 @@ from mionnx.spec.metric import READS, MetricSpec, Tokens, check_metric
 Seed = Callable[[NDArray[Any]], ArrayLike]
 
 
-@overload
-def gradients(
-    model: Runner,
-    tokens: Prompt,
-    points: Hooks,
-    metric: str | Callable[..., Any] | None = None,
-    answer: Tokens = None,
-    versus: Tokens = None,
-    hooks: HookSpec | None = None,
-    *,
-    position: int | None = None,
-    reference: ArrayLike | None = None,
-    cotangent: ArrayLike | Seed | None = None,
-    of: Hook | None = None,
-    attention_mask: ArrayLike | None = None,
-    rules: str = "gradient",
-    batch_size: None = None,
-) -> HookCache: ...
-@overload
-def gradients(
-    model: Runner,
-    tokens: Prompt,
-    points: Hooks,
-    metric: str | Callable[..., Any] | None = None,
-    answer: Tokens = None,
-    versus: Tokens = None,
-    hooks: HookSpec | None = None,
-    *,
-    position: int | None = None,
-    reference: ArrayLike | None = None,
-    cotangent: ArrayLike | Seed | None = None,
-    of: Hook | None = None,
-    attention_mask: ArrayLike | None = None,
-    rules: str = "gradient",
-    batch_size: int | str,
-) -> HookCaches: ...
 @takes_encoding
 @typed()
 def gradients(
@@ -79,8 +43,8 @@ def gradients(
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
     rules: str = "gradient",
-    batch_size: int | str | None = None,
-) -> HookCache | HookCaches:
+    batch_size: BatchSize = AUTO,
+) -> HookCache:
     """Compute the gradients of a metric with respect to the values at hook points, in one pass.
 
     Args:
@@ -103,8 +67,7 @@ def gradients(
             state, or the input of one head. The cache has the value.
         attention_mask: as for `forward`.
         rules: "gradient", the derivatives, or propagation rules in their place, see `HookSpec.set_metric`.
-        batch_size: as for `forward`; a list of caches then, one a row. A cotangent for every position is refused with
-            it.
+        batch_size: as for `forward`; batches do not take a cotangent for every position.
 
     Returns:
         a cache: `grad` with the gradients, in the shapes of the values; `metric`, [batch]; `output()`, the logits that
@@ -120,75 +83,72 @@ def gradients(
         cache = model.gradients("The capital of France is", "blocks.*.attn.hook_z", answer=" Paris")
         cache.grad["z", 3].shape  # (1, seq, n_heads, head_dim)
     """
-    asked = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
-    if asked.metric is not None or asked.gradients:
+    spec = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
+    if spec.metric is not None or spec.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
 
-    def run(spec: HookSpec | None, logits: bool | Logits) -> Any:
-        asked: dict[str, Any] = {"attention_mask": attention_mask, "batch_size": batch_size}
-        return model.forward(tokens, spec, logits=logits, **asked)
+    def run(spec: HookSpec | None, logits: bool | Logits) -> HookCache:
+        return model.forward(tokens, spec, logits=logits, attention_mask=attention_mask, batch_size=batch_size)
 
     read: dict[str, Any] = {"answer": answer, "versus": versus, "reference": reference}
     if of is not None:
         _refuse_unread(f"of={of}", metric=metric, position=position, **read)
-        return _of_value(model, run, asked, points, HookPoint.parse(of), cotangent, rules)
+        return _of_value(model, run, spec, points, HookPoint.parse(of), cotangent, rules)
     if cotangent is not None:
         _refuse_unread("cotangent=", metric=None if callable(metric) else metric, **read)
     name = "cotangent" if cotangent is not None else metric_name("logit" if metric is None else metric)
-    last, asked = Logits(positions=-1 if position is None else position), asked.gradient(points)
+    last, spec = Logits(positions=-1 if position is None else position), spec.gradient(points)
     top = answer is None and "answer" in READS[name]
     if callable(cotangent) or top:
         trial = {**read, "answer": 0 if top else answer, "cotangent": np.ones(1) if callable(cotangent) else cotangent}
-        model.binder.bind(asked.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
+        model.binder.bind(spec.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
         logits = run(hooks, logits=last).output()[:, -1]
         cotangent = cast(Seed, cotangent)(logits) if callable(cotangent) else cotangent
         read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
-    asked.set_metric(
+    spec.set_metric(
         name, position=position, cotangent=None if cotangent is None else np.asarray(cotangent), rules=rules, **read
     )
-    part = Logits() if cast(MetricSpec, asked.metric).position is None else last
-    cache: HookCache | HookCaches = run(asked, logits=part)
-    if callable(metric):  # the graph's own number is that of the seed
+    part = Logits() if cast(MetricSpec, spec.metric).position is None else last
+    cache = run(spec, logits=part)
+    if callable(metric):  # the graph's own number is that of the cotangent
         own = cache.output() if part == Logits() else cache.output()[:, -1]
-        found = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
-        for row, one in enumerate([cache] if isinstance(cache, HookCache) else cache):
-            one.metric = found if one is cache else found[row : row + 1]
+        cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
     return cache
 
 
-def _refuse_unread(what: str, **given: Any) -> None:
+def _refuse_unread(what: str, **arguments: Any) -> None:
     """Refuse arguments that nothing reads beside another one.
 
     Raises:
         GradientError: one of them.
     """
-    unread = [f"{name}=" for name, value in given.items() if value is not None]
+    unread = [f"{name}=" for name, value in arguments.items() if value is not None]
     if unread:
         raise GradientError(f"{what} takes the place of a metric of the logits, and reads no {', '.join(unread)}")
 
 
 def _of_value(
     model: Runner,
-    run: Callable[..., Any],
-    asked: HookSpec,
-    hooks: Hooks,
+    run: Callable[..., HookCache],
+    spec: HookSpec,
+    points: Hooks,
     of: HookPoint,
-    seed: ArrayLike | Seed | None,
+    cotangent: ArrayLike | Seed | None,
     rules: str,
-) -> Any:
+) -> HookCache:
     """Gradients of the value at a hook point, times numbers."""
-    if seed is None:
+    if cotangent is None:
         raise GradientError(
             f"of={of}: a value is differentiated as its sum times numbers: give them as cotangent=, or 1.0"
         )
-    asked.capture(of)  # what comes before the hook point has an effect on it
-    given = np.ones(1) if callable(seed) else np.atleast_1d(seed)
-    whole = deepcopy(asked).gradient(hooks).set_metric("cotangent", cotangent=given, of=of, rules=rules)
-    if callable(seed):
-        model.binder.bind(whole, Outputs(logits=False, carried=False), differentiated=True)
-        made = seed(run(asked, logits=False)[of.name])
-        whole.set_metric("cotangent", cotangent=np.atleast_1d(made), of=of, rules=rules)
-    return run(whole, logits=False)
+    spec.capture(of)  # what comes before the hook point has an effect on it
+    numbers = np.ones(1) if callable(cotangent) else np.atleast_1d(cotangent)
+    full = deepcopy(spec).gradient(points).set_metric("cotangent", cotangent=numbers, of=of, rules=rules)
+    if callable(cotangent):
+        model.binder.bind(full, Outputs(logits=False, carried=False), differentiated=True)
+        numbers = np.atleast_1d(cotangent(run(spec, logits=False)[of.name]))
+        full.set_metric("cotangent", cotangent=numbers, of=of, rules=rules)
+    return run(full, logits=False)
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:

@@ -27,7 +27,7 @@ from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
-from mionnx.run.batching import batches_of, check_batch_size
+from mionnx.run.batching import AUTO, BatchSize, batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Ids, prompt_ids, token_of, token_text
 from mionnx.run.runner import Runner
@@ -37,7 +37,6 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import READS, Token, Tokens
 
-ROWS = 16  # steps of the path in one pass
 MOST_STEPS = 10_000  # of a path; a few tens do
 OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "cotangent"} & {*reads})
 Values = NDArray[np.float32]
@@ -57,7 +56,7 @@ def integrated_gradients(
     *,
     steps: int = 50,
     position: int | None = None,
-    batch_size: int | str = ROWS,
+    batch_size: BatchSize = AUTO,
 ) -> Saliency:
     """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
 
@@ -73,7 +72,8 @@ def integrated_gradients(
         hooks: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
         position: of each text, at which the logits are read; the last if left out. "loss" reads all.
-        batch_size: points of a text's path in one pass; "auto": as many as run well. Texts never share a pass.
+        batch_size: points of a text's path in one pass; "auto": as many as run well; None: all. Texts never share a
+            pass.
 
     Returns:
         scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
@@ -90,14 +90,14 @@ def integrated_gradients(
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
     check_batch_size(batch_size)
-    point, asked = _checked(hook, metric), _plain_spec(hooks)
+    point, spec = _checked(hook, metric), _plain_spec(hooks)
     texts, done = prompt_ids(model, tokens), []
     with shown() as show:
         for n, ids in enumerate(texts):
             show("integrated gradients", n, len(texts))
-            given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
-            request = {"metric": metric, "position": position, **given}
-            done.append(_integrated(model, ids, point, asked, request, baseline, steps, batch_size))
+            chosen = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
+            request = {"metric": metric, "position": position, **chosen}
+            done.append(_integrated(model, ids, point, spec, request, baseline, steps, batch_size))
     return Saliency("integrated gradients", point.name, metric, tuple(done), steps)
 
 
@@ -113,13 +113,13 @@ def gradient_times_input(
     hooks: HookSpec | None = None,
     *,
     position: int | None = None,
-    batch_size: int | str | None = None,
+    batch_size: BatchSize = AUTO,
 ) -> Saliency:
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
 
     Args:
         tokens, hook, metric, answer, versus, hooks, position: as for `integrated_gradients`.
-        batch_size: texts of one pass, those of like length together, or "auto"; one by one if left out.
+        batch_size: as for `forward`.
 
     Raises:
         GradientError, HookError: as there.
@@ -127,23 +127,23 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
-    point, asked = _checked(hook, metric), _plain_spec(hooks)
+    point, both = _checked(hook, metric), _plain_spec(hooks)
     texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
-    both = deepcopy(asked).capture(point)
-    given: dict[str, Any] = {
-        "answer": answer if answer is None else [_of_row(answer, n, len(texts)) for n in range(len(texts))],
-        "versus": versus if versus is None else [_of_row(versus, n, len(texts)) for n in range(len(texts))],
-    }
-    size = 1 if batch_size is None else batch_size
-    done = []
-    for ids, cache in zip(
+    cache = gradients(
+        model,
         texts,
-        gradients(model, texts, point, metric, hooks=both, position=position, batch_size=size, **given),
-        strict=True,
-    ):
-        grad, number = _found(cache, point)
-        scores = _by_position(grad * cache[point.name], point)
-        done.append(SalientText(_words(model, ids), scores[0], float(number[0])))
+        point,
+        metric,
+        _by_row(answer, len(texts)),
+        _by_row(versus, len(texts)),
+        both.capture(point),
+        position=position,
+        batch_size=batch_size,
+    )
+    grad, numbers = _found(cache, point)
+    scores = _by_position(grad * cache[point.name], point)
+    each = zip(texts, scores, numbers, strict=True)
+    done = [SalientText(_words(model, ids), score[-len(ids) :], float(number)) for ids, score, number in each]
     return Saliency("gradient x input", point.name, metric, tuple(done))
 
 
@@ -158,19 +158,23 @@ def _checked(hook: Hook, metric: str) -> HookPoint:
 
 def _plain_spec(spec: HookSpec | None) -> HookSpec:
     """A copy of a spec's interventions, without its captures."""
-    made = HookSpec().extend(deepcopy(spec)) if spec is not None else HookSpec()
-    if made.metric is not None or made.gradients:
+    plain = HookSpec().extend(deepcopy(spec)) if spec is not None else HookSpec()
+    if plain.metric is not None or plain.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
-    made.captures = []
-    return made
+    plain.captures = []
+    return plain
 
 
-def _of_row(given: Tokens, row: int, rows: int) -> Token | None:
-    if given is None or isinstance(given, str) or np.ndim(given) == 0:
-        return given  # type: ignore[return-value]
-    if len(given) != rows:  # type: ignore[arg-type]
-        raise GradientError(f"{len(given)} tokens for {rows} texts")  # type: ignore[arg-type]
-    return given[row]  # type: ignore[index]
+def _of_row(tokens: Tokens, row: int, rows: int) -> Token | None:
+    if tokens is None or isinstance(tokens, str) or np.ndim(tokens) == 0:
+        return tokens  # type: ignore[return-value]
+    if len(tokens) != rows:  # type: ignore[arg-type]
+        raise GradientError(f"{len(tokens)} tokens for {rows} texts")  # type: ignore[arg-type]
+    return tokens[row]  # type: ignore[index]
+
+
+def _by_row(tokens: Tokens, rows: int) -> Tokens:
+    return None if tokens is None else cast(list[Token], [_of_row(tokens, row, rows) for row in range(rows)])
 
 
 def _integrated(
@@ -181,7 +185,7 @@ def _integrated(
     request: dict[str, Any],
     baseline: ArrayLike | str,
     steps: int,
-    batch_size: int | str,
+    batch_size: BatchSize,
 ) -> SalientText:
     capture = HookSpec().extend(spec).capture(point)
     first = gradients(model, ids[None], point, hooks=capture, **request)
@@ -193,7 +197,7 @@ def _integrated(
     request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
     total = np.zeros(value.shape[1:], np.float64)
     middles = (np.arange(steps) + 0.5) / steps
-    for points in batches_of([len(ids)] * steps, batch_size):
+    for points in batches_of([len(ids)] * steps, steps if batch_size is None else batch_size):
         alphas = middles[points]
         total += _along(model, ids, point, spec, request, start, value, alphas)[0].sum(axis=0)
     _, (from_, *_) = _along(model, ids, point, spec, request, start, value, np.zeros(1))
@@ -224,22 +228,22 @@ def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDA
 
 
 def _baseline(
-    model: Runner, given: ArrayLike | str, value: Values, ids: Ids, point: HookPoint, capture: HookSpec
+    model: Runner, baseline: ArrayLike | str, value: Values, ids: Ids, point: HookPoint, capture: HookSpec
 ) -> Values:
     """The value that counts as nothing, in the shape of the text's own."""
-    if isinstance(given, str) and given == "zero":
+    if isinstance(baseline, str) and baseline == "zero":
         return np.zeros_like(value)
-    if isinstance(given, str) and given == "mean":
+    if isinstance(baseline, str) and baseline == "mean":
         axis = sequence_axis(point.axes or ())
         return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
     try:
-        array = None if isinstance(given, str) else to_array(given)
+        array = None if isinstance(baseline, str) else to_array(baseline)
     except ValueError as error:
         raise InputError(f"the baseline is no array: {error}") from error
     if array is not None and array.dtype.kind not in "fiub":
         raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
     if array is None or array.dtype.kind in "iu":
-        (other,) = prompt_ids(model, given if array is None else array)
+        (other,) = prompt_ids(model, baseline if array is None else array)
         if len(other) != len(ids):
             raise InputError(f"the baseline has {len(other)} tokens, the text {len(ids)}: positions must correspond")
         return model.forward(other[None], capture, logits=Logits(positions=-1))[point.name]

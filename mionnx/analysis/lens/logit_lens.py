@@ -14,10 +14,11 @@ from mionnx.analysis.lens.readout import Lens
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import refusal, typed
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import ADVICE, has_nan
-from mionnx.run.prompt import Text, is_stream, one_text, streams_of, texts_of, token_of
+from mionnx.run.prompt import Text, is_list, is_stream, streams_of, texts_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -33,7 +34,7 @@ def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10)
 @overload
 def logit_lens(
     model: Runner,
-    source: Prompt,
+    source: str,
     hooks: HookSpec | None = None,
     *,
     k: int = 10,
@@ -41,7 +42,7 @@ def logit_lens(
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
-    batch_size: None = None,
+    batch_size: BatchSize = AUTO,
 ) -> LensResult: ...
 
 
@@ -56,8 +57,8 @@ def logit_lens(
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
-    batch_size: int | str,
-) -> list[LensResult]: ...
+    batch_size: BatchSize = AUTO,
+) -> Any: ...
 
 
 @typed(leave=["hooks"])
@@ -71,7 +72,7 @@ def logit_lens(
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
-    batch_size: int | str | None = None,
+    batch_size: BatchSize = AUTO,
 ) -> LensResult | list[Any]:
     """Read residual streams with the model's own final norm, head, soft cap and softmax.
 
@@ -79,22 +80,23 @@ def logit_lens(
     [layers, seq, vocab] is never held.
 
     Args:
-        source: a prompt (a text, `Tokens` or integer ids); with a `batch_size`, a list of them; or, as floats, a
-            residual [hidden] or several [n, hidden], which the other arguments but `k` do not apply to.
+        source: a prompt (a text, `Tokens` or integer ids); a list of them; or, as floats, a residual [hidden] or
+            several [n, hidden], which the other arguments but `k` do not apply to.
         hooks: interventions to run the prompt with.
         k: how many of the most likely tokens.
         layers: layers to read; all if left out.
         positions: positions to read, negative ones from the end; all if left out.
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
         token_ids: further tokens, by id or text, to follow through the layers.
-        batch_size: run a list of prompts in batches of at most so many, those of like length together, or "auto".
+        batch_size: most prompts of a pass, those of like length together; "auto": as many as run well and fit into
+            memory; None: all at once.
 
     Returns:
-        a `LensResult` for a prompt, a list of them with a `batch_size`; [(token id, probability)] for a residual; a
-        list of these for several.
+        a `LensResult` for a prompt, a list of them for a list; [(token id, probability)] for a residual; a list of
+        these for several.
 
     Raises:
-        InputError: several prompts, NaN, another width, or a k, position, token or layer that does not exist.
+        InputError: NaN, another width, or a k, position, token or layer that does not exist.
         HookError: points that the model does not have.
 
     Example:
@@ -105,13 +107,13 @@ def logit_lens(
         given = "; k=5 asks for five tokens, layers=[5] for a layer" if isinstance(hooks, int) else ""
         raise InputError(refusal("hooks", HookSpec | None, hooks) + given)
     if is_stream(source):
-        unread = hooks is layers is positions is batch_size is None
+        unread = hooks is layers is positions is None and batch_size == AUTO
         if not (unread and points == "resid_post" and len(token_ids) == 0):
             raise InputError(
                 "hooks, layers, positions, points, tokens and batch_size apply to a prompt, not to a residual"
             )
         return read_vectors(model, source, k)
-    texts = [one_text(model, source)] if batch_size is None else texts_of(model, source)
+    texts = texts_of(model, source)
     indices = [_indices(text, positions) for text in texts]
     names = _stream_names(model, layers, points)
     captured = [*names, _last_stream(model)]
@@ -124,7 +126,7 @@ def logit_lens(
     spec = _capturing(hooks, captured, positions)
     made = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
-    return made[0] if batch_size is None else made
+    return made if is_list(model, source) else made[0]
 
 
 def _lens_result(

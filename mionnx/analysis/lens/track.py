@@ -42,7 +42,7 @@ def track_token(
 ) -> NDArray[np.float32]:
     """The probability of a token after each layer, [layers], at one position of a prompt.
 
-    `logit_lens(prompts, token_ids=[token], positions=-1, batch_size="auto")` follows it in a list.
+    `logit_lens(prompts, token_ids=[token], positions=-1)` follows it in a list.
 
     Raises:
         InputError: several prompts, or no such token or position.

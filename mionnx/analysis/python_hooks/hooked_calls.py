@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.hooked_run import RunInputs, run_backwards, run_batches, run_segments
-from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
-from mionnx.errors import GradientError, HookError, InputError
+from mionnx.analysis.python_hooks.hooked_run import RunInputs, run_backwards, run_batches
+from mionnx.errors import GradientError, HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past
+from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.machine.softmax import logsumexp
 from mionnx.machine.typed import typed
-from mionnx.run.batching import check_batch_size
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.decoding import StepFunctions
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import HookFunction, Where, register
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import Tokens
+
+RETURN_TYPES = ("logits", "loss", "loss per token", "both")
 
 
 @takes_encoding
@@ -37,7 +39,7 @@ def call(
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
-    batch_size: int | str | None = None,
+    batch_size: BatchSize = AUTO,
 ) -> Any:
     """Run the model: `run_with_hooks` without functions.
 
@@ -73,7 +75,7 @@ def run_with_hooks(
     metric: str | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
-    batch_size: int | str | None = None,
+    batch_size: BatchSize = AUTO,
 ) -> Any:
     """Run the model once, with Python functions at hook points.
 
@@ -108,12 +110,10 @@ def run_with_hooks(
             what earlier hook points' gradients are made of.
         metric, answer, versus: the number whose gradients those are, see `HookSpec.set_metric`: "loss", which is the
             default, "logit", "logit_diff", "log_probability" or "probability".
-        batch_size: run a list in batches of at most so many rows, those of like length together, or "auto". Functions
-            are called in each batch; `hook.ctx` is shared by all of them.
+        batch_size: as for `forward`. Functions are called in each batch; `hook.ctx` is shared by all of them.
 
     Returns:
-        logits [batch, seq, vocab], of a list with a `batch_size` a list of [1, seq, vocab]; a loss as one number, or
-        [batch, seq - 1] with NaN where padding is.
+        logits [batch, seq, vocab]; a loss as one number, or [batch, seq - 1] with NaN where padding is.
 
     Raises:
         HookError: a hook that the model does not have, with the nearest that it has, or a derived value.
@@ -131,13 +131,13 @@ def run_with_hooks(
         logits = model.run_with_hooks("The capital of France is", [("blocks.2.attn.hook_z", mute)])
     """
     check_return_type(return_type)
-    inputs = RunInputs(model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    inputs = RunInputs(model, model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     check_batch_size(batch_size)
     spec, functions = hooks or HookSpec(), StepFunctions(model.hooked, fwd_hooks)
     if spec.metric is not None or spec.gradients:
         raise GradientError("hooks= has a metric or gradients, and no logits tell them: `forward` returns them")
     if backward := register(model.hooked, bwd_hooks):
-        if batch_size is not None:
+        if isinstance(batch_size, int):
             raise GradientError("bwd_hooks are called for one batch: `gradients` has batch_size=")
         if functions.names:
             raise GradientError(
@@ -145,48 +145,14 @@ def run_with_hooks(
                 "do as interventions, in hooks="
             )
         differentiated = {"name": metric or "loss", "answer": answer, "versus": versus}
-        result = run_backwards(model, inputs, spec, backward, differentiated)
+        result = run_backwards(inputs, spec, backward, differentiated)
     elif not metric is answer is versus is None:
         raise GradientError("metric=, answer= and versus= are what bwd_hooks= differentiates, and there are none")
-    elif batch_size is not None:
-        return run_batches(model, inputs, spec, functions, return_type, batch_size, state=False)[0]
     else:
-        result = run_segments(model, inputs, spec, functions, return_type is not None, state=False)
-    return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
+        result = run_batches(inputs, spec, functions, batch_size, return_type is not None, state=False)
+    return convert_logits(return_type, result.output() if return_type else None, inputs.batch)
 
 
-@overload
-def run_with_cache(
-    model: Runner,
-    tokens: Prompt,
-    names_filter: Where | Sequence[Where] | None = None,
-    *,
-    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
-    return_type: str | None = "logits",
-    stop_at_layer: int | None = None,
-    hooks: HookSpec | None = None,
-    attention_mask: ArrayLike | None = None,
-    cache: Past | None = None,
-    initial_state: RWKVState | None = None,
-    prompt_length: int | Sequence[int] | None = None,
-    batch_size: None = None,
-) -> tuple[Any, HookCache]: ...
-@overload
-def run_with_cache(
-    model: Runner,
-    tokens: Prompt,
-    names_filter: Where | Sequence[Where] | None = None,
-    *,
-    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
-    return_type: str | None = "logits",
-    stop_at_layer: int | None = None,
-    hooks: HookSpec | None = None,
-    attention_mask: ArrayLike | None = None,
-    cache: Past | None = None,
-    initial_state: RWKVState | None = None,
-    prompt_length: int | Sequence[int] | None = None,
-    batch_size: int | str,
-) -> tuple[Any, HookCaches]: ...
 @takes_encoding
 @typed(leave=["fwd_hooks"])
 def run_with_cache(
@@ -202,8 +168,8 @@ def run_with_cache(
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
     prompt_length: int | Sequence[int] | None = None,
-    batch_size: int | str | None = None,
-) -> tuple[Any, HookCache | HookCaches]:
+    batch_size: BatchSize = AUTO,
+) -> tuple[Any, HookCache]:
     """Run the model once and keep values at hook points.
 
     Args:
@@ -217,11 +183,10 @@ def run_with_cache(
             [batch, seq, hidden], in place of logits; negative from the end. The cache holds hook points up to there.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
-        batch_size: run a list in batches of at most so many rows, those of like length together, or "auto".
+        batch_size: as for `forward`.
 
     Returns:
-        the logits or the loss, and the cache; of a list with a `batch_size` a list of logits [1, seq, vocab], and
-        `HookCaches`, a cache for each row without padding.
+        the logits or the loss, and the cache.
 
     Raises:
         HookError, InterventionError, InputError: as `run_with_hooks`; a `stop_at_layer` that the model does not have,
@@ -232,23 +197,21 @@ def run_with_cache(
         cache["resid_post", 2].shape  # (1, seq, hidden)
     """
     check_return_type(return_type)
-    inputs = RunInputs(model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    inputs = RunInputs(model, model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
     check_batch_size(batch_size)
     functions = StepFunctions(model.hooked, fwd_hooks)
     if stop_at_layer is not None:
-        if batch_size is not None or return_type != "logits":
-            raise InputError("stop_at_layer= returns the residual stream of one batch: no batch_size=, no return_type=")
+        if return_type != "logits":
+            raise InputError("stop_at_layer= returns the residual stream, and no logits for a return_type=")
         end = _end(model, stop_at_layer)
         spec = _until(model, spec, end, names_filter is None)
-        result = run_segments(model, inputs, spec, functions, logits=False, state=False)
+        result = run_batches(inputs, spec, functions, batch_size, logits=False, state=False)
         return result[end], result
-    if batch_size is not None:
-        return run_batches(model, inputs, spec, functions, return_type, batch_size, state=True)
-    result = run_segments(model, inputs, spec, functions, return_type is not None, state=True)
-    return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model)), result
+    result = run_batches(inputs, spec, functions, batch_size, return_type is not None, state=True)
+    return convert_logits(return_type, result.output() if return_type else None, inputs.batch), result
 
 
 def _end(model: Runner, layer: int) -> HookPoint:
@@ -271,13 +234,13 @@ def _until(model: Runner, spec: HookSpec, end: HookPoint, everything: bool) -> H
     """
     points = model.hook_points()
     reached = [point.name for point in points[: points.index(end) + 1]]
-    made = replace(spec, captures=[])
+    reduced = replace(spec, captures=[])
     for request in spec.captures:
         names = [name for name in reached if request.selects(name)]
         if not (names or everything):
             raise HookError(f"{request} is not computed: the model stops at {end}")
-        made.captures += [replace(request, what=HookPoint.parse(name)) for name in names]
-    return made.capture(end)
+        reduced.captures += [replace(request, what=HookPoint.parse(name)) for name in names]
+    return reduced.capture(end)
 
 
 def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> HookSpec:
@@ -288,3 +251,56 @@ def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> H
     for what in [names_filter] if single else names_filter:  # type: ignore[union-attr, list-item]
         spec.capture(what)  # type: ignore[arg-type]
     return spec
+
+
+def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
+    """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
+
+    Args:
+        logits: [batch, seq, vocab].
+        batch: the tokens.
+
+    Returns:
+        [batch, seq - 1]; NaN where either of the two tokens is padding.
+
+    Raises:
+        InputError: no row has two tokens.
+    """
+    predicted = batch.real[:, :-1] & batch.real[:, 1:]
+    if not predicted.any():
+        raise InputError("a loss needs a text of two tokens or more: it is of each token, given those before it")
+    losses = np.full(predicted.shape, np.nan)
+    for row, here in enumerate(predicted):  # row by row: the logits of one row in float64, not of all
+        at, following = np.flatnonzero(here), batch.input_ids[row, 1:][here]
+        chosen = logits[row, at].astype(np.float64)
+        losses[row, at] = logsumexp(chosen, axis=-1) - chosen[np.arange(len(following)), following]
+    return losses
+
+
+def convert_logits(return_type: str | None, logits: NDArray[Any] | None, batch: TokenBatch) -> Any:
+    """Convert logits to a return type: "logits", "loss", "loss per token", "both" or None.
+
+    A loss is the mean over all tokens, in nats; "both" is a pair of logits and loss.
+    """
+    if return_type is None or logits is None:
+        return None
+    if return_type == "logits":
+        return logits
+    losses = loss_per_token(logits, batch)
+    if return_type == "loss per token":
+        return losses
+    mean = np.nanmean(losses)
+    return mean if return_type == "loss" else (logits, mean)
+
+
+def check_return_type(return_type: str | None) -> None:
+    """Refuse an unknown return type.
+
+    Raises:
+        InputError: with the nearest one.
+    """
+    if return_type is not None and return_type not in RETURN_TYPES:
+        choices = ", ".join(map(repr, RETURN_TYPES))
+        raise InputError(
+            f"return_type={return_type!r}; one of {choices}, None{nearest(str(return_type), RETURN_TYPES)}"
+        )

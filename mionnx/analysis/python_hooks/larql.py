@@ -186,14 +186,14 @@ def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | 
     spec = HookSpec()
     for layer, vector, strength in steers:
         try:
-            given = to_array(vector)
+            numbers = to_array(vector)
         except ValueError as error:
             raise InterventionError(f"a steering vector must be numbers: {error}") from error
-        if given.shape != (model.hidden_size,):
-            raise InterventionError(f"a steering vector is [hidden={model.hidden_size}], got {list(given.shape)}")
+        if numbers.shape != (model.hidden_size,):
+            raise InterventionError(f"a steering vector is [hidden={model.hidden_size}], got {list(numbers.shape)}")
         for point in _points(model, layer).values():
             for position in positions:
-                spec.intervene(point, Intervention.Add(given * strength, positions=position))
+                spec.intervene(point, Intervention.Add(numbers * strength, positions=position))
     return spec
 
 
@@ -209,13 +209,13 @@ def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
     """Layer -> the hook point after it."""
-    given = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
-    if not given:
+    entries = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
+    if not entries:
         raise HookError("no layers are given")
-    for layer in given:
+    for layer in entries:
         if not isinstance(layer, int | np.integer) or not 0 <= layer < model.num_layers:
             raise HookError(f"layer {layer!r}: the model has the layers 0 to {model.num_layers - 1}")
-    return {int(layer): HookPoint.ResidPost(layer) for layer in given}
+    return {int(layer): HookPoint.ResidPost(layer) for layer in entries}
 
 
 def _capturing(spec: HookSpec, points: dict[int, HookPoint], positions: int | None) -> HookSpec:

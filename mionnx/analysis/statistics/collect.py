@@ -19,7 +19,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.moments import Moments
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO, check_batch_size
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size
+from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.prompt import one_prompt
 from mionnx.run.runner import Runner
 from mionnx.run.token_classes import By, check_by, classes_of
@@ -39,7 +40,7 @@ def statistics(
     hooks: HookSpec | None = None,
     by: By = None,
     covariance: bool = False,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
     column: str | None = None,
     progress: bool | None = None,
 ) -> Statistics:
@@ -74,22 +75,23 @@ def statistics(
         raise InputError("covariance= is of all tokens together: leave by= out")
     spec = capturing(points, hooks)
     names = _captured(model, spec)
-    source, made, done = Texts(texts, column), Statistics(by), 0
+    source, moments, done = Texts(texts, column), Statistics(by), 0
     waiting = iter(source)
     with shown(progress) as show:
-        while given := [*islice(waiting, AT_ONCE)]:
-            rows = [one_prompt(model, text) for text in given]
-            caches = model.forward(rows, spec, logits=False, batch_size=batch_size)
+        while entries := [*islice(waiting, AT_ONCE)]:
+            rows = [one_prompt(model, text) for text in entries]
+            request = ListRequest(rows, spec, batch_size, logits=False)
+            caches = map_rows(model, request, lambda _, cache: cache, "statistics", progress=False)
             for ids, cache in zip(rows, caches, strict=True):
                 classes = classes_of(by, ids)
                 for name in names:
-                    made.add(name, Moments.of(tokens_first(cache[name], name)[0], classes, covariance))
+                    moments.add(name, Moments.of(tokens_first(cache[name], name)[0], classes, covariance))
             done += len(rows)
-            made.texts = done
+            moments.texts = done
             show("statistics", done, source.count)
     if not done:
         raise InputError("no texts: statistics of nothing")
-    return made
+    return moments
 
 
 @typed(leave=["by"])
@@ -115,14 +117,14 @@ def statistics_of(
     check_by(by)
     if covariance and by is not None:
         raise InputError("covariance= is of all tokens together: leave by= out")
-    made = Statistics(by)
-    made.texts = activations.texts
+    moments = Statistics(by)
+    moments.texts = activations.texts
     names = [*activations] if points is None else [*points]
     for batch in activations.batches(ROWS, shuffle=False, points=names):
         classes = classes_of(by, batch["token_ids"], batch["positions"])
         for name in names:
-            made.add(name, Moments.of(batch[name], classes, covariance))
-    return made
+            moments.add(name, Moments.of(batch[name], classes, covariance))
+    return moments
 
 
 def _captured(model: Runner, spec: HookSpec) -> list[str]:

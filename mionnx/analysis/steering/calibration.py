@@ -15,7 +15,7 @@ from mionnx.errors import HookError, InputError
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
@@ -66,7 +66,7 @@ def calibrate(
     prompts: Texts,
     positions: int | str | Sequence[int] | None = None,
     *,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> SteeringCalibration:
     """Measure the length of the stream, over prompts, at the hook points of directions.
 
@@ -93,7 +93,7 @@ def calibrate(
 
 
 def vector_norms(
-    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: int | str = AUTO
+    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: BatchSize = AUTO
 ) -> NDArray[np.float64]:
     """[points]: the median length of the values at the chosen tokens.
 
@@ -118,7 +118,7 @@ def _later(length: int, positions: Any) -> NDArray[np.bool_]:
 
 
 def _lengths(
-    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: int | str
+    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: BatchSize
 ) -> list[NDArray[np.float64]]:
     """[points, tokens] for each text: the lengths of the values at the same positions of each."""
     spec = HookSpec()

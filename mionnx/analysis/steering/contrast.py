@@ -14,7 +14,7 @@ from mionnx.analysis.steering.prompts import Texts, texts_of
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
@@ -33,7 +33,7 @@ def contrast(
     positions: int | Sequence[int] = -1,
     method: str = "mean_difference",
     progress: bool | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> Directions:
     """The direction from negative to positive prompts, in every layer.
 
@@ -78,7 +78,7 @@ def _activations(
     texts: Sequence[str],
     points: Sequence[str],
     positions: list[int],
-    batch_size: int | str,
+    batch_size: BatchSize,
     progress: bool | None,
 ) -> NDArray[np.float64]:
     """[layers, texts, width]: the mean over the positions."""

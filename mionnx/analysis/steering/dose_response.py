@@ -21,7 +21,7 @@ from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import shown
 from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
-from mionnx.run.batching import AUTO
+from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spellings
@@ -49,7 +49,7 @@ def dose_response(
     positions: Positions | None = None,
     bisect: float | None = None,
     progress: bool | None = None,
-    batch_size: int | str = AUTO,
+    batch_size: BatchSize = AUTO,
 ) -> DoseResponse:
     """Add a direction at several strengths and measure the answers.
 
@@ -122,7 +122,7 @@ class DoseTrial:
         texts: list[Tokens],
         direction: Direction,
         positions: Any,
-        batch_size: int | str,
+        batch_size: BatchSize,
     ) -> None:
         self.model, self.texts, self.direction = model, texts, direction
         self.positions, self.batch_size = positions, batch_size

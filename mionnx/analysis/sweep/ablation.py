@@ -146,21 +146,21 @@ def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = N
         raise InputError(f"{grid.template} is [{', '.join(grid.axes)}]: it has no tokens to take the mean over")
     hooks = [grid.hook(layer) for layer in grid.layers]
     axis = sequence_axis(grid.axes)
-    found: dict[str, Moments] = {}
-    told = hashlib.sha256()
+    moments: dict[str, Moments] = {}
+    digest = hashlib.sha256()
     for prompt in prompts:
         classes = classes_of(by, prompt)
-        told.update(prompt.tobytes() + b"|" + (b"" if by is None else classes.tobytes() + b"|"))
+        digest.update(prompt.tobytes() + b"|" + (b"" if by is None else classes.tobytes() + b"|"))
         for hook, value in run_clean(graphs, prompt[None], (), hooks).values.items():
             here = Moments.of(np.moveaxis(value, axis, 1)[0], classes)
-            found[hook] = found[hook].merged(here) if hook in found else here
+            moments[hook] = moments[hook].merged(here) if hook in moments else here
 
     def donors(base: CleanRun) -> Arrays:
-        places = _places(found[hooks[0]], classes_of(by, base.ids[0]), by)
-        means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in found.items()}
+        places = _places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
+        means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in moments.items()}
         return {hook: mean.astype(base.values[hook].dtype) for hook, mean in means.items()}
 
-    return donors, told.hexdigest()[:16]
+    return donors, digest.hexdigest()[:16]
 
 
 def _places(moments: Moments, classes: Ids, by: By) -> Ids:

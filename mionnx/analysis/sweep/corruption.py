@@ -64,15 +64,15 @@ class Corruption:
 
 def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start: int, stop: int) -> Arrays:
     """Inputs of one row as those of several, from a position on."""
-    made: Arrays = dict(inputs)
+    repeated: Arrays = dict(inputs)
     for name, value in inputs.items():
         if name not in (*edit.value_inputs, edit.mask_input) or value.ndim != len(edit.axes):
             continue  # directions, weights, experts
         for axis, kind in enumerate(edit.axes):
             if kind in SEQUENCE_AXES and value.shape[axis] > 1:
                 value = value.take(range(start, stop), axis=axis)
-        made[name] = np.ascontiguousarray(np.broadcast_to(value, (count, *value.shape[1:])))
-    return made
+        repeated[name] = np.ascontiguousarray(np.broadcast_to(value, (count, *value.shape[1:])))
+    return repeated
 
 
 def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:

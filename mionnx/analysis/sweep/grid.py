@@ -135,10 +135,10 @@ def make_grid(
         HookError: no such hook point, or several.
         InputError: an axis that the value does not have, a repeated axis, or a layer that does not exist.
     """
-    found = hook_kinds(model, hook)
-    if len(found) > 1:
-        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(found)}")
-    ((template, available),) = found.items()
+    kinds = hook_kinds(model, hook)
+    if len(kinds) > 1:
+        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(kinds)}")
+    ((template, available),) = kinds.items()
     variant = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
@@ -202,18 +202,20 @@ def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]
         HookError: none.
     """
     names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
-    given = str(hook).replace("{i}", "*")
-    short = given.removeprefix("hook_")
+    pattern_text = str(hook).replace("{i}", "*")
+    short = pattern_text.removeprefix("hook_")
     matching = [name for name in names if HookPoint.parse(name).short == short]
-    for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
+    for pattern in (pattern_text, f"blocks.*.{pattern_text}"):  # "mlp.hook_act" is a name without its layer
         matching = matching or [name for name in names if fnmatchcase(name, pattern)]
     points = [HookPoint.parse(name) for name in matching]
     if not points:
         raise _unknown(model, str(hook), names)
-    found: dict[str, list[int]] = {}
+    layers_of: dict[str, list[int]] = {}
     for layer, template in sorted((point.layer or 0, VARIANTS[point.variant].template) for point in points):
-        found.setdefault(template, []).append(layer)
-    return {template: found[template] for template in dict.fromkeys(VARIANTS[one.variant].template for one in points)}
+        layers_of.setdefault(template, []).append(layer)
+    return {
+        template: layers_of[template] for template in dict.fromkeys(VARIANTS[one.variant].template for one in points)
+    }
 
 
 def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
@@ -230,8 +232,8 @@ def _layers(template: str, available: list[int], layers: Iterable[int] | None) -
     if layers is None:
         return tuple(available)
     try:
-        given = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
-        chosen = sorted({operator.index(layer) for layer in given})
+        entries = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
+        chosen = sorted({operator.index(layer) for layer in entries})
     except TypeError:
         raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None
     if not chosen or not {*chosen} <= {*available}:

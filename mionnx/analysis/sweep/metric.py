@@ -185,17 +185,17 @@ def _plain(tokens: Tokens) -> Any:
     return tokens if tokens is None else [isinstance(tokens, str), str(tokens)]
 
 
-def _function(given: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
+def _function(function: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
     try:
-        entries = inspect.signature(given).parameters.values()
+        entries = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin
-        return given
+        return function
     taken = [entry for entry in entries if entry.kind in POSITIONAL and entry.default is entry.empty]
     if len(taken) > 2:
         raise InputError(
             f"a metric takes the logits, and the index of the pair if it wants it, not {len(taken)} values"
         )
-    return (lambda logits: given(logits, pair)) if len(taken) == 2 else given
+    return (lambda logits: function(logits, pair)) if len(taken) == 2 else function
 
 
 def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
@@ -213,22 +213,22 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 }
 
 
-def _several(given: Tokens) -> bool:
-    return isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
+def _several(tokens: Tokens) -> bool:
+    return isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
 
 
-def _of_pair(given: Tokens, pair: int) -> Token | None:
-    return given[pair] if _several(given) else given  # type: ignore[index, return-value]
+def _of_pair(tokens: Tokens, pair: int) -> Token | None:
+    return tokens[pair] if _several(tokens) else tokens  # type: ignore[index, return-value]
 
 
-def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
-    if given is None:
+def _token(model: Runner, tokens: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
+    if tokens is None:
         if logits is None:
             raise InputError(f"{what}= is left out, and no logits tell the top token")
         return int(logits.argmax())
-    if _several(given) and len(given) != count:  # type: ignore[arg-type]
-        raise InputError(f"{what} has {len(given)} tokens for {count} prompts")  # type: ignore[arg-type]
-    one = _of_pair(given, pair)
+    if _several(tokens) and len(tokens) != count:  # type: ignore[arg-type]
+        raise InputError(f"{what} has {len(tokens)} tokens for {count} prompts")  # type: ignore[arg-type]
+    one = _of_pair(tokens, pair)
     try:
         token = model.token_id(one) if isinstance(one, str) else operator.index(one)  # type: ignore[arg-type]
     except TypeError:

@@ -56,9 +56,9 @@ class Noise(Brief):
         at_least("seed", self.seed, 0)
         if self.sigmas is not None and self.std is not None:
             raise InputError("sigmas= and std= are two ways to give one standard deviation: give one of them")
-        for name, given in (("sigmas", self.sigmas), ("std", self.std)):
-            if given is not None and not 0 < given < np.inf:
-                raise InputError(f"{name}={given!r}: a number above 0")
+        for name, size in (("sigmas", self.sigmas), ("std", self.std)):
+            if size is not None and not 0 < size < np.inf:
+                raise InputError(f"{name}={size!r}: a number above 0")
 
     def specs(self, model: Runner, prompts: Prompt) -> list[list[HookSpec]]:
         """The interventions that add the noise: for each prompt, one spec a repeat.

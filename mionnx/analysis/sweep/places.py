@@ -48,10 +48,12 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
 
 def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
     """Prompts as tokenised texts; None for those that came as ids."""
-    given = [prompts] if isinstance(prompts, str | Tokens) else list(prompts)
-    if len(given) != count:
+    entries = [prompts] if isinstance(prompts, str | Tokens) else list(prompts)
+    if len(entries) != count:
         return [None] * count  # one prompt of ids
-    return [model.tokenize(one) if isinstance(one, str) else one if isinstance(one, Tokens) else None for one in given]
+    return [
+        model.tokenize(one) if isinstance(one, str) else one if isinstance(one, Tokens) else None for one in entries
+    ]
 
 
 def _each(name: str, place: Any, count: int) -> list[Any]:

@@ -65,13 +65,13 @@ class Receivers:
         )
 
 
-def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receiver]) -> Receivers:
+def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Receiver]) -> Receivers:
     """Make receivers from hook points, globs and pairs with heads.
 
     Args:
         model: a transformer.
-        given: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`), with
-            heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
+        receivers: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`),
+            with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
 
     Raises:
         HookError: a hook point that is no input of anything, or that the model does not have.
@@ -84,7 +84,7 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
     refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}
-    for point, chosen in _entries(given):
+    for point, chosen in _entries(receivers):
         matching = [name for name in valid if fnmatchcase(name, point)]
         if not matching:
             raise HookError(
@@ -99,13 +99,15 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
     return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
 
 
-def _entries(given: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
+def _entries(receivers: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
     """Pairs of a hook point or glob, and the heads chosen there."""
-    if isinstance(given, str | HookPoint):
-        return [("*" if given == "all" else str(given), None)]
-    entries = listed("receivers", given) if isinstance(given, Iterable) else []
+    if isinstance(receivers, str | HookPoint):
+        return [("*" if receivers == "all" else str(receivers), None)]
+    entries = listed("receivers", receivers) if isinstance(receivers, Iterable) else []
     if not entries:
-        raise InputError(f"receivers={given!r}: nobody would read what a sender changes; give hook points, or 'all'")
+        raise InputError(
+            f"receivers={receivers!r}: nothing would read what a sender changes; give hook points, or 'all'"
+        )
     pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in entries]
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):

@@ -142,10 +142,12 @@ class Sweep:
         batches = [batch for cells in missing for batch in runs.batches(cells)]
         largest = max(batches, key=lambda batch: len(batch[0]) * (runs.seq - batch[1]), default=None)
         seconds = runs.layer_seconds(*largest) * sum(map(runs.work, missing)) if largest else 0.0
-        held = len(largest[0]) * runs.row_bytes(runs.seq - largest[1]) if largest else 0
-        clean = runs.base.nbytes * (1 if self.pairs[0].other is None else 2)
+        batch_bytes = len(largest[0]) * runs.row_bytes(runs.seq - largest[1]) if largest else 0
+        clean_bytes = runs.base.nbytes * (1 if self.pairs[0].other is None else 2)
         computed = sum(map(len, missing))
-        return SweepEstimate(self.setting.grid.cells * count, computed, len(batches), seconds, held + clean)
+        return SweepEstimate(
+            self.setting.grid.cells * count, computed, len(batches), seconds, batch_bytes + clean_bytes
+        )
 
     def _stored(self) -> ProgressFile:
         """The cells that are computed already."""
@@ -205,13 +207,13 @@ class Sweep:
         """
         runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
         effective = runs.effective_cells()
-        found = np.full(self.setting.grid.cells, unpatched[0])
+        by_cell = np.full(self.setting.grid.cells, unpatched[0])
 
         def done(some: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-            found[some] = values
+            by_cell[some] = values
 
         runs.run(cells[effective[cells]], metric, done)
-        return found[cells], unpatched, int((~effective).sum())
+        return by_cell[cells], unpatched, int((~effective).sum())
 
     def result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
         """The result of some numbers.

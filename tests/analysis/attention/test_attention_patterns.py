@@ -137,7 +137,6 @@ def test_a_large_page_is_small_and_quick(chromium, tmp_path):
         (lambda model: model.attention(PROMPT, heads=[-1]), "heads 0 to 7"),
         (lambda model: model.attention(PROMPT, layers=[]), "layers 0 to 3"),
         (lambda model: model.attention(PROMPT, layers=[1, 1]), "once"),
-        (lambda model: model.attention([PROMPT, PROMPT]), "one prompt"),
         (lambda model: model.attention(PROMPT, hooks=HookSpec().capture("hook_embed")), "interventions"),
         (lambda model: model.attention(PROMPT, 1).of(2, 0), "layers \\[1\\]"),
         (lambda model: model.attention(PROMPT).at(5), "position 5"),

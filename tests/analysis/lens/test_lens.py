@@ -187,7 +187,6 @@ def test_logits_of_all_layers_are_never_held(tmp_path):
     [
         (lambda model: model.logit_lens(PROMPT, k=0), InputError, "from 1 to 471"),
         (lambda model: model.logit_lens(PROMPT, k=472), InputError, "from 1 to 471"),
-        (lambda model: model.logit_lens([PROMPT, PROMPT]), InputError, "one prompt"),
         (lambda model: model.logit_lens(PROMPT, positions=5), InputError, "position 5"),
         (lambda model: model.logit_lens(PROMPT, positions=[]), InputError, "no positions"),
         (lambda model: model.logit_lens(PROMPT, layers=[4]), InputError, "layers 0 to 3"),

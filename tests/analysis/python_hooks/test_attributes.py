@@ -123,8 +123,7 @@ def test_stopping_before_a_layer(model, reference):
     [
         ({"stop_at_layer": 5}, "layers 0 to 3"),
         ({"stop_at_layer": 1, "names_filter": "blocks.3.hook_resid_post"}, "stops at blocks.0.hook_resid_post"),
-        ({"stop_at_layer": 1, "return_type": "loss"}, "no return_type="),
-        ({"stop_at_layer": 1, "batch_size": 2}, "no batch_size="),
+        ({"stop_at_layer": 1, "return_type": "loss"}, "no logits"),
     ],
 )
 def test_stopping_where_nothing_would_be_kept(model, asked, message):
