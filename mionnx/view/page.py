@@ -75,7 +75,7 @@ def plain(data: Any, digits: int | None = DIGITS) -> Any:
         return {str(key): plain(value, digits) for key, value in data.items()}
     if isinstance(data, np.ndarray):
         return plain(data.tolist(), digits)
-    if isinstance(data, list | tuple):
+    if isinstance(data, list | tuple | range):
         return [plain(value, digits) for value in data]
     if isinstance(data, float | np.floating):
         if not np.isfinite(data):
