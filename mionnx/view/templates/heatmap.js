@@ -35,7 +35,7 @@ PANELS.HeatMap = (part, panel, beside) => {
   }
 
   // The cells fill the window: as wide as they can be, and without numbers where these would not fit.
-  const across = () => ((innerWidth - 60) / beside - 130) / columns.length;
+  const across = () => ((innerWidth - 60) / beside - (beside > 1 ? 110 : 130)) / columns.length;
   const box = element("input");
   box.type = "checkbox";
   box.checked = across() >= NUMBER;
@@ -45,7 +45,7 @@ PANELS.HeatMap = (part, panel, beside) => {
     if (beside === 1) return [Math.floor(Math.min(200, Math.max(box.checked ? NUMBER : SMALLEST, across() - 1))),
       Math.floor(Math.min(44, Math.max(20, (innerHeight - 330) / rows.length)))];
     const room = Math.max(across(), 200 / columns.length);
-    return Array(2).fill(Math.max(SMALLEST, Math.floor(Math.min(44, room - 2, 640 / rows.length))));
+    return Array(2).fill(Math.max(SMALLEST, Math.floor(Math.min(44, room - 1, 640 / rows.length))));
   }
 
   function text(r, c) {
