@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.markup import escape
 
@@ -13,12 +12,9 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.result_table import loss_table, matrix_table, verification_table
+from mionnx.verify.result_table import list_of, loss_table, matrix_table, pairs, percent, verification_table
 from mionnx.verify.rows import LayerLoss, Row
-from mionnx.view import Shown, Table, new_figure, render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, readable
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
@@ -224,38 +220,133 @@ class Verification(Shown):
             told.insert(0, f"{self.reference} and {agreeing} agree at {self.tolerance:g}")
         return "; ".join(told) or f"{self.reference} ran; there was nothing to compare it with"
 
-    def figure(self) -> "Figure":
-        """Error by depth, one curve a runtime; dotted: what each step adds by itself."""
-        names = [row.name for row in self.besides[0].rows] if self.besides else []
-        figure, axes = new_figure(max(6.0, min(16.0, 2.5 + 0.22 * len(names))), 4.6)
-        for number, beside in enumerate(self.besides):
-            colour = f"C{number}"
-            axes.plot([_above(row.relative) for row in beside.rows], marker=".", color=colour, label=beside.title)
+    def view(self) -> View:
+        """Error by depth, one curve a runtime, dotted: what each step adds by itself; and tables."""
+        prompts = list_of("Prompts", self.prompts, "token")
+        panels: list[Any] = [prompts, self._curves(), self._runtimes(), *self._extra_tables()]
+        panels.append(Each([self._hook_points(beside) for beside in self.besides]))
+        trouble = [(beside.title, beside.trouble(self.tolerance)) for beside in self.besides]
+        lines = [f"{name} failed: {why}" for name, why in self.failed.items()]
+        lines += [f"{name} was skipped: {why}" for name, why in self.skipped.items()]
+        lines += [*self.notes, *(f"{name}: {why}" for name, why in trouble if why)]
+        if lines:
+            panels.insert(0, list_of("", lines, "fault"))
+        panels.append(list_of("Environment", self._origins(), ""))
+        titles = [beside.title for beside in self.besides]
+        return View(
+            self.title,
+            panels,
+            facts=self.summary(),
+            about=f"beside {self.reference}",
+            choice="Hook points of" * bool(titles),
+            options=titles,
+        )
+
+    def _curves(self) -> Lines:
+        series = []
+        for beside in self.besides:
+            series.append(Series(beside.title, [row.relative for row in beside.rows]))
             if any(row.local is not None for row in beside.rows):
-                steps = [float("nan") if row.local is None else _above(row.local) for row in beside.rows]
-                axes.plot(steps, ":", color=colour, linewidth=1)
-        axes.axhline(self.tolerance, color="0.5", linewidth=1, linestyle="--", label="tolerance")
-        axes.set_yscale("log")
-        axes.set_ylabel("largest difference / largest value")
-        step = max(1, len(names) // 48)
-        axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
-        axes.set_title(f"{self.title}, beside {self.reference}".replace("$", r"\$"), fontsize=9)
-        axes.legend(fontsize=7)
-        return figure
+                series.append(Series("this step", [row.local for row in beside.rows], dotted=True))
+        names = [row.name for row in self.besides[0].rows] if self.besides else []
+        note = (
+            "Largest difference as a share of the largest value at each hook point, in the order in which they are "
+            "computed; dotted: what each step adds by itself, run on the first runtime's values; dashed: the "
+            "tolerance. What is identical lies on the lowest line."
+        )
+        levels = {"tolerance": self.tolerance} if self.tolerance > LEAST else {}
+        unit = "largest difference / largest value"
+        return Lines(names, series, "", unit, LEAST, scale="log", levels=levels, note=note)
 
-    def page(self) -> str:
-        """Error-by-depth curves with the numbers under the pointer, and tables."""
-        return render("verify.html", self.title, data=self.to_dict(), summary=self.summary(), least=LEAST)
+    def _runtimes(self) -> Table:
+        heads = [f"beside {self.reference}", "", "largest relative", "at", "largest absolute", "cosine", "largest ulp"]
+        heads += ["KL mean, nats", "KL max", "top 1", "top 5", "greedy", "seconds"]
+        table = Table(*map(escape, heads), on_page={"heading": "Runtimes", "styles": {"at": "token"}})
+        for beside in self.besides:
+            row, logits = beside.worst, beside.logits
+            verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
+            fifth = next((value for name, value in logits.items() if name.startswith("top_") and name != "top_1"), None)
+            numbers = (row.max_abs, row.max_ulp, logits["kl_mean"], logits["kl_max"])
+            largest, ulp, mean, most = map(readable, numbers)
+            shares = map(percent, (logits["top_1"], fifth, beside.greedy))
+            cells = [readable(row.relative), row.name, largest, decimal(row.cosine, 5), ulp, mean, most, *shares]
+            table.add_row(escape(beside.title), verdict, *cells, decimal(beside.seconds, 1))
+        return table
 
-    def table(self, wide: bool = True) -> Table:
+    def _extra_tables(self) -> Iterator[Table]:
+        """Repeated runs, layers of second models, and quantised matrices, where there are any."""
+        if self.repeats:
+            table = Table(
+                "runtime", "repeated", "bits", "largest relative", "first at", on_page={"heading": "Repeated"}
+            )
+            for one in self.repeats:
+                bits = "[green]identical" if one.identical else "[red]differ"
+                table.add_row(escape(one.runtime), one.what, bits, readable(one.relative), one.first or "")
+            yield table
+        for beside in self.besides:
+            if beside.layers:
+                yield self._layers(beside)
+        if self.matrices:
+            note = (
+                "Each quantised matrix alone in the model of floats: the relative error of its numbers and of its "
+                "product's output, KL (floats || with this matrix) in nats, and the share of positions with the same "
+                "top token."
+            )
+            page = {"heading": "Matrices", "note": note, "most": 24, "styles": {"": "bar"}}
+            table = Table("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "", "top 1", on_page=page)
+            for loss in self.matrices:
+                numbers = map(readable, (loss.weight_error, loss.output_error, loss.kl))
+                cells = (*numbers, repr(loss.kl), percent(loss.top_1))
+                table.add_row(escape(loss.name), str(loss.bits), f"{loss.bytes:,}", *cells)
+            yield table
+
+    def _layers(self, beside: Beside) -> Table:
+        logits, name = beside.logits, beside.title
+        note = (
+            f"Length of the difference of the residual streams, as a share of the length of {name}'s. KL({name} || "
+            f"{self.reference}): {readable(logits['kl_back_mean'])} nats on average, {readable(logits['kl_back_max'])} "
+            f"at most; the same top token at {percent(logits['top_1'])} of {logits['positions']:g} positions."
+        )
+        page = {"heading": f"Layers, distance from {name}", "note": note}
+        table = Table("layer", "before", "after", "added", "", on_page=page)
+        for one in beside.layers:
+            most = "[red]most" if one is beside.heaviest else ""
+            table.add_row(str(one.layer), *map(readable, (one.before, one.after, one.added)), most)
+        return table
+
+    def _hook_points(self, beside: Beside) -> Table:
+        heads = ["hook point", "distance", "largest relative", "this step", "largest absolute", "mean absolute"]
+        heads += ["scale", "cosine", "largest ulp", "mean ulp", "bits"]
+        table = Table(*heads, on_page={"heading": f"Hook points of {beside.title}"})
+        for row in beside.rows:
+            numbers = map(readable, (row.lost, row.relative, row.local, row.max_abs, row.mean_abs, row.scale))
+            units = decimal(row.cosine, 5), readable(row.max_ulp), readable(row.mean_ulp)
+            table.add_row(row.name, *numbers, *units, "identical" * row.identical)
+        return table
+
+    def _origins(self) -> list[str]:
+        """Options, processor, versions, hashes."""
+        environments = [self.environment, *(beside.environment for beside in self.besides)]
+        lines = [f"{one['runtime']}: {pairs(one['options'])}" for one in environments]
+        own = self.environment
+        lines += [f"{own['processor']}, {own['system']}, Python {own['python']}", pairs(own["versions"])]
+        return lines + [f"{name} {digest}" for name, digest in self.hashes.items()]
+
+    def _columns(self) -> Columns:
+        """One row for each runtime and hook point."""
+        rows = [{"runtime": beside.title, **asdict(row)} for beside in self.besides for row in beside.rows]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+
+    def table(self, k: int | None = None, *, wide: bool = True) -> Table:
         """For a terminal: one row a runtime, the largest differences and where they are.
 
         Where the terminal has no room for all numbers, some are left out, never a part of a hook point's name.
 
         Args:
+            k: rows at most; all if left out.
             wide: whether there may be more than 80 columns.
         """
-        rows = [self._cells(beside) for beside in self.besides]
+        rows = [self._cells(beside) for beside in self.besides[:k]]
         titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
         table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
         while not wide and table.narrower is not None and table.natural_width > NARROW:
@@ -303,7 +394,3 @@ class Verification(Shown):
             "top 1": f"{logits['top_1']:.0%}",
             "greedy": "" if beside.greedy is None else f"{beside.greedy:.0%}",
         }
-
-
-def _above(value: float) -> float:
-    return max(LEAST, value) if isfinite(value) else 1e3

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.decimals import decimal
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
+from mionnx.view.page import NOTHING
 
 MATRIX_HEADS = ("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "top 1")
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
@@ -82,6 +85,24 @@ def matrix_table(losses: Sequence[MatrixLoss], most: int | None) -> Table:
 def short_name(hook: str) -> str:
     """A hook point without "blocks." and "hook_": "3.resid_post", "0.attn.pattern"."""
     return hook.removeprefix("blocks.").replace("hook_", "", 1)
+
+
+def list_of(heading: str, lines: Sequence[str], style: str) -> Table:
+    """Lines of text as a table of one column."""
+    table = Table("", on_page={"heading": heading, "styles": {"": style}})
+    for line in lines:
+        table.add_row(escape(line))
+    return table
+
+
+def percent(share: float | None) -> str:
+    """A share in percent; a dash where there is none."""
+    return NOTHING if share is None else f"{decimal(100 * share, 1)} %"
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """Names and values in a line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _chain(tables: list[Table]) -> Table:

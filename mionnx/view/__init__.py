@@ -1,9 +1,24 @@
-"""Results as pictures: matplotlib figures, and HTML pages that work offline."""
+"""Results as tables, frames, pictures and offline pages, drawn from panels that each result declares once."""
 
-from mionnx.view.figure import empty_figure, new_figure, to_png
-from mionnx.view.framed import Framed
-from mionnx.view.page import card, render
-from mionnx.view.shown import Shown
+from mionnx.view.page import card, readable
+from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Text, View
+from mionnx.view.shown import Columns, Shown, long_form
 from mionnx.view.table import Table
 
-__all__ = ["Framed", "Shown", "Table", "card", "empty_figure", "new_figure", "render", "to_png"]
+__all__ = [
+    "Bars",
+    "Columns",
+    "Each",
+    "Graph",
+    "HeatMap",
+    "Lines",
+    "Patterns",
+    "Series",
+    "Shown",
+    "Table",
+    "Text",
+    "View",
+    "card",
+    "long_form",
+    "readable",
+]

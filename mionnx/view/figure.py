@@ -26,12 +26,6 @@ def empty_figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
-    """A figure of this size in inches, and the axes that fill it."""
-    figure = empty_figure(width, height)
-    return figure, figure.add_subplot()
-
-
 def to_png(figure: "Figure") -> bytes:
     """A figure as a PNG image."""
     buffer = BytesIO()

@@ -1,43 +1,99 @@
-"""`Shown`: the base of every result with a figure and a page."""
+"""`Shown`: the base of every result: printed, as a table, DataFrame, JSON, picture and page, saved and loaded again."""
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from mionnx.errors import SpecFileError
+import numpy as np
+from numpy.typing import NDArray
+from rich.markup import escape as markup
+
+from mionnx.errors import RuntimeMissingError, SpecFileError
 from mionnx.machine.brief import Brief
 from mionnx.machine.files import write_atomic
+from mionnx.machine.ranges import at_least
 from mionnx.machine.stored import ENDING, Stored
 from mionnx.machine.typed import typed
 from mionnx.view.figure import to_png
-from mionnx.view.page import plain
+from mionnx.view.page import plain, readable, render_view
+from mionnx.view.panels import View
+from mionnx.view.pictures import draw
+from mionnx.view.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+Columns = Mapping[str, Sequence[Any] | NDArray[Any]]
 
 
 @typed(SpecFileError)
 class Shown(Brief, Stored, ABC):
-    """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines.
+    """A result: a class declares its panels in `view` and its cells in `_columns`.
+
+    All else is drawn from these.
 
     Saved as .safetensors it can be loaded again; see `mionnx.machine.stored`.
     """
 
     frame_height = 480  # of the page in a notebook, in pixels
+    IN_JSON: ClassVar[Sequence[str]] = ()  # attributes of the JSON, if it is not the fields of the dataclass
 
     @abstractmethod
+    def view(self) -> View:
+        """The panels of the result's picture and page."""
+
+    @abstractmethod
+    def _columns(self) -> Columns:
+        """The columns of the frame by name; integers of which some are None are a list."""
+
     def figure(self) -> "Figure":
         """The result as a matplotlib figure."""
+        return draw(self.view())
 
-    @abstractmethod
     def page(self) -> str:
         """The result as one HTML page that works offline."""
+        return render_view(self.view())
 
-    @abstractmethod
+    def table(self, k: int = 10) -> Table:
+        """Table for a terminal: the first k rows of the frame, or a table of the result's own.
+
+        Raises:
+            InputError: k is negative.
+        """
+        at_least("k", k, 0)
+        columns = self._columns()
+        table = Table(*columns, title=markup(repr(self)))
+        for row in list(zip(*columns.values(), strict=True))[:k]:
+            table.add_row(*map(_told, row))
+        return table
+
+    def to_frame(self) -> "DataFrame":
+        """The result as a pandas DataFrame: a row for each cell, in each pair.
+
+        Raises:
+            RuntimeMissingError: pandas is not installed.
+
+        Example:
+            sweep.to_frame().query("layer == 23").groupby("head").effect.mean()
+        """
+        try:
+            from pandas import DataFrame, array
+        except ImportError as error:
+            raise RuntimeMissingError("to_frame makes a DataFrame of pandas: pip install pandas") from error
+        # A layer or head that is not there for each cell is missing (<NA>), and the others stay integers.
+        columns = self._columns().items()
+        gaps = {name for name, one in columns if isinstance(one, list) and None in one}
+        return DataFrame({name: array(one, "Int64") if name in gaps else one for name, one in columns})
+
     def to_dict(self) -> dict[str, Any]:
         """The result as lists, dictionaries, numbers and texts; arrays are allowed."""
+        names = self.IN_JSON or [one.name for one in fields(cast(Any, self))]
+        return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> str:
         """The result as JSON; what is not finite is null."""
@@ -71,3 +127,23 @@ class Shown(Brief, Stored, ABC):
     def _repr_html_(self) -> str:
         page = escape(self.page(), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:{self.frame_height}px;border:0"></iframe>'
+
+
+def _told(cell: Any) -> str:
+    return readable(float(cell)) if isinstance(cell, float | np.floating) else markup(str(cell))
+
+
+def long_form(axes: Mapping[str, Sequence[Any]], numbers: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Columns of a row for each cell.
+
+    Args:
+        axes: name -> entries; `"position, token"` -> pairs for two columns of one axis.
+        numbers: name -> array with these axes.
+    """
+    places = np.indices([len(entries) for entries in axes.values()]).reshape(len(axes), -1).tolist()
+    columns: dict[str, Any] = {}
+    for (name, entries), indices in zip(axes.items(), places, strict=True):
+        names = name.split(", ")
+        parts = [entries] if len(names) == 1 else [*zip(*entries, strict=True)]
+        columns |= {one: [part[i] for i in indices] for one, part in zip(names, parts, strict=True)}
+    return columns | {name: np.asarray(array).ravel() for name, array in numbers.items()}

@@ -1,6 +1,7 @@
 """`Table`: a table that `print` shows as it is, in a narrow terminal in another form."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import rich.table
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,11 +13,21 @@ ENDLESS = 10_000  # columns of a terminal in which nothing is folded
 class Table(rich.table.Table):
     """A table of rich; as text it is the table itself, as wide as the terminal at most.
 
+    It may be a panel of a page.
+
     Attributes:
         narrower: shown instead where this one would have to fold its cells.
+        on_page: "heading" and "note" above it on a page; "chooses": whether a click on a row chooses it for the whole
+            page; "most": rows shown at first; "styles": heading of a column -> "token", "share" (coloured from 0 to 1)
+            or "bar".
     """
 
     narrower: Self | None = None
+    on_page: Mapping[str, Any]
+
+    def __init__(self, *headers: Any, on_page: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(*headers, **options)
+        self.on_page = on_page or {}
 
     @property
     def natural_width(self) -> int:

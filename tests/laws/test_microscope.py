@@ -57,18 +57,23 @@ def test_losses_are_in_table_page_json_and_file(lost, tmp_path):
     most = [cell for cell in table.columns[2].cells if "most" in cell]
     assert most == [f"{beside.heaviest.added:+.1e} most"]
     assert Verification.load(lost.save(tmp_path / "lost.safetensors")).besides[0].layers == beside.layers
-    assert '"layers"' in lost.page()
+    assert "Layers, distance from" in lost.page()
 
 
 def test_the_page_says_which_layer_adds_most_and_fits_a_telephone(lost, chromium, tmp_path):
     (beside,) = lost.besides
     page = chromium(lost.save(tmp_path / "lost.html"))
     assert page.locator("h1").inner_text().startswith("int4 and world-llama: "), "the names, without the store's key"
-    most = page.locator("#layers tr").filter(has_text="most").locator("td").all_inner_texts()
+    layers = page.locator("section", has=page.get_by_role("heading", name="Layers, distance")).last.locator("tr")
+    most = layers.filter(has_text="most").locator("td").all_inner_texts()
     assert most[0] == str(beside.heaviest.layer)
     assert float(most[3]) == pytest.approx(beside.heaviest.added, rel=1e-3)
-    assert page.locator("#layers tr").count() == 1 + len(beside.layers)
-    cosines = page.locator("#rows tr td:nth-child(8)").all_inner_texts()
+    assert layers.count() == 1 + len(beside.layers)
+    cosines = (
+        page.locator("section", has=page.get_by_role("heading", name="Hook points of"))
+        .last.locator("td:nth-child(8)")
+        .all_inner_texts()
+    )
     assert cosines == [f"{row.cosine:.5f}" for row in beside.rows], "five digits, as many as the page has"
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -1,5 +1,6 @@
 """What is saved is loaded as it was: every result, its values, text, table and page; any other file is refused."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -44,7 +45,7 @@ from mionnx import (
 )
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.machine.stored import Stored
-from mionnx.view import Framed, Shown
+from mionnx.view import Shown, Table
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
 POINT = HookPoint.ResidPost(1)
@@ -164,8 +165,7 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, tmp_path: Path
 
 def test_every_result_with_a_page_is_among_them() -> None:
     classes = {name.split()[0] for name in (*RESULTS, *RECURRENT)}
-    every = [*Shown.__subclasses__(), *Framed.__subclasses__()]
-    shown = {one.__name__ for one in every if one is not Framed and one.__module__.startswith("mionnx.")}
+    shown = {one.__name__ for one in Shown.__subclasses__() if one.__module__.startswith("mionnx.")}
     assert shown - classes == {"Directions"}  # which has a format of its own
 
 
@@ -306,3 +306,42 @@ def test_a_kind_is_refused_as_another(shipped: MIModel, tmp_path: Path, kind: ty
     path = AblationResult([0.0, 1.0], [1.0, 0.0]).save(tmp_path / "x.safetensors")
     with pytest.raises(SpecFileError, match=f"no saved {kind.__name__}: it is a saved AblationResult, which Ablation"):
         kind.load(path)
+
+
+SHOWN = ["AttentionPatterns", "AttributedSweep", "Attribution", "Attributions", "Circuit", "DoseResponse"]
+SHOWN += ["EdgeAttribution", "FeatureActivations", "HeadScores", "LensResult", "LogitDiffs", "ProbeResult", "Saliency"]
+SHOWN += ["SweepResult", "Verification"]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_result_has_a_frame_a_table_and_a_figure(shipped: MIModel, name: str) -> None:
+    result = RESULTS[name](shipped)
+    assert isinstance(result, Shown)
+    frame = result.to_frame()
+    assert len(frame) > 0
+    assert [*frame.columns] == [*result._columns()]
+    table = result.table(1)
+    assert isinstance(table, Table)
+    assert str(table)
+    assert any(axes.images or axes.lines or axes.patches for axes in result.figure().axes)
+    assert json.loads(result.to_json())
+
+
+def test_a_frame_holds_the_numbers_of_its_result(shipped: MIModel) -> None:
+    """One number of each result that had no frame, found by its names."""
+    scores = RESULTS["HeadScores"](shipped)
+    row = scores.to_frame().query("kind == 'induction' and layer == 3 and head == 1")
+    assert row.score.tolist() == [scores["induction"][3, 1]]
+    lens = RESULTS["LensResult"](shipped)
+    frame = lens.to_frame().query("point == 'blocks.2.hook_resid_post' and position == 3")
+    assert frame.answer_probability.tolist() == [lens.answer_probability[2, 3]]
+    assert frame.top_token.tolist() == [lens.spell(int(lens.top_ids[2, 3, 0]))]
+    dose = RESULTS["DoseResponse"](shipped)
+    np.testing.assert_array_equal(dose.to_frame().kl.to_numpy().reshape(dose.kl.shape), dose.kl)
+    saliency = RESULTS["Saliency"](shipped)
+    assert saliency.to_frame().score.tolist() == saliency.scores().tolist()
+    patterns = RESULTS["AttentionPatterns"](shipped)
+    frame = patterns.to_frame().query("layer == 3 and head == 2 and query == 4 and key == 1")
+    assert frame.weight.tolist() == [patterns.of(3, 2)[4, 1]]
+    probes = RESULTS["ProbeResult"](shipped)
+    assert probes.to_frame().accuracy.mean() == pytest.approx(next(iter(probes.accuracy.values())))

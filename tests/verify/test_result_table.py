@@ -51,8 +51,8 @@ def test_more_room_tells_more():
 def test_without_a_width_it_is_wide_or_narrow():
     result = verification("ort-cpu:none", failed={"openvino": "no"})
     assert [column.header for column in result.table().columns] == ["runtime", "", *HEADS]
-    assert result.table(False).natural_width <= NARROW < result.table().natural_width
-    assert "openvino" in str(result.table(False))
+    assert result.table(wide=False).natural_width <= NARROW < result.table().natural_width
+    assert "openvino" in str(result.table(wide=False))
     assert "runtime" in str(verification().table())
 
 

@@ -394,10 +394,10 @@ def test_the_page_shows_a_curve_a_runtime(llama, faulty, chromium, tmp_path):
     found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], other=faulty, repeat=True)
     page = chromium(found.save(tmp_path / "verify.html"))
     assert not page.troubles
-    assert page.locator("svg path:not(.local)").count() == len(found.besides)
-    page.locator("#curves").hover()
+    assert page.locator("svg path:not(.dotted)").count() == len(found.besides)
+    page.locator("svg").hover()
     assert "blocks." in page.locator("#tip").inner_text()
-    assert found.besides[-1].fault.nodes[0] in page.locator("#notes").inner_text()
+    assert found.besides[-1].fault.nodes[0] in page.locator("td.fault").all_inner_texts()[-1]
     found.save(tmp_path / "verify.png")
     assert json.loads(Path(found.save(tmp_path / "verify.json")).read_text())["agrees"] is False
 

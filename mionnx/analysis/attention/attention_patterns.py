@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,6 @@ from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
-from mionnx.machine.memory import format_bytes
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
@@ -24,16 +22,9 @@ from mionnx.run.prompt import is_list, texts_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import token_label
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, Patterns, Shown, View, long_form
 
 TOLD = 6  # weights of a printed result
-LEVELS = 255  # a weight on a page is (level / 255)^2, which keeps small weights apart
-MOST = 2**26  # bytes of weights that a page may hold
-WORDS = 40  # tokens up to which a figure of one head names them
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,83 +77,18 @@ class AttentionPatterns(Shown):
             token = f"{key} {self.tokens[key]!r}"
             yield f"{decimal(last[layer, head, key])}  layer {self.layers[layer]}, head {self.heads[head]}: {token}"
 
-    @property
-    def title(self) -> str:
-        """Title of figures and pages."""
-        return "Effective attention" if self.effective else "Attention patterns"
+    def view(self) -> View:
+        """The patterns, token by token and head by head; a page has weights of 8 bits."""
+        title = "Effective attention" if self.effective else "Attention patterns"
+        one = f"layer {self.layers[0]}, head {self.heads[0]}" * (self.patterns.shape[:2] == (1, 1))
+        return View(title, [Patterns(self.tokens, self.layers, self.heads, self.patterns, heading=one)])
 
-    def to_dict(self) -> dict[str, Any]:
-        """All attributes, in full precision."""
-        return {
-            "tokens": self.tokens,
-            "layers": self.layers,
-            "heads": self.heads,
-            "effective": self.effective,
-            "patterns": self.patterns,
-        }
-
-    def page(self) -> str:
-        """Render an HTML page of the patterns, token by token and head by head; weights in 8 bits.
-
-        Raises:
-            InputError: more weights than a page can hold: choose layers or heads.
-        """
-        self._refuse_too_large(self.patterns.size // 2)
-        causal = not any(np.triu(layer, 1).any() for layer in self.patterns)
-        kept = self.patterns[..., *np.tril_indices(len(self.tokens))] if causal else self.patterns
-        self._refuse_too_large(kept.size)
-        levels = np.rint(np.sqrt(np.clip(kept, 0, 1)) * LEVELS).astype(np.uint8)
-        data = {
-            "tokens": self.tokens,
-            "layers": self.layers,
-            "heads": self.heads,
-            "causal": causal,
-            "weights": base64.b64encode(levels.tobytes()).decode(),
-        }
-        return render("attention.html", self.title, data=data)
-
-    def _refuse_too_large(self, size: int) -> None:
-        if size > MOST:
-            raise InputError(
-                f"a page of {len(self.layers)} layers, {len(self.heads)} heads and {len(self.tokens)} tokens would "
-                f"hold {format_bytes(size)} of weights, and {format_bytes(MOST)} are the most: choose layers= or heads="
-            )
-
-    def figure(self) -> Figure:
-        """Draw all heads side by side, a row a layer; one head alone with its tokens."""
-        if self.patterns.shape[:2] == (1, 1):
-            return self._single()
-        layers, heads, size, _ = self.patterns.shape
-        tiles = np.full((layers, size + 1, heads, size + 1), np.nan, np.float32)
-        tiles[:, :size, :, :size] = self.patterns.transpose(0, 2, 1, 3)
-        figure, axes = new_figure(1.2 + 0.8 * heads, 0.9 + 0.8 * layers)
-        from matplotlib.colors import Normalize, PowerNorm
-
-        scale = PowerNorm(0.5, 0, 1) if size > WORDS else Normalize(0, 1)
-        image = axes.imshow(tiles.reshape(layers * (size + 1), -1), cmap="Blues", norm=scale, aspect="auto")
-        middles = (size + 1) * np.arange(max(layers, heads)) + size / 2
-        axes.set_xticks(middles[:heads], [str(head) for head in self.heads])
-        axes.set_yticks(middles[:layers], [str(layer) for layer in self.layers])
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer")
-        axes.set_title(f"{self.title}: queries downwards, keys to the right", fontsize=9)
-        figure.colorbar(image, fraction=0.03, label="weight" + (" (square-root scale)" if size > WORDS else ""))
-        return figure
-
-    def _single(self) -> Figure:
-        count = len(self.tokens)
-        side = 1.6 + min(12.0, 0.35 * max(count, 6))
-        figure, axes = new_figure(side + 0.8, side)
-        image = axes.imshow(self.patterns[0, 0], cmap="Blues", vmin=0, vmax=1)
-        if count <= WORDS:
-            words = [token_label(token)[:14] for token in self.tokens]
-            axes.set_xticks(range(count), words, rotation=90, fontsize=8)
-            axes.set_yticks(range(count), words, fontsize=8)
-        axes.set_xlabel("key: what is read")
-        axes.set_ylabel("query: what reads")
-        axes.set_title(f"layer {self.layers[0]}, head {self.heads[0]}", fontsize=10)
-        figure.colorbar(image, fraction=0.04, label="weight")
-        return figure
+    def _columns(self) -> Columns:
+        """One row for each weight."""
+        tokens = [*enumerate(self.tokens)]
+        axes: dict[str, Sequence[Any]] = {"layer": self.layers, "head": self.heads}
+        axes |= {"query, query_token": tokens, "key, key_token": tokens}
+        return long_form(axes, {"weight": self.patterns})
 
 
 @overload

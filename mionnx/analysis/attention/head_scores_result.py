@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +11,8 @@ from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, Table, empty_figure, render
-from mionnx.view.figure import write_numbers
+from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form, readable
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NUMBER = 0.3  # inches that a cell with a number takes
 TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
 TARGETS = {
     "previous_token": "the token before",
@@ -87,58 +81,47 @@ class HeadScores(Shown):
             ]
             yield f"{TITLES[kind]:>15}  {'  '.join(best)}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
-        return {
-            "model": self.model,
-            "kinds": list(self.kinds),
-            "values": self.values,
-            "chance": self.chance,
-            "period": self.period,
-            "batch": self.batch,
-        }
+    def view(self) -> View:
+        """One heat map a kind: a row a layer, a column a head; and the heads that score highest."""
+        _, layers, heads = self.values.shape
+        axes = {"layer": [*map(str, range(layers))], "head": [*map(str, range(heads))]}
+        maps = [
+            HeatMap(
+                axes,
+                {"mean attention": scores},
+                {"mean attention": 1.0},
+                diverging=False,
+                hover={"attends to": TARGETS[kind]},
+                marked=[place[:2] for place in self.top(kind, min(3, scores.size))],
+                heading=TITLES[kind],
+                note=f"attends to {TARGETS[kind]}",
+            )
+            for kind, scores in zip(self.kinds, self.values, strict=True)
+        ]
+        about = (
+            f"{count(self.batch, 'random sequence')} of {self.period} tokens, each repeated once. A head that attends "
+            f"to all positions alike scores {readable(self.chance)}."
+        )
+        return View(f"Heads of {self.model}", [maps, self.table(8)], meaning=about)
 
     def table(self, k: int = 5) -> Table:
         """Table of the highest scores of each kind."""
-        count = min(k, self.values[0].size)
+        most = min(k, self.values[0].size)
         titles = (TITLES[kind] for kind in self.kinds)
         caption = f"mean attention; chance is {decimal(self.chance, 3)}"
-        table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption)
-        for heads in zip(*(self.top(kind, count) for kind in self.kinds), strict=True):
+        styles = {TITLES[kind]: "token" for kind in self.kinds}
+        page = {
+            "heading": "The heads that score highest",
+            "note": "layer.head, and its mean attention",
+            "styles": styles,
+        }
+        table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption, on_page=page)
+        for heads in zip(*(self.top(kind, most) for kind in self.kinds), strict=True):
             table.add_row(*(f"{layer}.{head}  {decimal(score, 3)}" for layer, head, score in heads))
         return table
 
-    def figure(self) -> "Figure":
-        """Draw one heat map a kind: a row a layer, a column a head."""
+    def _columns(self) -> Columns:
+        """One row for each kind, layer and head."""
         _, layers, heads = self.values.shape
-        cell = min(0.4, 5 / max(layers, heads))  # inches
-        wide, high = max(2.6, heads * cell + 0.9), max(1.8, layers * cell + 1.2)
-        figure = empty_figure(wide * len(self.kinds) + 0.8, high)
-        drawn = figure.subplots(1, len(self.kinds), squeeze=False, sharey=True)[0]
-        for axes, kind in zip(drawn, self.kinds, strict=True):
-            image = axes.imshow(self[kind], cmap="Blues", vmin=0, vmax=1, aspect="equal")
-            if cell > NUMBER:
-                write_numbers(axes, self[kind], 1, size=6.5)
-            axes.set_title(TITLES[kind], fontsize=10)
-            axes.set_xlabel("head")
-            axes.set_xticks(_ticks(heads))
-            axes.set_yticks(_ticks(layers))
-        drawn[0].set_ylabel("layer")
-        figure.colorbar(image, ax=list(drawn), label="mean attention", shrink=0.9)
-        return figure
-
-    def page(self) -> str:
-        """Render an HTML page: heat maps with values on hover, and the highest scores of each kind."""
-        count = min(8, self.values[0].size)
-        data = self.to_dict() | {
-            "titles": [TITLES[kind] for kind in self.kinds],
-            "targets": [TARGETS[kind] for kind in self.kinds],
-            "top": [self.top(kind, count) for kind in self.kinds],
-        }
-        return render("heads.html", f"Heads of {self.model}", data=data)
-
-
-def _ticks(count: int) -> list[int]:
-    """About a dozen numbers from 0."""
-    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, count) if count / step <= 16)
-    return list(range(0, count, step))
+        axes = {"kind": self.kinds, "layer": range(layers), "head": range(heads)}
+        return long_form(axes, {"score": self.values})

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +13,19 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Framed, empty_figure, render
-from mionnx.view.figure import token_label, write_numbers
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Bars, Columns, HeatMap, Shown, Text, View, readable
 
 TOLD = 6  # components of a printed result
-BARS = 24  # components that a figure shows
 _PLACE = re.compile(r"L(\d+)H(\d+)|(\d+)_")  # of a label with a layer
-WIDE = 16  # heads from which on a figure's cells are too small for numbers
+MEANING = (
+    "What each component adds to the logit directly, the final norm held at the scale of this position's stream; red "
+    "raises it, blue lowers it. What a component does through later layers is theirs, not its own."
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
-class Attribution(Framed):
+class Attribution(Shown):
     """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
 
     The final norm is taken as the linear map that it is at this position's stream (see
@@ -99,33 +96,59 @@ class Attribution(Framed):
         asked = f"{self.answer!r}" + ("" if self.versus is None else f" minus that of {self.versus!r}")
         return f"logit of {asked}" + (" before the soft cap" if self.capped else "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything."""
-        return {
-            "tokens": self.tokens,
-            "position": self.position,
-            "answer": self.answer,
-            "versus": self.versus,
-            "logit": self.logit,
-            "total": self.total,
-            "capped": self.capped,
-            "labels": self.labels,
-            "values": self.values,
-            "heads": self.heads,
-        }
+    IN_JSON = ("tokens", "position", "answer", "versus", "logit", "total", "capped", "labels", "values", "heads")
 
-    def page(self) -> str:
+    def view(self) -> View:
         """Bars, sorted or in order, and the heads as a map."""
-        checked = {"what": self.what, "gap": abs(self.total - self.logit)}
-        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **checked})
-
-    def figure(self) -> "Figure":
-        """The largest contributions as bars, and the heads as a map."""
-        return draw(self.top(), self.heads, f"{self.what}: {decimal(self.logit, 3)}")
+        prompt = Text(self.tokens, here=self.position)
+        about = f"{self.what}: {decimal(self.logit, 3)}"
+        return view_of(self, f"{self.what} at position {self.position}", self.logit, about, prompt)
 
     def _columns(self) -> Columns:
         """One row for each component."""
         return {**places_of(self.labels), "contribution": self.values}
+
+
+class Contributions(Protocol):
+    """The parts of an `Attribution`, or of several, that a picture shows."""
+
+    @property
+    def labels(self) -> list[str]: ...
+    @property
+    def values(self) -> NDArray[np.float64]: ...
+    @property
+    def heads(self) -> NDArray[np.float64] | None: ...
+
+
+def view_of(
+    contributions: Contributions,
+    what: str,
+    logit: float,
+    about: str,
+    *above: Text,
+    errors: NDArray[np.float64] | None = None,
+) -> View:
+    """Contributions as bars, and those of heads as a map.
+
+    Args:
+        contributions: the components.
+        what, logit: the logit or difference in words, and its number.
+        about: a line above a picture.
+        above: panels above the bars.
+        errors: [component], standard errors.
+    """
+    gap = abs(float(contributions.values.sum()) - logit)
+    facts = (
+        f"{what}: {readable(logit)}, the sum of {len(contributions.labels)} components (which differ from it by "
+        f"{readable(gap)})."
+    )
+    panels: list[Bars | HeatMap] = [
+        Bars(contributions.labels, contributions.values, "logits", errors, heading="Components")
+    ]
+    if contributions.heads is not None:
+        layers, heads = ([*map(str, range(size))] for size in contributions.heads.shape)
+        panels.append(HeatMap({"layer": layers, "head": heads}, {"logits": contributions.heads}, heading="Heads"))
+    return View("Direct logit attribution", [*above, panels], about=about, facts=facts, meaning=MEANING)
 
 
 def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
@@ -140,57 +163,3 @@ def places_of(labels: list[str]) -> dict[str, list[Any]]:
     layers = [None if one is None else int(one[1] or one[3]) for one in found]
     heads = [None if one is None or one[2] is None else int(one[2]) for one in found]
     return {"component": labels, "layer": layers, "head": heads}
-
-
-def draw(
-    components: list[tuple[str, float]],
-    heads: NDArray[np.float64] | None,
-    title: str,
-    errors: NDArray[np.float64] | None = None,
-) -> "Figure":
-    """Draw contributions as bars, and those of heads as a map.
-
-    Args:
-        components: label and contribution, the largest first; some of them are shown.
-        heads: [layer, head].
-        title: of the figure.
-        errors: [component], the standard error of each.
-    """
-    shown = components[:BARS]
-    tall = max(2.2, 0.7 + 0.2 * len(shown), 0.9 + 0.3 * (0 if heads is None else len(heads)))
-    wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * heads.shape[1])
-    figure = empty_figure(wide, tall)
-    widths = [5.0] if heads is None else [5.0, wide - 5.0]
-    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    _draw_bars(panels[0], shown, len(components), None if errors is None else errors[:BARS])
-    if heads is not None:
-        _draw_heads(figure, panels[1], heads)
-    figure.suptitle(token_label(title), fontsize=10)
-    return figure
-
-
-def _draw_bars(
-    axes: Any, shown: list[tuple[str, float]], count: int, errors: NDArray[np.float64] | None = None
-) -> None:
-    values = [value for _, value in shown]
-    colours = ["#b2182b" if value > 0 else "#2166ac" for value in values]
-    axes.barh(range(len(shown)), values, color=colours, xerr=errors, error_kw={"elinewidth": 0.8})
-    axes.set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(0, color="black", linewidth=0.6)
-    axes.set_xlabel("contribution (logits)")
-    axes.set_title(f"the largest {len(shown)} of {count}" if len(shown) < count else "all components", fontsize=9)
-
-
-def _draw_heads(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None:
-    limit = float(np.abs(heads).max()) or 1.0
-    image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-    layers, count = heads.shape
-    if count <= WIDE:
-        write_numbers(axes, heads, limit)
-    axes.set_xticks(range(count), [str(head) for head in range(count)], fontsize=8)
-    axes.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
-    axes.set_xlabel("head")
-    axes.set_ylabel("layer")
-    axes.set_title("heads", fontsize=9)
-    figure.colorbar(image, ax=axes, fraction=0.05, label="logits")

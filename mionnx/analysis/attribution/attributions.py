@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.attribution.attribution import TOLD, Attribution, draw, heads_of, places_of
+from mionnx.analysis.attribution.attribution import TOLD, Attribution, heads_of, places_of, view_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Framed, render
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, Shown, View
 
 Numbers = NDArray[np.float64]
 TWO = 2  # prompts from which on there is a spread
@@ -27,7 +23,7 @@ TWO = 2  # prompts from which on there is a spread
 
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
-class Attributions(Framed, Sequence[Attribution]):
+class Attributions(Shown, Sequence[Attribution]):
     """The `Attribution` of each of several prompts, as a sequence, and their mean.
 
     Attributes:
@@ -124,20 +120,8 @@ class Attributions(Framed, Sequence[Attribution]):
         pairs = np.repeat(np.arange(self.n), len(self.labels))
         return {"pair": pairs, **found, "contribution": self.by_pair.ravel()}
 
-    def page(self) -> str:
-        """Bars of the means, with the standard errors on hover, and the heads as a map."""
-        logit, total = float(self.logits.mean()), float(self.values.sum())
-        data: dict[str, Any] = {
-            "tokens": [],
-            "position": None,
-            "labels": self.labels,
-            "values": self.values,
-            "heads": self.heads,
-        }
-        data |= {"what": self.what, "logit": logit, "total": total, "gap": abs(total - logit), "sem": self.sem}
-        return render("attribution.html", "Direct logit attribution", data=data)
-
-    def figure(self) -> Figure:
-        """The largest mean contributions as bars with standard errors, and the heads as a map."""
-        title = f"{self.what}: {decimal(float(self.logits.mean()), 3)}"
-        return draw(self.top(), self.heads, title, None if self.n < TWO else self.sem[self._order()])
+    def view(self) -> View:
+        """Bars of the means with their standard errors, and the heads as a map."""
+        logit = float(self.logits.mean())
+        errors = None if self.n < TWO else self.sem
+        return view_of(self, self.what, logit, f"{self.what}: {decimal(logit, 3)}", errors=errors)

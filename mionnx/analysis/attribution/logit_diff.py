@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,7 @@ from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import Tokens
-from mionnx.view import Framed, Table, new_figure, render
-from mionnx.view.figure import token_label
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Bars, Columns, Shown, Table, View
 
 Numbers = NDArray[np.float64]
 TWO = 2  # prompts from which on there is a spread
@@ -36,7 +31,7 @@ TWO = 2  # prompts from which on there is a spread
 
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
-class LogitDiffs(Framed):
+class LogitDiffs(Shown):
     """The lead of an answer's logit over another token's, prompt by prompt.
 
     Attributes:
@@ -98,41 +93,27 @@ class LogitDiffs(Framed):
             f"{decimal(self.std, 3)})"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything."""
-        names = ("n", "accuracy", "mean", "std", "sem", "by_pair", "prompts", "answers", "versus", "logits")
-        return {name: getattr(self, name) for name in names}
+    IN_JSON = ("n", "accuracy", "mean", "std", "sem", "by_pair", "prompts", "answers", "versus", "logits")
 
     def _columns(self) -> Columns:
         """One row for each prompt."""
         found: dict[str, Any] = {"pair": np.arange(self.n), "prompt": self.prompts, "answer": self.answers}
         return {**found, "versus": self.versus, "difference": self.by_pair}
 
-    def figure(self) -> Figure:
-        """Draw the differences in ascending order, and their mean."""
-        figure, axes = new_figure(6, 3.2)
-        ascending = np.sort(self.by_pair)
-        axes.bar(range(self.n), ascending, color=["#b2182b" if one > 0 else "#2166ac" for one in ascending])
-        axes.axhline(self.mean, color="black", linewidth=0.8, linestyle=":")
-        axes.set_xlabel("prompt, the smallest difference first")
-        axes.set_ylabel("difference of the logits")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(token_label(self.facts()), fontsize=7)
-        return figure
-
-    def page(self) -> str:
-        """A map of the differences, a cell a prompt."""
-        rows = zip(self.prompts, self.answers, self.versus, strict=True)
-        labels = [f"{prompt} …{answer} over{versus}" for prompt, answer, versus in rows]
-        data = {"over": ["prompt"], "labels": {"prompt": labels}, "values": self.by_pair, "shown": self.by_pair}
-        data |= {"metric": "logit_diff", "what": "difference of the logits"}
+    def view(self) -> View:
+        """The differences in ascending order with their mean, and a table of every prompt."""
+        order = np.argsort(self.by_pair, kind="stable")
+        labels = [f"{self.prompts[row]} …{self.answers[row]} over{self.versus[row]}" for row in order.tolist()]
         meaning = "A number is the answer's logit minus the other token's; above 0 the answer is right."
-        return render("heat.html", "Differences of logits", data=data, about="", facts=self.facts(), meaning=meaning)
+        unit, words = "difference of the logits", "prompts, the smallest difference first"
+        bars = Bars(labels, self.by_pair[order], unit, upright=True, level=self.mean, order=words)
+        return View("Differences of logits", [bars, self.table()], about=self.facts(), meaning=meaning)
 
-    def table(self) -> Table:
-        """Table for a terminal: every prompt, and the mean as the footer."""
-        table = Table("prompt", "answer", "versus", "difference", title=self.facts())
-        for row in range(self.n):
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: every prompt, or the first k."""
+        page = {"heading": "Prompts", "most": 25, "styles": {"answer": "token", "versus": "token"}}
+        table = Table("prompt", "answer", "versus", "difference", title=self.facts(), on_page=page)
+        for row in range(self.n)[:k]:
             told = (self.prompts[row], repr(self.answers[row]), repr(self.versus[row]))
             table.add_row(*told, decimal(self.by_pair[row], 3, sign=True))
         return table

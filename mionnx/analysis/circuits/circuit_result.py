@@ -1,34 +1,29 @@
 """`Circuit`: how faithful circuits of growing size are, with table, figure and page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.circuits.picture import draw_circuit, places
-from mionnx.analysis.circuits.picture import node as node_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
-from mionnx.view import Framed, Table, empty_figure, render
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, Graph, Lines, Series, Shown, Table, View, readable
 
 DRAWN = 300  # edges of a page's largest drawing
 PICTURED = 60  # edges of a figure
 GOOD = 0.8  # faithfulness of the circuit that a figure draws, if a small one reaches it
+Edge = tuple[str, str, float]  # labels of sender and receiver, and a number
 
 
 @dataclass(repr=False)
 @typed(InputError)
-class Circuit(Framed):
+class Circuit(Shown):
     """The metric when only the leading edges carry what is computed now, by number of edges.
 
     Attributes:
@@ -125,32 +120,48 @@ class Circuit(Framed):
         found = {"pair": np.repeat(np.arange(pairs), circuits), "edges": np.tile(self.sizes, pairs)}
         return {**found, "value": self.by_pair.ravel()}
 
-    def figure(self) -> "Figure":
-        """Draw faithfulness over the number of edges, and the leading edges as a graph."""
-        figure = empty_figure(13, 5.2)
-        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
-        left.plot(self.sizes, self.faithfulness, marker="o", markersize=4, color="#2166ac")
-        for level in (0, 1):
-            left.axhline(level, color="#888", linewidth=0.8, linestyle=":")
-        left.set_xscale("symlog", linthresh=1)
-        left.set_xlim(0, int(self.sizes[-1]) * 1.3 + 1)
-        left.set_xlabel("kept edges")
-        left.set_ylabel("faithfulness")
-        left.spines[["top", "right"]].set_visible(False)
-        edges = self.drawn()
-        shares = self._shares(edges)
-        draw_circuit(right, shares, self._shared(shares))
-        told = f"the {count(edges, 'leading edge')}; by being kept, red raises {self.metric}, blue lowers it"
-        right.set_title(told.replace("$", r"\$"), fontsize=9)
-        figure.suptitle(f"{self.title}\n{self.about}".replace("$", r"\$"), fontsize=9)
-        return figure
+    def view(self) -> View:
+        """Faithfulness over the number of edges, and the circuit of each size as nodes and lines."""
+        edges = self._shares(min(DRAWN, int(self.sizes[-1])))
+        notes = [f"{self.metric} {readable(value)}" for value in self.values]
+        notes = [f"{note}\nfaithfulness {decimal(one, 3)}" for note, one in zip(notes, self.faithfulness, strict=True)]
+        series = [Series("faithfulness", self.faithfulness, notes=notes)]
+        curve = Lines(
+            self.sizes,
+            series,
+            "kept edges",
+            "faithfulness",
+            0,
+            1,
+            spaced="log",
+            levels={"clean": 1, "corrupted": 0},
+            chooses="points",
+            legend=False,
+        )
+        note = (
+            "Red edges raise the metric by being kept, blue ones lower it, both to first order; the wider the more. "
+            "Dotted lines: keys and values, and the heads that share them. Point at a node to see its edges alone."
+        )
+        graph = Graph(
+            edges,
+            places(edges),
+            self._shared(edges),
+            self.sizes,
+            self.attribution.count,
+            self.metric,
+            self.drawn(),
+            note=note,
+        )
+        chosen = [*self.sizes].index(self.smallest() or int(self.sizes[-1]))
+        panels = [[curve, self.table()], graph]
+        return View(self.title, panels, self.about, facts=self.facts(), meaning=self.meaning, chosen=chosen)
 
-    def _shares(self, edges: int) -> list[tuple[str, str, float]]:
+    def _shares(self, edges: int) -> list[Edge]:
         """The leading edges with what each adds to the metric, to first order, by being kept."""
         sign = -1 if self.attribution.patching == "noising" else 1
         return [(sender, receiver, sign * score) for sender, receiver, score in self.kept(edges)]
 
-    def _shared(self, edges: list[tuple[str, str, float]]) -> list[tuple[str, str]]:
+    def _shared(self, edges: list[Edge]) -> list[tuple[str, str]]:
         """Keys and values among the nodes of some edges, with the heads among them that read these."""
         names = dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))
         heads, groups = (
@@ -173,17 +184,31 @@ class Circuit(Framed):
         reached = self.smallest()
         return min(PICTURED, int(self.sizes[-1]) if reached is None else reached)
 
-    def page(self) -> str:
-        """Render an HTML page: the curve, and the circuit of each size as nodes and lines."""
-        edges = self._shares(min(DRAWN, int(self.sizes[-1])))
-        data = {"sizes": self.sizes, "values": self.values, "faithfulness": self.faithfulness, "metric": self.metric}
-        data |= {"edges": edges, "places": places(edges), "shared": self._shared(edges), "all": self.attribution.count}
-        data["open"] = self.smallest() or int(self.sizes[-1])
-        return render("circuit.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
-
-    def table(self) -> Table:
-        """Table for a terminal: metric and faithfulness by number of edges."""
-        table = Table("edges", self.metric, "faithfulness", title=f"{self.title}\n{self.facts()}")
-        for size, value, share in zip(self.sizes.tolist(), self.values, self.faithfulness, strict=True):
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: metric and faithfulness of all circuits, or the first k."""
+        title, page = f"{self.title}\n{self.facts()}", {"chooses": "points"}
+        table = Table("edges", self.metric, "faithfulness", title=title, on_page=page)
+        for size, value, share in [*zip(self.sizes.tolist(), self.values, self.faithfulness, strict=True)][:k]:
             table.add_row(str(size), decimal(value, 3), decimal(share, 3))
         return table
+
+
+def node_of(label: str) -> str:
+    """The node of a label: that of "a2.h3<q>" is "a2.h3"."""
+    return label.partition("<")[0]
+
+
+def level(name: str) -> float:
+    """Height of a node: the embedding is lowest; in a layer keys and values, heads, MLP."""
+    if not name[1:2].isdigit():
+        return -1.0 if name == "embed" else np.inf
+    layer, _, head = name[1:].partition(".")
+    return 3.0 * int(layer) + (2 if not head else 0 if head.startswith("kv") else 1)
+
+
+def places(edges: Sequence[Edge]) -> dict[str, tuple[float, float]]:
+    """Node -> its place among those of its level, and its level; empty levels are left out."""
+    names = dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))
+    levels = sorted({*map(level, names)})
+    numbers = {name: float("".join(filter(str.isdigit, name.partition(".")[2])) or 0) for name in names}
+    return {name: (numbers[name], float(levels.index(level(name)))) for name in names}

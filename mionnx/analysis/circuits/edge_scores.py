@@ -2,23 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.circuits.picture import draw_scores
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import layer_of
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Framed, Table, render
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, HeatMap, Shown, Table, View
 
 TOLD = 5  # edges of a printed result
 MOST = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
@@ -27,7 +22,7 @@ Edge = tuple[str, str]  # labels of sender and receiver
 
 @dataclass(repr=False)
 @typed(InputError)
-class EdgeAttribution(Framed):
+class EdgeAttribution(Shown):
     """Scores of edges between nodes: the change of the metric, to first order.
 
     A score is how much the metric changes when this edge alone carries the other prompt's value.
@@ -140,27 +135,19 @@ class EdgeAttribution(Framed):
         found = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
         return {"title": self.title, **found, "top": self.top(50)}
 
-    def figure(self) -> "Figure":
-        """A heat map of senders and receivers."""
-        return draw_scores(self.scores, self.senders, self.receivers, f"{self.title}\n{self.about}", self.metric)
-
-    def page(self) -> str:
-        """Render an HTML page: a heat map with values on hover.
-
-        If there are more than 128 senders or receivers it shows those 128 of either that the leading edges have.
-        """
-        rows, columns = (self._leading(axis) for axis in (0, 1))
+    def view(self) -> View:
+        """Heat map of senders and receivers; if more than 128, those of the leading edges."""
+        rows, columns = self._leading(0), self._leading(1)
         scores = self.scores[np.ix_(rows, columns)]
         labels = {"sender": [self.senders[i] for i in rows], "receiver": [self.receivers[i] for i in columns]}
-        data = {"over": ["sender", "receiver"], "labels": labels, "values": scores, "shown": scores}
-        data |= {"metric": "score", "what": f"change of {self.metric}"}
         facts = self.facts()
         if scores.size < self.scores.size:
             facts += (
                 f"; of {len(self.senders)} senders and {len(self.receivers)} receivers, the {len(rows)} and "
                 f"{len(columns)} of the leading edges"
             )
-        return render("heat.html", self.title, data=data, about=self.about, facts=facts, meaning=self.meaning)
+        panels = [HeatMap(labels, {f"change of {self.metric}": scores}), self.table()]
+        return View(self.title, panels, about=self.about, facts=facts, meaning=self.meaning)
 
     def _leading(self, axis: int) -> list[int]:
         """Senders (0) or receivers (1) of the leading edges, in their order."""
@@ -182,7 +169,8 @@ class EdgeAttribution(Framed):
 
     def table(self, k: int = 10) -> Table:
         """Table for a terminal: the leading edges."""
-        table = Table("sender", "receiver", f"change of {self.metric}", title=f"{self.title}\n{self.facts()}")
+        title, page = f"{self.title}\n{self.facts()}", {"heading": "The leading edges", "styles": {"receiver": "token"}}
+        table = Table("sender", "receiver", f"change of {self.metric}", title=title, on_page=page)
         for sender, receiver, score in self.top(k):
             table.add_row(sender, receiver, decimal(score, 4))
         return table

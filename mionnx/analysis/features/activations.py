@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,7 @@ from mionnx.errors import InputError, InterventionError
 from mionnx.machine.brief import count, spelled
 from mionnx.machine.ranges import index_within
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import token_label
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, HeatMap, Shown, Text, View, readable
 
 TOLD = 6  # tokens of a printed result, the last ones
 ROWS = 20  # features in the picture
@@ -70,34 +66,57 @@ class FeatureActivations(Shown):
             yield f"{position} {token!r}: {', '.join(best) or 'none'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As lists."""
-        return {
-            "hook": self.hook,
-            "tokens": [*self.tokens],
-            "ids": self.ids,
-            "values": self.values,
-            "followed": self.followed,
-            "activations": self.activations.T,
-        }
+        """All attributes; the followed features' activations as [n, seq]."""
+        return {**super().to_dict(), "activations": self.activations.T}
 
-    def figure(self) -> "Figure":
-        """The strongest followed features over the tokens."""
-        order = np.argsort(-self.activations.max(axis=0, initial=0), kind="stable")[:ROWS]
-        shown = self.activations[:COLUMNS, order].T
-        tokens = self.tokens[:COLUMNS]
-        figure, axes = new_figure(max(4.0, 1.6 + 0.42 * len(tokens)), max(2.4, 1.2 + 0.24 * len(order)))
-        if len(order):
-            image = axes.imshow(shown, cmap="Blues", vmin=0, aspect="auto")
-            figure.colorbar(image, ax=axes, label="activation")
-        axes.set_xticks(
-            range(len(tokens)), [token_label(token) for token in tokens], rotation=60, ha="right", fontsize=8
+    def view(self) -> View:
+        """Text coloured by a feature of choice, features of each token, and the strongest as a map."""
+        scores: dict[int, Any] = dict(zip(self.followed.tolist(), self.activations.T, strict=True))
+        followed = {*scores}
+        for position in range(len(self.tokens)):
+            for feature, value in self.top(position):
+                if feature not in followed:
+                    scores.setdefault(feature, {})[position] = value
+        numbers = {feature: number for number, feature in enumerate(scores)}
+        chips = [[(numbers[feature], value) for feature, value in self.top(at)] for at in range(len(self.tokens))]
+        text = Text(
+            self.tokens,
+            [*scores.values()],
+            diverging=False,
+            facts=[self._fact(feature, of) for feature, of in scores.items()],
+            chips=chips,
+            chooses=True,
         )
-        axes.set_yticks(range(len(order)), [str(self.followed[at]) for at in order], fontsize=8)
-        axes.set_ylabel("feature")
-        more = len(self.tokens) - len(tokens)
-        axes.set_title(self.hook + (f" (and {more} more tokens)" if more else ""), fontsize=10)
-        return figure
+        about = (
+            f"{len(self.tokens)} tokens at {self.hook}. The text is coloured by one feature's activation; choose it "
+            "here, or click it below. Of a feature that was not followed, only where it is among the largest is known."
+        )
+        options = [str(feature) for feature in scores]
+        panels = [text, *self._maps()]
+        return View(f"Features at {self.hook}", panels, meaning=about, choice="feature", options=options)
 
-    def page(self) -> str:
-        """The text coloured by a feature that can be chosen, and each token's features."""
-        return render("features.html", f"Features at {self.hook}", self.to_dict())
+    def _fact(self, feature: int, scores: Any) -> str:
+        values = [*scores.values()] if isinstance(scores, dict) else scores.tolist()
+        active = [value for value in values if value > 0]
+        most = readable(max(active, default=0))
+        return f"feature {feature} is active at {len(active)} of {len(self.tokens)} tokens, at most {most}"
+
+    def _maps(self) -> list[HeatMap]:
+        """The strongest followed features over the first tokens."""
+        order = np.argsort(-self.activations.max(axis=0, initial=0), kind="stable")[:ROWS]
+        if not len(order):
+            return []
+        axes = {"feature": [str(self.followed[at]) for at in order], "token": self.tokens[:COLUMNS]}
+        more = len(self.tokens) - COLUMNS
+        note = f"and {more} more tokens" if more > 0 else ""
+        numbers = {"activation": np.maximum(self.activations[:COLUMNS, order].T, 0)}
+        return [HeatMap(axes, numbers, diverging=False, heading="The strongest followed features", note=note)]
+
+    def _columns(self) -> Columns:
+        """One row for each token and feature that is active there."""
+        rows = [
+            (position, self.tokens[position], feature, value)
+            for position in range(len(self.tokens))
+            for feature, value in self.top(position)
+        ]
+        return dict(zip(("position", "token", "feature", "activation"), zip(*rows, strict=True), strict=True))

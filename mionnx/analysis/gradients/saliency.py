@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,7 @@ from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.ranges import index_within
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import token_label
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SHOWN = 6  # texts of a figure
-LABEL = 12  # characters of a token
+from mionnx.view import Columns, Shown, Text, View, readable
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,34 +84,39 @@ class Saliency(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """As lists, one entry a text."""
-        texts = [
-            {
-                "tokens": list(one.tokens),
-                "scores": one.scores,
-                "metric": one.metric,
-                "baseline": one.baseline,
-                "gap": one.gap,
-            }
-            for one in self.texts
-        ]
+        names = ("tokens", "scores", "metric", "baseline", "gap")
+        texts = [{name: getattr(one, name) for name in names} for one in self.texts]
         return {"method": self.method, "hook": self.hook, "metric": self.metric, "steps": self.steps, "texts": texts}
 
-    def page(self) -> str:
-        """The texts, each token coloured by its score, as one HTML page that works offline."""
-        return render("saliency.html", f"{self.method} of {self.metric}", self.to_dict())
+    def view(self) -> View:
+        """The texts, each token coloured by its score."""
+        limit = max(1e-12, *(float(np.abs(one.scores).max()) for one in self.texts))
+        panels = [self._panel(number, one, limit) for number, one in enumerate(self.texts, 1)]
+        meaning = (
+            f"Each token is coloured by its share of {self.metric} at {self.hook}: red raises it, blue lowers it. "
+        )
+        meaning += (
+            "The shares of a text sum to the change from the baseline, up to the gap that the path of "
+            f"{self.steps} steps leaves."
+            if self.steps
+            else "A share is the gradient times the value: what the metric would lose, to first order, with that value "
+            "at zero."
+        )
+        return View(f"{self.method} of {self.metric}", panels, about=self.hook, meaning=meaning)
 
-    def figure(self) -> "Figure":
-        """Bars of the tokens' scores, the first texts below one another."""
-        shown = self.texts[:SHOWN]
-        widest = max(len(one.tokens) for one in shown)
-        figure = empty_figure(min(1.2 + 0.5 * max(widest, 8), 30), 0.4 + 2.2 * len(shown))
-        for one, panel in zip(shown, figure.subplots(len(shown), 1, squeeze=False)[:, 0], strict=True):
-            colours = ["#b2182b" if score > 0 else "#2166ac" for score in one.scores]
-            panel.bar(range(len(one.tokens)), one.scores, color=colours)
-            labels = [token_label(token, LABEL) for token in one.tokens]
-            panel.set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=8)
-            panel.axhline(0, color="black", linewidth=0.6)
-            panel.set_ylabel(f"share of {self.metric}", fontsize=8)
-        left = len(self.texts) - len(shown)
-        figure.suptitle(f"{self.method}, {self.hook}" + f" ({left} texts more)" * bool(left), fontsize=10)
-        return figure
+    def _panel(self, number: int, one: SalientText, limit: float) -> Text:
+        facts = f"{self.metric} {readable(one.metric)}"
+        if one.baseline is not None:
+            facts += f", baseline {readable(one.baseline)}, gap {readable(one.gap)}"
+        heading = f"Text {number}" if len(self.texts) > 1 else "Text"
+        unit, legend = f"share of {self.metric}", number == len(self.texts)
+        return Text(one.tokens, [one.scores], limit, facts=[facts], unit=unit, legend=legend, heading=heading)
+
+    def _columns(self) -> Columns:
+        """One row for each text and token."""
+        rows = [
+            (number, position, token, score)
+            for number, one in enumerate(self.texts)
+            for position, (token, score) in enumerate(zip(one.tokens, one.scores.tolist(), strict=True))
+        ]
+        return dict(zip(("text", "position", "token", "score"), zip(*rows, strict=True), strict=True))

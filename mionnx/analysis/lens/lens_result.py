@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.lens.picture import draw_lens, label_of
 from mionnx.analysis.lens.reader import LensReader, SavedReader, source_of
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
@@ -17,12 +16,19 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import index_within
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
-from mionnx.view import Shown, render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, Each, HeatMap, Lines, Series, Shown, View, long_form
 
 TOLD = 6  # points of a printed result
+CURVES = 8  # tokens of a chart
+RANK = "rank of the answer (0: top token)"
+MEANING = (
+    "Each cell is the token that the model would predict next if this point of the residual stream were its last: "
+    "final norm, head and soft cap applied to it. Outlined: the first point from which on the answer stays the top "
+    "token. Point at a cell for more; click one for the way through the layers."
+)
+CHART = (
+    "The answer, the tokens asked for, and their likely rivals; rivals only where they are among a point's top tokens."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,7 +209,7 @@ class LensResult(Shown):
             "top": [
                 [
                     [[token, self.spell(token), probability] for token, probability in self.best(i, j)]
-                    for j in self._columns
+                    for j in self._columns_read
                 ]
                 for i in range(len(self.points))
             ],
@@ -215,7 +221,7 @@ class LensResult(Shown):
         }
 
     @property
-    def _columns(self) -> range:
+    def _columns_read(self) -> range:
         return range(len(self.positions))
 
     def _named(self, ids: Sequence[int]) -> list[list[Any]]:
@@ -232,29 +238,68 @@ class LensResult(Shown):
             for i, token in enumerate(self.tracked)
         ]
 
-    def page(self) -> str:
-        """A table of points and positions with the top tokens, coloured by a measure of choice."""
+    def view(self) -> View:
+        """Map of the top tokens, coloured by a measure of choice, and a chart of each position."""
         words = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist()})
-        data = {
-            "points": [label_of(point) for point in self.points],
-            "positions": self.positions,
-            "tokens": self.tokens,
-            "words": [self.spell(token) for token in words],
-            "ids": words,
-            "top": np.searchsorted(words, self.top_ids),
-            "probabilities": self.top_probs,
-            "answers": np.searchsorted(words, self.answers),
-            "answer": {"probability": self.answer_probability, "rank": self.answer_rank},
-            "converged": [None if point is None else self.points.index(point) for point in self.converged],
-            "entropy": self.entropy,
-            "divergence": self.divergence,
-            "tracked": self._tracks(),
+        colours: dict[str, Any] = {
+            "probability of the top token": self.top_probs[..., 0],
+            "probability of the answer": self.answer_probability,
+            RANK: self.answer_rank,
+            "entropy (nats)": self.entropy,
+            "KL from the last layer (nats)": self.divergence,
         }
-        return render("lens.html", "Logit lens", data=data)
+        colours |= {f"probability of {one['token']}": one["probability"] for one in self._tracks()}
+        settled = [
+            (self.points.index(point), column) for column, point in enumerate(self.converged) if point is not None
+        ]
+        cells = HeatMap(
+            {"point": [label_of(point) for point in self.points], "token": self.tokens},
+            colours,
+            {name: 1.0 for name in colours if name.startswith("probability")},
+            [RANK],
+            diverging=False,
+            hover={"answer": [[self.spell(token) for token in self.answers.tolist()]] * len(self.points)},
+            marked=settled,
+            words=[self.spell(token) for token in words],
+            ids=np.searchsorted(words, self.top_ids),
+            shares=self.top_probs,
+            numbers=self.positions,
+            chooses=True,
+        )
+        charts = Each([self._chart(column) for column in self._columns_read], note=CHART)
+        return View("Logit lens", [cells, charts], meaning=MEANING, chosen=len(self.positions) - 1)
 
-    def figure(self) -> "Figure":
-        """The top tokens, coloured by their probability; a long text in several rows of panels."""
-        return draw_lens(self)
+    def _chart(self, column: int) -> Lines:
+        """Probabilities of the answer, tracked tokens and rivals at one position."""
+        answer, ids = int(self.answers[column]), self.top_ids[:, column]
+        series = [Series(f"{self.spell(answer)} (answer)", self.answer_probability[:, column])]
+        series += [Series(one["token"], one["probability"][:, column]) for one in self._tracks()]
+        peaks: dict[int, float] = {}
+        for token, share in zip(ids.ravel().tolist(), self.top_probs[:, column].ravel().tolist(), strict=True):
+            if token != answer and token not in self.tracked:
+                peaks[token] = max(peaks.get(token, 0.0), share)
+        for token in sorted(peaks, key=lambda token: -peaks[token])[: max(0, CURVES - len(series))]:
+            shares = np.where(ids == token, self.top_probs[:, column], 0).sum(1)
+            series.append(Series(self.spell(token), np.where((ids == token).any(1), shares, np.nan)))
+        points = [label_of(point) for point in self.points]
+        heading = f"Position {self.positions[column]}, after {self.tokens[column]!r}: along the stream"
+        return Lines(points, series[:CURVES], "", "probability", 0, 1, heading=heading)
+
+    def _columns(self) -> Columns:
+        """One row for each point and position: the top token, and the answer."""
+        tokens = [*zip(self.positions, self.tokens, strict=True)]
+        axes: dict[str, Sequence[Any]] = {"point": self.points, "position, token": tokens}
+        top = [self.spell(token) for token in self.top_ids[..., 0].ravel().tolist()]
+        numbers: dict[str, Any] = {"top_token": np.array(top, object), "top_probability": self.top_probs[..., 0]}
+        numbers |= {"answer_probability": self.answer_probability, "answer_rank": self.answer_rank}
+        numbers |= {"entropy": self.entropy, "divergence": self.divergence}
+        numbers |= {f"probability of {one['token']}": one["probability"] for one in self._tracks()}
+        return long_form(axes, numbers)
+
+
+def label_of(point: str) -> str:
+    """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
+    return point.removeprefix("blocks.").replace(".hook_resid_", " ")
 
 
 def _reader(lens: LensResult) -> LensReader | SavedReader | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,7 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, Table, empty_figure, render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, HeatMap, Lines, Series, Shown, Table, View, long_form
 
 Numbers = NDArray[np.float64]
 
@@ -184,22 +181,40 @@ class ProbeResult(Shown):
         told = {"metric": self.metric, "baseline": self.baseline, "classes": self.classes}
         return {**told, **self.settings, "hooks": rows}
 
-    def figure(self) -> Figure:
-        """Draw the score over the layers, a line for each kind of hook point, and the baseline."""
-        figure = empty_figure(7, 3.6)
-        axes, scores, spread = figure.subplots(), self.score(self.metric), self.spread()
-        for kind, points in self._kinds().items():
-            layers = [-1 if point.layer is None else point.layer for point in points]
-            found, error = ([of[point.name] for point in points] for of in (scores, spread))
-            axes.errorbar(layers, found, error, marker="o", markersize=3, capsize=2, label=kind)
-        axes.axhline(self.baseline, color="gray", linewidth=0.8, linestyle=":")
-        outside = any(point.layer is None for points in self._kinds().values() for point in points)
-        axes.set_xlabel("layer (-1: outside the layers)" if outside else "layer")
-        axes.set_ylabel(f"{self.metric}, held out")
-        axes.legend(fontsize=8)
-        axes.set_title(self.facts(), fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure
+    def view(self) -> View:
+        """Map of the scores above the baseline, and curves over the layers."""
+        scores, spread, kinds = self.score(self.metric), self.spread(), self._kinds()
+        places = sorted({-1 if point.layer is None else point.layer for points in kinds.values() for point in points})
+        series = [self._series(kind, points, places) for kind, points in kinds.items()]
+        unit = "layer" if places[0] >= 0 else "layer (-1: outside the layers)"
+        curves = Lines(np.array(places), series, unit, f"{self.metric}, held out", levels={"baseline": self.baseline})
+        layers = [[point.layer for point in points] for points in kinds.values()]
+        grid = len({tuple(one) for one in layers}) == 1 and None not in layers[0]
+        names = [point.name for points in kinds.values() for point in points]
+        axes = {"hook point": [*kinds], "layer": [*map(str, layers[0])]} if grid else {"hook point": names}
+        shape = [*map(len, axes.values())]
+        values, errors = (np.array([of[name] for name in names]).reshape(shape) for of in (scores, spread))
+        folds = self.settings["folds"]
+        hover = {self.metric: values, "standard error": errors / np.sqrt(folds), "standard deviation": errors}
+        above = {f"{self.metric} above the baseline": values - self.baseline}
+        cells = HeatMap(axes, above, hover={**hover, "n": f"{folds} folds"})
+        about = f"Linear probes on {self.settings['tokens']:,} tokens of {self._texts()}"
+        meaning = f"A number is {self.metric} minus {decimal(self.baseline)}, which needs no activations."
+        return View("Linear probes", [cells, curves, self.table()], self.facts(), facts=about, meaning=meaning)
+
+    def _series(self, kind: str, points: list[HookPoint], places: list[int]) -> Series:
+        at = {-1 if point.layer is None else point.layer: point.name for point in points}
+        scores, spread = self.score(self.metric), self.spread()
+        values, errors = ([of[at[place]] if place in at else np.nan for place in places] for of in (scores, spread))
+        return Series(kind, values, errors=errors)
+
+    def _columns(self) -> Columns:
+        """One row for each hook point and fold."""
+        points, folds = [HookPoint.parse(hook) for hook in self.fits], self.settings["folds"]
+        pairs = [(point.name, point.layer) for point in points]
+        names = [*next(iter(self.fits.values())).scores]
+        numbers = {name: np.stack([fit.scores[name] for fit in self.fits.values()]) for name in names}
+        return long_form({"hook, layer": pairs, "fold": range(folds)}, numbers)
 
     def _kinds(self) -> dict[str, list[HookPoint]]:
         """Short name -> its hook points."""
@@ -208,31 +223,12 @@ class ProbeResult(Shown):
             found.setdefault(point.short, []).append(point)
         return found
 
-    def page(self) -> str:
-        """Render a map of the scores above the baseline, by kind and layer if layers are alike."""
-        scores, spread, kinds = self.score(self.metric), self.spread(), self._kinds()
-        layers = [[point.layer for point in points] for points in kinds.values()]
-        grid = len({tuple(one) for one in layers}) == 1 and None not in layers[0]
-        names = [point.name for points in kinds.values() for point in points]
-        shape = (len(kinds), len(layers[0])) if grid else (len(names),)
-        labels: dict[str, list[str]] = {"hook point": names}
-        if grid:
-            labels = {"hook point": [*kinds], "layer": [*map(str, layers[0])]}
-        values, errors = (np.array([of[name] for name in names]).reshape(shape) for of in (scores, spread))
-        folds = self.settings["folds"]
-        data: dict[str, Any] = {"over": [*labels], "labels": labels, "values": values, "shown": values - self.baseline}
-        data |= {"metric": self.metric, "what": f"{self.metric} above the baseline", "n": f"{folds} folds"}
-        data["spread"] = [errors, errors / np.sqrt(folds)]
-        about = f"Linear probes on {self.settings['tokens']:,} tokens of {self._texts()}"
-        meaning = f"A number is {self.metric} minus {decimal(self.baseline)}, which needs no activations."
-        return render("heat.html", "Linear probes", data=data, about=about, facts=self.facts(), meaning=meaning)
-
-    def table(self) -> Table:
-        """Table for a terminal: every hook point with its scores."""
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: every hook point with its scores, or the first k."""
         names = [*next(iter(self.fits.values())).scores]
-        table = Table("hook point", *map(str, names), "±", title=self.facts())
+        table = Table("hook point", *map(str, names), "±", title=self.facts(), on_page={"heading": "Scores"})
         spread, scores = self.spread(), [self.score(name) for name in names]
-        for hook in self.fits:
+        for hook in [*self.fits][:k]:
             table.add_row(hook, *(decimal(score[hook], 3) for score in scores), decimal(spread[hook], 3))
         return table
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,10 +26,7 @@ from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
-from mionnx.view import Shown, empty_figure, render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, HeatMap, Lines, Series, Shown, Table, View, readable
 
 FORMAT = "1"
 
@@ -286,31 +283,41 @@ class Directions(Shown):
             "separation": None if self.separation is None else vars(self.separation),
         }
 
-    def figure(self) -> Figure:
+    def view(self) -> View:
         """Length and separation of each layer's direction, and the cosines between them."""
-        figure = empty_figure(9, 3.6)
-        left, right = figure.subplots(1, 2)
-        left.plot(self.layers, self.norms, color="black", marker="o", markersize=3, label="length")
-        left.set_xlabel("layer")
-        left.set_ylabel("length of the direction")
-        left.set_ylim(bottom=0)
-        left.locator_params(axis="x", integer=True)
+        layers, cosines, about = [*map(str, self.layers)], self.cosines(), f"Method: {self.method}"
+        lines = [Lines(np.array(self.layers), [Series("length", self.norms)], "layer", "length", 0, legend=False)]
         if self.separation is not None:
-            other = left.twinx()
-            other.plot(self.layers, self.separation.explained, "C0", marker="o", markersize=3)
-            other.set_ylabel("share of the pairs' difference", color="C0")
-            other.set_ylim(0, 1.03)
-        shown = right.imshow(self.cosines(), cmap="RdBu_r", vmin=-1, vmax=1)
-        every = max(1, len(self.layers) // 8)
-        for axis in (right.xaxis, right.yaxis):
-            axis.set_ticks(range(0, len(self.layers), every), [str(layer) for layer in self.layers[::every]])
-        right.set_title("cosine between layers", fontsize=10)
-        figure.colorbar(shown, ax=right)
-        return figure
+            about += (
+                f", from {self.pairs} pairs of prompts. Explained: the share of the pairs' squared differences along "
+            )
+            about += "the direction. Held out: the share of pairs told apart by the direction of the other pairs."
+            series = [Series("explained", self.separation.explained)]
+            lines.append(
+                Lines(np.array(self.layers), series, "layer", "share of the pairs' difference", 0, 1, legend=False)
+            )
+        cells = HeatMap({"layer": layers, "of layer": layers}, {"cosine": cosines}, {"cosine": 1.0})
+        cells.heading = "Cosine between the directions of each two layers"
+        return View(f"Directions at {self.hook}", [self.table(), [*lines, cells]], meaning=about)
 
-    def page(self) -> str:
-        """A table of the layers, and the cosines between them as a heat map."""
-        return render("directions.html", f"Directions at {self.hook}", self.to_dict())
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: length, cosine with the next and separation by layer."""
+        columns = {name: column for name, column in self._columns().items() if name != "layer"}
+        table = Table(
+            "layer",
+            *(name.replace("_", " ") for name in columns),
+            title=f"Directions at {self.hook}",
+            on_page={"heading": "Layers"},
+        )
+        for layer, *numbers in [*zip(self.layers, *columns.values(), strict=True)][:k]:
+            table.add_row(str(layer), *map(readable, numbers))
+        return table
+
+    def _columns(self) -> Columns:
+        """One row for each layer."""
+        cosines = [*self.convergence(), np.nan]
+        columns: dict[str, Any] = {"layer": [*self.layers], "length": self.norms, "cosine with the next": cosines}
+        return columns if self.separation is None else {**columns, **vars(self.separation)}
 
     def _facts(self) -> Iterator[str]:
         yield from (self.hook, f"layers {self.layers[0]} to {self.layers[-1]}", f"width {self.vectors.shape[1]}")

@@ -2,23 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.markup import escape
 
 from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import index_within
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import token_label
+from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, long_form, readable
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SHOWN = 8  # prompts that a picture tells apart
+LETTERS = 64  # of a prompt in a legend
+NOTHING = 1e-9  # nats of rounding
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,33 +125,69 @@ class DoseResponse(Shown):
             "prompts": rows,
         }
 
-    def figure(self) -> "Figure":
-        """The target's probability and the KL divergence over the strengths, one line a prompt."""
-        figure = empty_figure(9, 3.8)
-        left, right = figure.subplots(1, 2)
-        for i, prompt in enumerate(self.prompts[:SHOWN]):
-            label = _short(f"{prompt} → {self.names[int(self.targets[i])].strip()}")
-            (line,) = left.plot(
-                self.strengths, self.probabilities[i], marker="o", markersize=3, label=token_label(label)
+    def view(self) -> View:
+        """Target probability and KL divergence over the strengths, and the answers to a prompt."""
+        curves = [
+            Lines(
+                self.strengths,
+                [self._series(row, values[row], dotted) for row in range(len(self.prompts))],
+                "strength",
+                title,
+                0,
+                high,
+                chooses="series",
+                legend=number == 0,
             )
-            right.plot(self.strengths, self.kl[i], marker="o", markersize=3, color=line.get_color())
-            if np.isfinite(self.flips[i]):
-                left.axvline(self.flips[i], color=line.get_color(), linewidth=0.8, linestyle=":")
-        left.set_ylim(-0.03, 1.03)
-        left.set_ylabel("probability of the target")
-        right.set_ylabel("KL from the baseline (nats)")
-        for axes in (left, right):
-            axes.set_xlabel(f"strength at {self.hook}")
-            axes.spines[["top", "right"]].set_visible(False)
-        more = len(self.prompts) - SHOWN
-        title = f"and {more} more prompts, not shown" if more > 0 else None
-        figure.legend(loc="outside lower center", fontsize=8, ncols=min(2, len(self.prompts)), title=title)
-        return figure
+            for number, (title, values, high, dotted) in enumerate((
+                ("probability of the target", self.probabilities, 1, True),
+                ("KL from the baseline (nats)", self.kl, None, False),
+            ))
+        ]  # fmt: skip
+        meaning = (
+            f"A direction is added at {self.hook} at {len(self.strengths)} strengths. Strength 1 is "
+            f"{readable(100 * self.share)} % of the stream's median length there. A dotted line marks the strength "
+            "from which the top token is the target. Click a prompt to see its answers."
+        )
+        each = Each([self._answers(row) for row in range(len(self.prompts))])
+        return View(f"Steering at {self.hook}", [curves, self.table(), each], meaning=meaning)
 
-    def page(self) -> str:
-        """Both curves for every prompt, and a table of the answers."""
-        return render("dose.html", f"Steering at {self.hook}", self.to_dict())
+    def _series(self, row: int, values: NDArray[np.float64], marked: bool) -> Series:
+        prompt, target = self.prompts[row], self.names[int(self.targets[row])]
+        notes = [
+            f"{prompt} {top}\nP({target}) = {readable(probability)}\nKL = {readable(kl)} nats"
+            for top, probability, kl in zip(self.top(row), self.probabilities[row], self.kl[row], strict=True)
+        ]
+        name = f"{prompt} → {target.strip()}"
+        name = name if len(name) <= LETTERS else f"…{name[1 - LETTERS :]}"
+        flip = self.flips[row]
+        return Series(name, values, notes=notes, marks=[flip] if marked and np.isfinite(flip) else ())
 
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: the strength that flips each prompt, or each of the first k."""
+        page = {"heading": "Prompts", "chooses": "series", "styles": {"answer": "token", "target": "token"}}
+        title = f"Steering at {self.hook}"
+        table = Table("prompt", "answer", "target", "strength that flips it", title=title, on_page=page)
+        for row, prompt in enumerate(self.prompts[:k]):
+            tokens = (self.names[int(token)] for token in (self.baseline[row], self.targets[row]))
+            table.add_row(escape(prompt), *map(escape, tokens), self.turn(row).removeprefix("from strength "))
+        return table
 
-def _short(text: str, width: int = 64) -> str:
-    return text if len(text) <= width else f"…{text[1 - width :]}"
+    def _answers(self, row: int) -> Table:
+        """The answers to one prompt at each strength."""
+        target = f"P({self.names[int(self.targets[row])]})"
+        styles = {"top token": "token", "its probability": "share", target: "share"}
+        page = {"heading": f"Answers to “{self.prompts[row]}”", "styles": styles}
+        table = Table("strength", "top token", "its probability", escape(target), "KL (nats)", on_page=page)
+        shares = self.answers.top_probabilities[row], self.probabilities[row]
+        for strength, top, *probabilities, kl in zip(self.strengths, self.top(row), *shares, self.kl[row], strict=True):
+            numbers = (decimal(one, 4) for one in probabilities)
+            table.add_row(readable(strength), escape(top), *numbers, "0" if kl < NOTHING else readable(kl))
+        return table
+
+    def _columns(self) -> Columns:
+        """One row for each prompt and strength."""
+        prompts = [*zip(self.prompts, (self.names[int(token)] for token in self.targets), strict=True)]
+        top = np.array([self.names[int(token)] for token in self.answers.top.ravel()], object)
+        numbers = {"top_token": top, "top_probability": self.answers.top_probabilities}
+        numbers |= {"probability": self.probabilities, "kl": self.kl}
+        return long_form({"prompt, target": prompts, "strength": self.strengths.tolist()}, numbers)

@@ -2,24 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
 
 from mionnx.analysis.sweep.leading import find_leading
-from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Framed, Table, render
-from mionnx.view.framed import Columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form
 
 Numbers = NDArray[np.float64]
 TOLD = 5  # cells of a printed result
@@ -29,7 +24,7 @@ TOKENS = ("position", "source")  # axes whose labels are tokens
 
 @dataclass(repr=False)
 @typed(InputError)
-class SweepResult(Framed):
+class SweepResult(Shown):
     """Values of a sweep.
 
     Attributes:
@@ -173,13 +168,13 @@ class SweepResult(Framed):
 
     def _columns(self) -> Columns:
         """One row for each pair and cell; a position has its token beside it."""
-        places = np.unravel_index(np.arange(self.values.size), self.values.shape)
-        found: dict[str, Any] = {"pair": np.repeat(np.arange(self.n), self.values.size)}
-        for axis, indices in zip(self.over, places, strict=True):
-            found[axis] = np.tile([self._entry(axis, index) for index in indices.tolist()], self.n)
-            if axis in TOKENS and not (self.named and axis == "position"):
-                found[f"{axis}_token"] = np.tile([self.labels[axis][index] for index in indices.tolist()], self.n)
-        return {**found, "value": self.by_pair.ravel(), "effect": self.effect_by_pair.ravel()}
+        axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
+        for axis in self.over:
+            entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]
+            token = axis in TOKENS and not (self.named and axis == "position")
+            named = [*zip(entries, self.labels[axis], strict=True)]
+            axes |= {f"{axis}, {axis}_token": named} if token else {axis: entries}
+        return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
@@ -214,51 +209,24 @@ class SweepResult(Framed):
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
-        names = (
-            "title",
-            "about",
-            "hook",
-            "metric",
-            "patching",
-            "over",
-            "labels",
-            "clean",
-            "corrupted",
-            "values",
-            "cost",
-        )
-        found = {name: getattr(self, name) for name in names}
-        found |= {"effect": self.effect, "by_pair": self.by_pair, "n": self.n}
+        names = ["title", "about", "hook", "metric", "patching", "over", "labels", "clean", "corrupted", "values"]
+        names += ["cost", "effect", "by_pair", "n"]
         if self.shown_spread is not None:
-            found |= {"clean_by_pair": self.clean_by_pair, "corrupted_by_pair": self.corrupted_by_pair}
-            found |= {"std": self.std, "sem": self.sem}
-        return found
+            names += ["clean_by_pair", "corrupted_by_pair", "std", "sem"]
+        return {name: getattr(self, name) for name in names}
 
-    def figure(self) -> "Figure":
-        """Draw heat maps; with more than two axes, a small one for each entry of the others.
-
-        If there are more than 64 neurons it shows the 64 with the largest numbers.
-        """
+    def view(self) -> View:
+        """Heat map with selectors of further axes; if more than 64 neurons, the leading ones."""
         what, numbers = self.shown
         part = find_leading(numbers, self.over)
-        title = "\n".join(filter(None, (self.title, self.about, str(part))))
-        error = None if self.shown_spread is None else part.of(self.shown_spread[1])
-        return draw(part.of(numbers), self.over, part.labels(self.labels), title, what, error)
-
-    def page(self) -> str:
-        """Render an HTML page: a heat map with values on hover, and selectors of further axes.
-
-        If there are more than 64 neurons it shows the 64 with the largest numbers.
-        """
-        what, numbers = self.shown
-        part = find_leading(numbers, self.over)
-        data = {**self.to_dict(), "labels": part.labels(self.labels), "values": part.of(self.values)}
-        data |= {"shown": part.of(numbers), "what": what}
-        data["spread"] = None if self.shown_spread is None else [part.of(one) for one in self.shown_spread]
-        for whole in ("by_pair", "clean_by_pair", "corrupted_by_pair", "effect", "exact", "std", "sem"):
-            data.pop(whole, None)
+        hover: dict[str, Any] = {self.metric: part.of(self.values)}
+        errors = None
+        if self.shown_spread is not None:
+            deviation, errors = map(part.of, self.shown_spread)
+            hover |= {"standard error": errors, "standard deviation": deviation, "n": self.n}
+        cells = HeatMap(part.labels(self.labels), {what: part.of(numbers)}, hover=hover, errors=errors)
         facts = "; ".join(filter(None, (self.facts(), str(part))))
-        return render("heat.html", self.title, data=data, about=self.about, facts=facts, meaning=self.meaning)
+        return View(self.title, [cells], about=self.about, facts=facts, meaning=self.meaning)
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""

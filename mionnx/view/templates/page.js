@@ -8,13 +8,6 @@ function element(tag, text, kind) {
   return made;
 }
 
-// A row of a table: a cell for each text.
-function row(tag, texts) {
-  const line = element("tr");
-  line.append(...texts.map((text) => element(tag, text)));
-  return line;
-}
-
 // An element of a drawing.
 function shape(tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -98,3 +91,71 @@ function explain(target, text) {
   });
   target.addEventListener("mouseleave", () => { tip.style.display = "none"; });
 }
+
+// The colours of a scale with the numbers at its ends.
+function scaleBar(low, high, colour, name) {
+  const line = element("p", undefined, "faint"), bar = element("span", undefined, "scale");
+  const colours = [0, .25, .5, .75, 1].map((share) => colour(low + share * (high - low)));
+  bar.style.background = `linear-gradient(to right, ${colours.join(",")})`;
+  line.append(element("span", spelled(low)), bar, element("span", spelled(high) + " " + name));
+  return line;
+}
+
+// A list to choose from; what is chosen is a number.
+function selection(name, entries, chosen, change) {
+  const label = element("label", name + " "), select = element("select");
+  entries.forEach((entry, i) => {
+    const option = element("option", entry);
+    option.value = i;
+    select.append(option);
+  });
+  select.value = chosen;
+  select.addEventListener("change", () => change(Number(select.value)));
+  label.append(select);
+  return { label, select };
+}
+
+// The option that all panels of the page show, and what follows when another is chosen.
+let chosen = data.chosen;
+const followers = [];
+
+function choose(option) {
+  chosen = option;
+  for (const follow of followers) follow(option);
+}
+
+// The list from which the reader chooses an option.
+function chooser() {
+  const { label, select } = selection(data.choice, data.options, chosen, choose);
+  followers.push((option) => { select.value = option; });
+  return label;
+}
+
+// Panels: a list is a column in a row, and a row in a column. `beside` is the number of panels in the row.
+const PANELS = {};
+
+function fill(box, panels, across = false, beside = 1) {
+  for (const panel of panels) {
+    const part = element("section", undefined, Array.isArray(panel) ? (across ? "column" : "row") : "");
+    box.append(part);
+    if (Array.isArray(panel)) { fill(part, panel, !across, across ? beside : panel.length); continue; }
+    if (panel.heading) part.append(element("h2", panel.heading));
+    if (panel.note) part.append(element("p", panel.note, "faint"));
+    PANELS[panel.kind](part, panel, beside);
+  }
+}
+
+PANELS.Each = (part, { panels }, beside) => {
+  const shown = [];
+  if (data.choice) part.append(chooser());
+  followers.push((option) => {
+    shown.forEach((one) => { one.hidden = true; });
+    if (!panels[option]) return;
+    if (!shown[option]) {
+      shown[option] = element("div");
+      part.append(shown[option]);
+      fill(shown[option], [panels[option]], false, beside);
+    }
+    shown[option].hidden = false;
+  });
+};

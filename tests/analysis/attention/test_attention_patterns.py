@@ -56,7 +56,8 @@ def test_the_page_holds_every_weight(chromium, tmp_path, shape):
     page = chromium(found.save(tmp_path / "attention.html"))
     read = page.evaluate(
         """([layers, heads, size]) => Array.from({length: layers}, (_, i) => Array.from({length: heads}, (_, j) =>
-        Array.from({length: size}, (_, query) => Array.from({length: size}, (_, key) => weight(i, j, query, key)))))""",
+        Array.from({length: size}, (_, query) => Array.from({length: size}, (_, key) =>
+        patterns.weight(i, j, query, key)))))""",
         list(shape),
     )
     assert (np.abs(np.array(read) - weights) <= np.sqrt(weights) * EIGHT_BITS + EIGHT_BITS**2).all()
@@ -68,7 +69,7 @@ def test_a_pattern_that_reads_ahead_is_kept_whole(world, chromium, tmp_path):
     found = world.attention(PROMPT, 1, 2, hooks=mean)
     assert np.abs(found.of(1, 2) - 0.2).max() < 1e-6  # without scores there is no mask either
     page = chromium(found.save(tmp_path / "attention.html"))
-    assert page.evaluate("weight(0, 0, 0, 4)") == pytest.approx(0.2, abs=EIGHT_BITS)
+    assert page.evaluate("patterns.weight(0, 0, 0, 4)") == pytest.approx(0.2, abs=EIGHT_BITS)
 
 
 def test_tokens_and_heads_are_looked_through(world, chromium, tmp_path):
@@ -118,14 +119,15 @@ def test_a_large_page_is_small_and_quick(chromium, tmp_path):
     page = chromium(path)
     page.locator("#which").wait_for()
     assert time.monotonic() - begin < 10
-    steps = """(step) => { const begin = performance.now(); step === "head" ? choose(13, 7) : show(77);
+    steps = """(step) => { const begin = performance.now(); step === "head" ?
+        patterns.chooseHead(13, 7) : patterns.show(77);
         return performance.now() - begin; }"""
     assert min(page.evaluate(steps, "head") for _ in range(3)) < 500
     assert min(page.evaluate(steps, "token") for _ in range(3)) < 500
-    drawn = "thumbnails.filter((canvas) => canvas.dataset.drawn).length"
+    drawn = "patterns.thumbnails.filter((canvas) => canvas.dataset.drawn).length"
     assert 0 < page.evaluate(drawn) < 24 * 16  # those in view
     page.locator("#grid canvas").last.scroll_into_view_if_needed()
-    page.wait_for_function("thumbnails.at(-1).dataset.drawn === 'yes'")
+    page.wait_for_function("patterns.thumbnails.at(-1).dataset.drawn === 'yes'")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.troubles == []
 

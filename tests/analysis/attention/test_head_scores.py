@@ -121,11 +121,12 @@ def test_results_are_read_and_shown(llama, tmp_path, chromium):
     assert json.loads(found.save(tmp_path / "a.json").read_text())["values"] == found.values.tolist()
     page = chromium(found.save(tmp_path / "a.html"))
     assert page.troubles == []
-    assert page.locator("h2").all_text_contents() == ["Induction", "Previous token"]
+    assert page.locator("h2").all_text_contents() == ["Induction", "Previous token", "The heads that score highest"]
     assert page.locator(".heat td").count() == 2 * 32
     layer, head, score = top[0]
-    page.locator(".heat").first.locator("tr").nth(layer).locator("td").nth(head).hover()
-    assert page.locator("#tip").text_content().startswith(f"layer {layer}, head {head}\n{score:.4g}"[:22])
+    page.locator(".heat").first.locator("tr:has(td)").nth(layer).locator("td").nth(head).hover()
+    assert page.locator("#tip").text_content().startswith(f"layer {layer}\nhead {head}\n")
+    assert page.locator("#tip").text_content().endswith(f"mean attention: {score:.4g}")
     figure = found.figure()
     images = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()]
     assert np.array_equal(np.stack(images[:2]), found.values)

@@ -121,9 +121,9 @@ def test_a_page_draws_the_circuit_of_each_size(shipped, chromium, tmp_path):
     found = shipped.circuit(CLEAN, CORRUPTED, [0, 20, 100])
     page = chromium(found.save(tmp_path / "circuit.html"))
     assert not page.troubles
-    lines = page.locator("#graph line")
-    page.locator("#table tr", has_text="20").first.click()
+    lines = page.locator(".graph line")
+    page.locator(".choices tr", has_text="20").first.click()
     assert lines.count() == 20
-    page.locator("#table tr", has_text="100").first.click()
+    page.locator(".choices tr", has_text="100").first.click()
     assert lines.count() == 100
-    assert "m3" in page.locator("#graph").inner_text()
+    assert "m3" in page.locator(".graph").inner_text()

@@ -425,17 +425,17 @@ def test_the_page_and_the_picture(model, tmp_path, chromium):
     found = model.features(f"{PROMPT} {NASTY}", sae, k=6)
     page = chromium(found.save(tmp_path / "features.html"))
     assert page.troubles == []
-    assert page.locator("#text span").count() == len(found.tokens)
-    assert page.locator("#list tr").count() == len(found.tokens)
+    assert page.locator(".text span").count() == len(found.tokens)
+    assert page.locator("table.chips tr").count() == len(found.tokens)
     chip = page.locator(".chip").nth(3)
     chosen = chip.text_content().split()[0]
     chip.click()
-    assert page.locator("#facts").text_content().startswith(f"feature {chosen} is active at")
-    assert page.evaluate("feature") == int(chosen)
+    assert page.locator(".text + p").text_content().startswith(f"feature {chosen} is active at")
+    assert page.evaluate("data.options[chosen]") == chosen
     active = int((found.of(int(chosen)) > 0).sum())
-    assert f"active at {active} of {len(found.tokens)}" in page.locator("#facts").text_content()
-    assert page.locator("#list tr.here").count() == active
-    page.locator("#text span").first.hover()
+    assert f"active at {active} of {len(found.tokens)}" in page.locator(".text + p").text_content()
+    assert page.locator("table.chips tr.here").count() == active
+    page.locator(".text span").first.hover()
     assert f"feature {chosen}" in page.locator("#tip").text_content()
     assert page.locator("img").count() == 0
     assert found.save(tmp_path / "a.png").stat().st_size > 5000

@@ -407,17 +407,17 @@ def test_the_pages_and_pictures(model, directions, chromium, tmp_path):
     found = model.dose_response([*NEGATIVE, NASTY], directions[2], np.linspace(0, 2, 9), positions=-1, bisect=0.01)
     page = chromium(found.save(tmp_path / "dose.html"))
     assert page.troubles == []
-    assert page.locator("#list tr").count() == len(NEGATIVE) + 2
-    assert page.locator("#answers tr").count() == 10
+    assert page.locator(".choices tr").count() == len(NEGATIVE) + 2
+    assert page.locator("table:not(.choices):visible tr").count() == 10
     assert page.locator("svg path").count() == 2 * (len(NEGATIVE) + 1)
-    page.locator("#list tr").nth(len(NEGATIVE) + 1).click()
-    assert NASTY in page.locator("#heading").text_content()
+    page.locator(".choices tr").nth(len(NEGATIVE) + 1).click()
+    assert NASTY in page.locator("h2:visible").last.text_content()
     page.locator("svg circle").last.hover()
     assert "strength" in page.locator("#tip").text_content()
     many = Directions(np.random.default_rng(0).normal(size=(24, 16)), range(24))
     page = chromium(many.save(tmp_path / "many.html"))
     assert page.troubles == []
-    assert page.locator("#cosines td").count() == 24 * 24
+    assert page.locator("table.heat td").count() == 24 * 24
     for result in (found, directions, many):
         assert result.save(tmp_path / "a.png").stat().st_size > 5000
         json.loads(result.to_json())
