@@ -5,8 +5,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
+LONGEST = 8_000  # characters of a message
+
+
 class MIError(Exception):
     """Base of all errors; the message names the hook or argument, and the nearest valid choice."""
+
+    def __str__(self) -> str:
+        words = super().__str__()
+        # Libraries quote what they read: of a damaged file that can be all of it.
+        return words if len(words) <= LONGEST else f"{words[:LONGEST]}… ({len(words):,} characters in all)"
 
 
 class HookError(MIError):

@@ -2,9 +2,10 @@
 
     python tests/fuzz/fuzz_files.py [FORMAT ...] [--seconds 60] [--seed 0] [--only NUMBER] [--save]
 
-Of each mutant: `MIError` or an answer, in `SECONDS` of processor time and under `ROOM` bytes over the file's size;
-nothing outside of its folder is read or written, no program and no code of the folder is run. A finding is told with
-its number: the same seed and `--only NUMBER` make it again. `--save` writes counts to benchmarks/results/robustness.md.
+Of each mutant: `MIError` in at most `LONGEST` characters or an answer, in `SECONDS` of processor time and under `ROOM`
+bytes over the file's size; nothing outside of its folder is read or written, no program and no code of the folder is
+run. A finding is told with its number: the same seed and `--only NUMBER` make it again. `--save` writes counts to
+benchmarks/results/robustness.md.
 """
 
 import argparse
@@ -39,6 +40,7 @@ PACKED = (
 HOOK = "blocks.1.hook_resid_post"
 SECONDS, WALL = 30, 120  # of the processor, an export by torch takes some ten; on the clock, where others use it too
 ROOM = 2**30
+LONGEST = 10_000  # characters of a refusal
 SECRET = "the secret that lies outside"
 RUNS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "socket.connect", "pickle.find_class")
 READ = ("/proc", "/sys", "/usr", "/lib", "/etc", "/opt", "/dev/null", "/dev/urandom", "/root/.pyenv", "/work/venv")
@@ -246,6 +248,8 @@ def opened(kind: Format, path: Path, home: Path) -> tuple[str, str]:
         outcome = "answer", ""
     except MIError as error:
         outcome = "refused", str(error)
+        if len(str(error)) > LONGEST:
+            faults.append(f"a refusal of {len(str(error)):,} characters: {error!s:.100}")
     except MemoryError as error:
         return "fault", f"MemoryError: {error}"
     except BaseException as error:  # PanicException among them
@@ -287,7 +291,9 @@ def in_child(kind: Format, path: Path, home: Path) -> tuple[str, str]:
             os._exit(0)
     os.close(writes)
     ready = select.select([reads], [], [], WALL)[0]
-    data = os.read(reads, 2**16) if ready else b""
+    data = b""
+    while ready and (part := os.read(reads, 2**16)):  # to its end: the child waits while the pipe is full
+        data += part
     if not ready:
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]

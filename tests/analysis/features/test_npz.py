@@ -161,3 +161,14 @@ def test_weights_of_integers_are_refused(tmp_path):
     save_file({**weights, "b_dec": weights["b_dec"].astype(np.int32)}, folder / "sae_weights.safetensors")
     with pytest.raises(ModelError, match="b_dec has numbers of the dtype int32"):
         SAE.load(folder)
+
+
+def test_a_refusal_does_not_quote_a_whole_file(tmp_path):
+    """zipfile's message holds the name that a damaged length makes of the weights: 183,230 characters of one mutant."""
+    np.savez(tmp_path / "params.npz", W_dec=np.zeros((100, 200), np.float32))
+    data = bytearray((tmp_path / "params.npz").read_bytes())
+    data[26:28] = struct.pack("<H", 60_000)  # the length of the first member's name
+    (tmp_path / "params.npz").write_bytes(data)
+    with pytest.raises(ModelError, match="characters in all") as refusal:
+        SAE.load(tmp_path / "params.npz", hook=HOOK)
+    assert len(str(refusal.value)) < 10_000
