@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-
 LONGEST = 8_000  # characters of a message
 
 
