@@ -1,5 +1,7 @@
 """Verbs of a model that turn texts into tokens; prompts given as an encoding."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
