@@ -30,7 +30,7 @@ Verb = Callable[..., Any]
 Number = TypeVar("Number", int, float)
 MOST = 10_000  # numbers of one range
 SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"]}
-REFERENCE = re.compile(r"\bsee `([\w.]+)`")
+REFERENCE = re.compile(r"\b(?:see|as for) `([\w.]+)`")
 MANY = "Several with commas between, or the option again."
 NUMBERS = "As 0,3 or 16-29, or the option again."
 # Parameters for Python alone: functions, arrays, results of other verbs.
@@ -60,8 +60,9 @@ class Form:
         if self.alone or not entry:
             return self.remark
         text = re.sub(r"[,;]? or a (Python )?function\b[^.]*", "", entry)  # no option takes one
-        # A star would begin emphasis.
-        return " ".join(filter(None, [(text[0].upper() + text[1:]).replace("*", r"\*"), self.remark]))
+        text = re.sub(r"\bNone\b", "left out", text).replace("if False", "otherwise")
+        text = text.replace("*", r"\*")  # a star would begin emphasis
+        return " ".join(filter(None, [text[0].upper() + text[1:], self.remark]))
 
 
 @dataclass(frozen=True)

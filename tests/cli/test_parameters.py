@@ -52,6 +52,8 @@ def forms(
         names, number: of both.
         layers: see `patch_sweep`.
         metric: a word, or a function: logits -> numbers. It is read.
+        on: None for what the file says; if False, never.
+        either: as for `logit_lens`, or neither.
         share: see `attribute_patch`, which has none.
     """
 
@@ -141,6 +143,9 @@ class TestHelp:
     def test_an_entry_elsewhere_is_put_in(self):
         assert help_of(forms)["layers"] == help_of(MIModel.patch_sweep)["layers"]
         assert shape("share").help == "See `attribute_patch`, which has none."
+
+    def test_values_of_python_are_those_of_the_command_line(self):
+        assert shape("on").help == "Left out for what the file says; otherwise, never."
 
     def test_functions_are_for_python(self):
         assert shape("metric").help == "A word. It is read."
