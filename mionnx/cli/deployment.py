@@ -20,6 +20,7 @@ from mionnx.compile.package import Packaging
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
+from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 from mionnx.verify import Bisection, Verification
 from mionnx.verify.result import Beside
@@ -152,7 +153,7 @@ def _compile(
 
 def _baked(facts: dict[str, Any]) -> Iterator[str]:
     edits = count(facts["interventions"], "intervention")
-    size = f"{facts['bytes'] / 2**20:.1f} MiB"
+    size = format_bytes(facts["bytes"])
     yield f"{facts['folder']}: {edits} baked in, {size}, {facts['target']}, weights {facts['weights']}"
     if facts["knobs"]:
         yield 'ONNX Runtime warns of each knob ("appears in graph inputs"), which is harmless: see the card'

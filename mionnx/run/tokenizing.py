@@ -95,6 +95,7 @@ def ids(model: OpenModel, prompt: Prompt) -> Any:
     return prompt
 
 
+@typed()
 def check_token(model: OpenModel, token: int) -> int:
     """Check a token's id.
 

@@ -136,6 +136,7 @@ RECURRENT: dict[str, Callable[[MIModel], Any]] = {
 OTHERS = {
     "MIModel",
     "Activations",
+    "Comparison",
     "Hook",
     "TextStreamer",
     "Compiled",

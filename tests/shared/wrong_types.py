@@ -252,6 +252,7 @@ def _steering() -> Iterator[Call]:
             "ablation_spec": {"layer": 1},
             "only": {"layers": [1]},
             "point": {"layer": 1},
+            "table": {},
         },
     )
     yield Call("Directions", lambda: Directions, {"vectors": np.eye(2, 128), "layers": (0, 1)})
@@ -408,21 +409,24 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     tracked = model.logit_lens(PROMPT, layers=[1], token_ids=[ANSWER])
     yield from _methods("LensResult", lambda: lens, {"at": {"position": 0}, "best": {"point": 0, "position": 0}})
     asked = dict.fromkeys(("probability_of", "log_probability_of", "rank_of"), token)
-    yield from _methods("LensResult", lambda: tracked, asked)
+    yield from _methods("LensResult", lambda: tracked, asked | {"table": {}})
     patterns = model.attention(PROMPT, layers=[1])
-    yield from _methods("AttentionPatterns", lambda: patterns, {"at": {"position": 0}, "of": {"layer": 1, "head": 0}})
+    yield from _methods(
+        "AttentionPatterns", lambda: patterns, {"at": {"position": 0}, "of": {"layer": 1, "head": 0}, "table": {}}
+    )
     scores = model.head_scores(batch=2, period=4)
     yield from _methods("HeadScores", lambda: scores, {"top": {"kind": "induction"}, "table": {}})
     attribution = model.attribute(PROMPT, ANSWER)
-    yield from _methods("Attribution", lambda: attribution, {"top": {}})
+    yield from _methods("Attribution", lambda: attribution, {"top": {}, "table": {}})
     several = model.attribute([PROMPT, OTHER], ANSWER)
-    yield from _methods("Attributions", lambda: several, {"top": {}})
+    yield from _methods("Attributions", lambda: several, {"top": {}, "table": {}})
     differences = model.get_logit_diff([PROMPT, OTHER], ANSWER, "Berlin")
+    yield from _methods("LogitDiffs", lambda: differences, {"table": {}})
     upwards = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
     doses = model.dose_response(PROMPT, upwards, [0, 1], bisect=None)
-    yield from _methods("DoseResponse", lambda: doses, {"top": {}, "turn": {}})
+    yield from _methods("DoseResponse", lambda: doses, {"top": {}, "turn": {}, "table": {}})
     found = model.features(PROMPT, _sae())
-    yield from _methods("FeatureActivations", lambda: found, {"top": {"position": 0}})
+    yield from _methods("FeatureActivations", lambda: found, {"top": {"position": 0}, "table": {}})
     followed = model.features(PROMPT, _sae(), follow=[1])
     yield from _methods("FeatureActivations", lambda: followed, {"of": {"feature": 1}})
     calibration = model.calibrate(_directions(), [PROMPT])
@@ -446,7 +450,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     sweep = model.patch_sweep(PROMPT, OTHER, layers=[1], answer=ANSWER)
     yield from _methods("SweepResult", lambda: sweep, {"top": {}, "table": {}})
     saliency = model.gradient_times_input(PROMPT, answer=ANSWER)
-    yield from _methods("Saliency", lambda: saliency, {"scores": {}})
+    yield from _methods("Saliency", lambda: saliency, {"scores": {}, "table": {}})
     state = StateAblationResult(cache[0, -1], cache[0, -2], StateKnockoutSpec().position(0))
     bisection = model.bisect(PROMPT, ["ort-cpu", "ort-cpu:none"])
     yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
@@ -511,13 +515,14 @@ def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
     circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
     edge = {"sender": "m1", "receiver": "logits"}
     yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
-    yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}})
+    yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}, "table": {}})
     yield from _stored(folder, circuit, circuit.attribution)
 
 
 def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[Call]:
     for verb, right in _verbs(model, folder).items():
         yield Call(f"MIModel.{verb}", lambda verb=verb: getattr(model, verb), right, verb in SLOW)
+    yield Call("MIModel.check_token", lambda: model.check_token, {"token": 3})
     texts, tiny = {"texts": [PROMPT], "points": "hook_embed", "folder": "written"}, {"folder": "written"}
     yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "points": "hook_embed"})
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)

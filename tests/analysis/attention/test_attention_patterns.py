@@ -44,7 +44,7 @@ def test_of_an_rwkv_it_is_the_effective_attention():
     found = model.attention(PROMPT)
     wanted = model.forward(PROMPT, HookSpec().capture("blocks.*.rwkv.hook_effective_attn")).stack("effective_attn")
     assert np.array_equal(found.patterns, wanted[:, 0])
-    assert found.title == "Effective attention"
+    assert found.view().title == "Effective attention"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7), (1, 1, 40)])

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from mionnx.analysis.sweep.pairs import Pair
 
 from mionnx import HookError, HookSpec, InputError, MIModel
 from mionnx.analysis.circuits.node_values import captures, node_values, one_head_each
 from mionnx.analysis.circuits.nodes import all_nodes, chosen_receivers, chosen_senders
+from mionnx.analysis.sweep.comparison import Pair
 
 IDS = np.array([3, 4, 5, 6]), np.array([3, 7, 5, 6])
 
