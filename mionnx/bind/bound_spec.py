@@ -49,12 +49,7 @@ class BoundSpec:
 
     Attributes:
         spec: the spec, each of its interventions at one hook point.
-        model: the hooked model.
-        hooks: hook points of the model and of the spec's splices.
-        captures: the spec's captures, in execution order.
-        plan: the structure of the rewritten graph.
         logits: the part of the logits to compute; None for all of them, or none at all.
-        gradients: the spec's gradients, in execution order.
     """
 
     spec: HookSpec
@@ -116,7 +111,6 @@ class BoundSpec:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Args:
-            past: what came before them.
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
             checked: whether the interventions are known to have an effect.
         """
@@ -147,7 +141,6 @@ class BoundSpec:
 
         Args:
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
-            selections: of the batch, where the caller has them.
         """
         if not self.edits and not states_of(self.spec):
             return
@@ -211,9 +204,6 @@ class Binder:
         """Bind a spec; see `bind`.
 
         Args:
-            spec, outputs: see `bind`.
-            logits: the part of the logits to compute.
-            cuts: hook points at which the graph is cut.
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
         if spec.is_empty() and not cuts and logits in (None, ALL):
@@ -265,7 +255,6 @@ class Binder:
 
 
 def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
-    """Row -> positions counted from the start of its text."""
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
@@ -280,7 +269,6 @@ def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> 
     """Bind a spec to a model, and check it against the model's hook points.
 
     Args:
-        spec: captures and interventions.
         outputs: the model's own outputs to compute; all of them by default.
     """
     return Binder(model).bind(spec, outputs)

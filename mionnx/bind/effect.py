@@ -37,8 +37,6 @@ class Shown:
     """Values that a pass returns.
 
     Attributes:
-        captures: captured values; each may be in part.
-        logits: whether there are any.
         carried: whether keys and values, or a state, are.
         positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
         ends: row -> length of its text after the call or generation; none if channel mixes may read any token before.
@@ -70,9 +68,6 @@ class View:
 
     Attributes:
         name: its output name, or "logits".
-        source: the value that it is computed from.
-        before: whether it is captured before interventions.
-        derived: whether it is computed on request.
     """
 
     name: str
@@ -88,12 +83,7 @@ class View:
 
 
 def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
-    """Refuse what has no effect in any call.
-
-    Raises:
-        InterventionError: a mask without -inf, an intervention that a later one overwrites, or one that no output of
-            the plan depends on.
-    """
+    """Refuse what has no effect in any call."""
     for edit, one in edits:
         masks = one.rules.shape is ValueShape.ATTENTION_MASK and not one.rules.by_distance
         if masks and not np.isneginf(one.values[0]).any():
@@ -171,7 +161,6 @@ def _overwriting(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[Edit, Inter
 
 
 def _covers(other: Intervention, one: Intervention) -> bool:
-    """Whether a limit of one intervention lies within that of another in every call."""
     limits = ((getattr(other, name), getattr(one, name)) for name in LIMITS)
     return all(wide is None or (narrow is not None and _within(narrow, wide)) for wide, narrow in limits)
 
@@ -278,9 +267,6 @@ def refuse_idle_states(
     Args:
         edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
         batch: the tokens of the pass; any tokens if left out.
-
-    Raises:
-        InterventionError: there is one.
     """
     if shown.carried or not model.metadata.recurrent or any(edit.fit for edit, _ in edits):
         return

@@ -21,9 +21,6 @@ from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
     """The metric of a spec.
 
-    Args:
-        computed: whether the caller computes metrics and gradients.
-
     Raises:
         GradientError: gradients without a metric, rules without gradients, or a caller that computes none.
     """
@@ -57,7 +54,6 @@ def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
 
 
 def _leading(of: str, hooks: HookIndex) -> set[str]:
-    """The values before another one, and itself."""
     flow = Dataflow(hooks.model.proto)
     return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
 
@@ -87,12 +83,7 @@ def _lacking(name: str, of: str, leading: Collection[str], hooks: HookIndex) -> 
 
 
 def read_by(metric: MetricSpec | None, hooks: HookIndex) -> str:
-    """The value that a metric reads.
-
-    Raises:
-        HookError: a hook point that is not there.
-        GradientError: one that holds no fractions, or is computed for its capture alone.
-    """
+    """The value that a metric reads."""
     if metric is None or metric.of is None:
         return LOGITS
     point = HookPoint.parse(metric.of)

@@ -24,7 +24,6 @@ class HookIndex:
     """Hook points by name.
 
     Attributes:
-        model: the model.
         inner: name in the graph -> axes and dtype of a hook point inside a splice.
         interventions: those of the spec, in registration order, each at one hook point.
         fits: index of an intervention that is a splice -> its fragment's structure.
@@ -48,11 +47,7 @@ class HookIndex:
         return self.inner[point.name].axes if point.name in self.inner else point.axes or ()
 
     def dims(self, point: HookPoint) -> Dims:
-        """The axes of a hook point: a number where the size is fixed, else a name.
-
-        Raises:
-            HookError: there is no such hook point.
-        """
+        """The axes of a hook point: a number where the size is fixed, else a name."""
         if point.name in self.inner:
             return list(self.inner[point.name].dims)
         if self.inner and point.name not in self.model.order:

@@ -25,13 +25,7 @@ class KnockoutMask:
     """A mask of 0 and -inf, [batch, n_heads, seq_q, seq_k] or what broadcasts to it.
 
     Attributes:
-        title: kind and hook point, for messages.
-        given: the mask, as it was given.
-        shape: of the scores.
-        call: the token batch.
-        rows: selected batch rows.
         by_row: whether these are a limit, so that the mask may have one entry for each of them.
-        heads: selected heads; None for all.
         positions: row -> positions of the selected queries, in the order given; None if no list limits them.
     """
 
@@ -46,11 +40,7 @@ class KnockoutMask:
 
     @cached_property
     def value(self) -> NDArray[Any]:
-        """The mask with four axes, its heads at their places.
-
-        Raises:
-            InterventionError: rows, heads or keys of another number.
-        """
+        """The mask with four axes, its heads at their places."""
         if self.given.ndim > 4:
             raise self._misfit()
         value = self.given.reshape((1,) * (4 - self.given.ndim) + self.given.shape)
@@ -101,11 +91,7 @@ class KnockoutMask:
 
     @cached_property
     def queries(self) -> Queries | None:
-        """Row -> text positions of the mask's queries; None if it holds for every query.
-
-        Raises:
-            InterventionError: neither the text's number of queries, nor this call's, nor the selected ones'.
-        """
+        """Row -> text positions of the mask's queries; None if it holds for every query."""
         count, call = self.value.shape[2], self.call
         if count == 1:
             return None
@@ -169,8 +155,6 @@ class WindowMask:
 
     Attributes:
         tokens: how many before it.
-        call: the token batch.
-        rows: selected batch rows.
     """
 
     tokens: int

@@ -21,12 +21,7 @@ Feeds = dict[str, NDArray[Any]]
 
 
 def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Callable[[int], int]) -> MetricSpec:
-    """The same metric with its tokens as ids of a model's vocabulary.
-
-    Raises:
-        GradientError: a token that is neither a text nor an integer.
-        InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
-    """
+    """The same metric with its tokens as ids of a model's vocabulary."""
 
     def read(token: Token) -> int:
         if isinstance(token, str):
@@ -44,7 +39,6 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
 
     Args:
         metric: the metric, its tokens as ids.
-        logits: the part of the logits that the graph computes; None for all.
     """
     places = _places(logits)
     if metric.name in READS_ALL:
@@ -68,11 +62,7 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
     """Make the inputs of a metric that sums the value at a hook point times numbers.
 
     Args:
-        shape, axes: of the value.
         batch: the tokens; the numbers count for nothing at padding.
-
-    Raises:
-        GradientError: numbers that do not broadcast to the value's shape.
     """
     try:
         seed = np.broadcast_to(np.asarray(metric.cotangent, np.float32), shape)

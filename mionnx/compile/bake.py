@@ -237,6 +237,5 @@ def _refuse_mask(edit: Edit, intervention: Intervention) -> None:
 
 
 def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
-    """Turn an input into a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

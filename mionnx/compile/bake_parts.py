@@ -47,11 +47,7 @@ def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -
 
 
 def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, found: Tensor) -> None:
-    """Write NaN, or -1, where a call has no token at a position.
-
-    Args:
-        found: [batch, n], bool.
-    """
+    """Write NaN, or -1, where a call has no token at a position."""
     axes, name = part.node.axes, value.name
     others = [axis for axis in range(len(axes)) if axis not in (0, sequence_axis(axes))]
     dtype = np.dtype(value.dtype)

@@ -160,11 +160,7 @@ def _check_plain(spec: HookSpec, plain: bool) -> None:
 
 
 def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
-    """The model with its products of blocks at the level that they are compiled at.
-
-    Raises:
-        InputError: a level for a model without such products.
-    """
+    """The model with its products of blocks at the level that they are compiled at."""
     level = packaging.accuracy_level
     if level is None:  # a compiled graph gives what `forward` gives
         return model
@@ -192,9 +188,6 @@ def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     """Knob -> indices of the interventions that it turns.
 
     None for the hook points means all interventions that have a strength; a glob means those at what it matches.
-
-    Raises:
-        InterventionError: none at that hook point, or one that has two knobs.
     """
     indices: dict[str, list[int]] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
@@ -262,11 +255,7 @@ def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
 
 
 def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
-    """A compiled graph with fused operators of the model's file.
-
-    Raises:
-        InputError: they were asked for, and the spec leaves none, or the model has none.
-    """
+    """A compiled graph with fused operators of the model's file."""
     if fused == NONE:
         return proto
     flow = Dataflow(model.proto)

@@ -16,12 +16,7 @@ NOWHERE = -2  # no token stands there; padding stands at -1
 
 
 class TokenFacts:
-    """Facts of a call as values of the graph; the nodes of each are added when first asked for.
-
-    Args:
-        graph, report: the graph, and where added nodes are noted.
-        prefix: of the names of its nodes.
-    """
+    """Facts of a call as values of the graph; the nodes of each are added when first asked for."""
 
     def __init__(self, graph: Graph, report: Report, prefix: str = "mionnx.call") -> None:
         self.graph, self.report = graph, report

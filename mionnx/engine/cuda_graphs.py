@@ -61,11 +61,7 @@ class CudaGraphs:
 
 
 class Replay:
-    """All calls of one shape: fixed buffers, and the graph that reads and writes them.
-
-    Attributes:
-        inputs, outputs: name -> buffer.
-    """
+    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
 
     def __init__(
         self,
@@ -89,7 +85,6 @@ class Replay:
         """Write into the input buffers and run.
 
         Args:
-            arrays: of the inputs that change.
             outputs: names of those to copy to the CPU; all if left out.
         """
         self.write(arrays)

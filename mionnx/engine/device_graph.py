@@ -23,11 +23,7 @@ LARGE = 64  # numbers, above which an initializer is no part of a shape
 
 
 def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The values computed from shapes and constants alone, in subgraphs too.
-
-    Args:
-        outside: such values of the graphs around it.
-    """
+    """The values computed from shapes and constants alone, in subgraphs too."""
     constants = (tensor.name for tensor in graph.initializer if math.prod(tensor.dims) <= LARGE)
     known = {*outside, *constants} - {entry.name for entry in graph.input}
     shapes: set[str] = set()

@@ -30,7 +30,6 @@ class Turned:
     """A `Split`, and the nodes that make heads of each of its outputs.
 
     Attributes:
-        split: its index.
         reshapes, transposes: indices, in the order of the outputs.
         sizes: heads of each; none where all have as many.
     """

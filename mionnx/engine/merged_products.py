@@ -37,7 +37,6 @@ class Place:
     """Bytes of a tensor in a file.
 
     Attributes:
-        file: its name.
         begin, end: the first of the bytes, and the first after them.
         tail: sizes of all axes but the first.
     """
@@ -63,11 +62,7 @@ class Place:
 
 
 def with_merged(model: Path | bytes) -> Path | bytes:
-    """A model with products and heads merged, or halved; as it is given where none is.
-
-    Args:
-        model: a file, or the bytes of a model.
-    """
+    """A model with products and heads merged, or halved; as it is given where none is."""
     if isinstance(model, Path):
         with model.open("rb") as file:
             if not _mentioned(file):

@@ -45,12 +45,7 @@ return session.run(None, feeds)[0]"""
 
 
 class OrtProgram(Program):
-    """A session.
-
-    Attributes:
-        native: the `onnxruntime.InferenceSession`.
-        options: settings that it was opened with.
-    """
+    """A session."""
 
     def __init__(self, session: onnxruntime.InferenceSession, options: Options) -> None:
         self.native, self.options, self.place = session, options, options.place

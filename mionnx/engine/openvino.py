@@ -33,11 +33,7 @@ SNIPPETS = "SNIPPETS_MODE"
 
 
 class OpenVinoProgram(Program):
-    """A compiled model.
-
-    Attributes:
-        native: the `openvino.CompiledModel`.
-    """
+    """A compiled model."""
 
     def __init__(self, compiled: Any, inputs: Mapping[str, Input], defaults: Mapping[str, Any]) -> None:
         self.native, self.defaults = compiled, defaults
@@ -119,11 +115,7 @@ class OpenVino(Engine):
         return OpenVinoProgram(compiled, inputs, defaults)
 
     def _weights(self, folder: Path, proto: onnx.ModelProto) -> Path:
-        """A folder of this process that holds a model's weight files.
-
-        Raises:
-            ModelError: they can be neither linked nor copied.
-        """
+        """A folder of this process that holds a model's weight files."""
         key = folder.resolve()
         scratch = self._folders[key] = self._folders.get(key) or tempfile.TemporaryDirectory()
         for name in onnx_file.locations(proto):

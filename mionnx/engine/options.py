@@ -70,11 +70,7 @@ def _meant(provider: str, available: Sequence[str]) -> str:
 
 
 def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
-    """Refuse options that a provider does not have.
-
-    Raises:
-        InputError: an unknown name, or a device that is no number.
-    """
+    """Refuse options that a provider does not have."""
     names = KNOWN.get(provider)
     for name in given:
         if names is not None and name not in names:
@@ -137,12 +133,6 @@ class Options:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no session can be opened with.
-
-        Raises:
-            InputError: a level that there is not, a number out of its range, an option that the provider does
-                not have, or CUDA graphs where there are none.
-        """
         if self.level not in LEVELS:
             raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
         self._check_numbers()
@@ -185,11 +175,7 @@ class Options:
         return int(self.provider_options.get(DEVICE_ID, 0))
 
     def provider_name(self) -> str:
-        """The provider's full name.
-
-        Raises:
-            RuntimeMissingError: the installed ONNX Runtime does not have it.
-        """
+        """The provider's full name."""
         name, available = self.full_provider, installed_providers()
         if name not in available:
             raise RuntimeMissingError(

@@ -55,7 +55,6 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
 
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes of a graph and of those inside of it."""
     inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
     return [*graph.node, *(node for one in inner for node in _nodes(one))]
 

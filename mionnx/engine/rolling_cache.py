@@ -28,12 +28,9 @@ class RollingCache:
     """A program with a past of a fixed number of columns.
 
     Args:
-        session: of the model.
         outputs: names to fetch, those of the next past among them.
         feeds: arrays of one step, the past padded on the left.
         present: output -> the input that takes it in the next step.
-        place: where they are.
-        number: id of the CUDA graph.
         free: list of its program's caches of this shape that no generation uses.
     """
 
@@ -58,9 +55,6 @@ class RollingCache:
     def step(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
         """Run one step.
 
-        Args:
-            feeds: arrays of all inputs but the past.
-
         Returns:
             output -> array, without the past.
         """
@@ -80,7 +74,6 @@ def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
 
     Args:
         array: [batch, heads, columns so far, width].
-        columns: after padding.
     """
     shape = list(array.shape)
     shape[COLUMNS] = columns

@@ -49,13 +49,7 @@ def open_session(
     options: Options,
     without: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
-    """Open a session.
-
-    Args:
-        model: a file, or the bytes of a model.
-        settings: of the session, with `placement.RECORD`.
-        without: optimisations to leave out, besides.
-    """
+    """Open a session."""
     if options.provider_name() == PROVIDERS["cpu"]:
         merged = model if options.level == "none" else with_merged(model)
         if isinstance(merged, bytes) and HALVES.encode() in merged:  # which folding computes once

@@ -100,7 +100,6 @@ class Passes:
     def _segments(
         self, chain: SegmentChain, functions: StepFunctions, outputs: Sequence[str], inputs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Run a graph that is cut at hook points, with functions called in between."""
         return chain.run({*outputs}, inputs, partial(functions.call, self.bound.model, self.batch, self.step))
 
     def _values(self) -> dict[str, NDArray[Any]]:
@@ -123,11 +122,7 @@ class Passes:
 
 
 class StepFunctions:
-    """Python functions at hook points, called at every step of a generation.
-
-    Attributes:
-        names: of the hook points, in execution order.
-    """
+    """Python functions at hook points, called at every step of a generation."""
 
     def __init__(self, model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> None:
         self.functions = register(model, fwd_hooks)
@@ -165,9 +160,6 @@ class Growth:
     """The way in which texts grow.
 
     Attributes:
-        sampling: chooses tokens.
-        stopping: ends rows.
-        tokenizer: of the model, if it has one.
         pad: the token that rows which have ended are fed.
         seed: of the sampling; None for another one at every call.
     """

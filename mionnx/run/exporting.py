@@ -31,11 +31,7 @@ NEEDED = {
 
 
 def foreign_exporter() -> ModuleType:
-    """The exporter of foreign ONNX files.
-
-    Raises:
-        ExportError: none is installed.
-    """
+    """The exporter of foreign ONNX files."""
     for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
         return entry.load()
     raise ExportError("no exporter of foreign ONNX files is installed")
@@ -45,7 +41,6 @@ def exporter_for(folder: Path) -> ModuleType:
     """The installed exporter that knows a checkpoint.
 
     Raises:
-        ExportError: none does.
         ModelError: its config lies outside the folder, or is no regular file.
     """
     installed = list(entry_points(group="mionnx.exporters"))
@@ -86,9 +81,6 @@ def export(
     """Export a checkpoint into a new folder; a temporary folder is renamed into place.
 
     Args:
-        folder, target: of the checkpoint, and of the hooked model.
-        dtype: of the exported model.
-        progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
         graph_only: export the config alone, without weights.
 
@@ -114,12 +106,7 @@ def export(
 def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
-    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
-
-    Raises:
-        ExportError: see `export`.
-        ModelError: a model with no weights to quantise.
-    """
+    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32."""
     if dtype not in BLOCKS:
         _write(exporter, folder, target, dtype, progress, function)
         return
@@ -187,11 +174,7 @@ def copy_links(folder: Path, progress: Progress) -> None:
 
 
 def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
-    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model.
-
-    Raises:
-        ExportError: see `export`.
-    """
+    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model."""
     if not folder.is_dir():
         raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
     if (folder / GRAPH).exists() and not is_hooked(folder / GRAPH):

@@ -54,11 +54,7 @@ def find_model(
     """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
     Args:
-        source: a hooked model's folder, a checkpoint's folder, a shipped model's name, or a Hub id.
-        dtype: what a checkpoint is exported as.
-        progress: of downloading and exporting.
         refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
-        version: of a repository of the Hub.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
@@ -86,13 +82,10 @@ def open_model(
     An export in the store that is damaged is made again, unless another process uses it, and that is said.
 
     Args:
-        source, dtype, refuse, version: see `find_model`.
         check: how its weights are compared with what was exported, see `HookedModel.open`.
-        progress: of downloading, exporting and reading.
 
     Raises:
         ModelError: nothing there, or damaged.
-        ExportError: a checkpoint that cannot be exported.
     """
     folder = find_model(source, dtype, progress, refuse, version)
     try:
@@ -119,10 +112,8 @@ def checkpoint_folder(
     the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
 
     Args:
-        source: see `find_model`.
         file: the name of the file, where the folder or repository has several models.
         version: of a repository of the Hub; its folder also of a folder here.
-        progress: of downloading.
         weights: download weights; without them it is what a graph alone is made of.
     """
     name = str(source)
@@ -134,12 +125,7 @@ def checkpoint_folder(
 
 
 def part_of(folder: Path, version: Version) -> Path:
-    """The model's folder in a folder here.
-
-    Raises:
-        InputError: a revision is given, and only a repository of the Hub has some.
-        ModelError: no such folder.
-    """
+    """The model's folder in a folder here."""
     if version.revision is not None:
         raise InputError(f"revision={version.revision!r}, but {folder} lies here: a revision is of a model of the Hub")
     return folder_in(folder, version.subfolder)
@@ -153,11 +139,9 @@ def hub_folder(
     Args:
         name: of its repository, or of a GGUF or `.pth` file in it.
         file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-        version, progress, weights: see `checkpoint_folder`.
 
     Raises:
         ModelError: there is no such model, none can be had, or a folder here was mistyped.
-        ExportError: no such file.
     """
     one, names = names_file(name), [*shipped_models(), *PACKAGED]
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
@@ -199,9 +183,6 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
     """A model's folder in the store, made if need be.
 
     Where the store cannot be written, it is a temporary folder that lasts as long as this process.
-
-    Raises:
-        ExportError: neither can be written.
     """
     otherwise = "the model goes into a temporary folder that lasts as long as this process"
 
@@ -239,9 +220,6 @@ def _linked(folder: Path) -> Path:
     """A folder of hard links to the files of a hooked model in the Hub's cache.
 
     ONNX Runtime follows no link out of a folder.
-
-    Raises:
-        ModelError: a link that leads elsewhere than into the Hub's cache.
     """
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
     key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:KEY]

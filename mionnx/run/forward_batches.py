@@ -64,12 +64,7 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
 
 
 def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
-    """Run a list of prompts in batches; the results are those of one batch.
-
-    Raises:
-        InputError: as `forward`, and results that memory does not hold together.
-        InterventionError, GradientError: as `forward`, and values that the rows of batches cannot share.
-    """
+    """Run a list of prompts in batches; the results are those of one batch."""
     rows = map_rows(model, request, lambda _, cache: cache, "forward", kept=True)
     sizes, given = model.hooked.metadata.sizes, (request.tokens, request.attention_mask, request.past)
     batch = make_token_batch(*given, sizes, request.prompt_length)
@@ -89,12 +84,9 @@ def map_rows(
     """Run a list of prompts in batches, and make something of the results of each.
 
     Args:
-        request: the pass.
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
-        stage: the name of this work, for its progress.
         run: runs one batch; a forward pass if left out.
         kept: whether all results are kept, padded, so that memory must hold them together.
-        progress: see `in_batches`.
 
     Returns:
         what `read` made, in the order given.
@@ -126,8 +118,6 @@ class _Prompts:
     """The prompts of a request.
 
     Attributes:
-        bound: the request's spec.
-        rows: the prompts, without padding.
         batch: all of them as one batch, where the spec has something by row; its effects are known then.
     """
 

@@ -131,21 +131,15 @@ def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[
 
 
 def _of_a_splice(name: str) -> bool:
-    """Whether a captured value lies within a splice, outside the model's own graph."""
     return HookPoint.parse(name).variant == "Custom" and "hook_" in name
 
 
 def _source(name: str) -> str:
-    """The value of the graph from which a captured one is derived."""
     return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return a value on which nothing depends, if it is unchanged.
-
-    Raises:
-        InterventionError: it was changed.
-    """
+    """Return a value on which nothing depends, if it is unchanged."""
     if np.array_equal(before, after):
         return after
     instead = "run_with_cache returns the state" if HookPoint.parse(name).variant == STATE else "ask for more"

@@ -219,10 +219,6 @@ class _Asked:
     """The arguments of a generation.
 
     Attributes:
-        spec: captures and interventions.
-        growth: how texts grow.
-        output_logits: whether all logits are kept.
-        functions: Python functions at hook points.
         rows: the numbers of the prompts in their list; None for all of it.
         checked: whether `check_steps` has seen the spec on the whole list.
     """

@@ -26,7 +26,6 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
     in the cache, the config and the tokenizer are.
 
     Args:
-        repository: see `Repository`.
         choose: picks one of several ONNX files, by their paths in the repository.
         chosen: whether the caller named a file: an ONNX file is wanted then, and the choice need not be said.
         weights: download the weights; without them it is what a graph alone is made of.
@@ -58,11 +57,7 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
 
 def download_file(repository: Repository, file: str) -> Path:
-    """Download one file that is a model by itself; with a `.pth` file its vocabulary.
-
-    Raises:
-        ModelError: the repository has no such file.
-    """
+    """Download one file that is a model by itself; with a `.pth` file its vocabulary."""
     names = repository.names()
     if file not in names:
         files = [name for name in names if name.endswith(SINGLE)]

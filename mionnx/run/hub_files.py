@@ -45,11 +45,7 @@ def small_files(names: Iterable[str]) -> list[str]:
 
 
 def shards(folder: Path, names: Iterable[str]) -> list[str]:
-    """The weight files of a checkpoint whose small files are in a folder.
-
-    Raises:
-        ModelError: the index is damaged.
-    """
+    """The weight files of a checkpoint whose small files are in a folder."""
     weights = checkpoint_of(names)
     if weights is None or not weights.endswith(INDEX):
         return [] if weights is None else [weights]
@@ -61,11 +57,7 @@ def shards(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def module_folders(folder: Path, names: Iterable[str]) -> list[str]:
-    """The folders in `modules.json` of sentence-transformers, without the transformer's own.
-
-    Raises:
-        ModelError: it is damaged.
-    """
+    """The folders in `modules.json` of sentence-transformers, without the transformer's own."""
     if MODULES not in names:
         return []
     modules = read_json(folder / MODULES)

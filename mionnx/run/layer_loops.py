@@ -27,7 +27,6 @@ class LayerLoops:
         """Note an opened graph, and warn of the fifth that differs in the layer only.
 
         Args:
-            plan: its structure.
             functions: hook points at which it is cut.
         """
         if self._told or not (plan.edits or plan.captures) or caller_verb() not in VERBS:

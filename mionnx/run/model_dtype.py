@@ -26,26 +26,14 @@ DEFAULT = Unsaid("float32")
 
 
 def check_name(dtype: str) -> None:
-    """Refuse a dtype that no model has.
-
-    Raises:
-        InputError: an unknown name.
-    """
+    """Refuse a dtype that no model has."""
     if dtype not in (*NAMES, AUTO):
         near = nearest(dtype, [*NAMES, AUTO])
         raise InputError(f"dtype {dtype!r} is none of {', '.join(NAMES)}, {AUTO}{near}")
 
 
 def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where: str) -> None:
-    """Refuse to export a checkpoint in a dtype that its engine does not compute in.
-
-    Args:
-        lacking: dtypes that the engine has no operators for.
-        where: the engine and its provider, for the message.
-
-    Raises:
-        InputError: the dtype is one of them.
-    """
+    """Refuse to export a checkpoint in a dtype that its engine does not compute in."""
     kind = stored_dtype(folder) if dtype == AUTO else dtype
     if kind in lacking:
         own = f", the dtype of {folder}" if dtype == AUTO else ""
@@ -54,11 +42,7 @@ def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where:
 
 
 def refuse_other(hooked: HookedModel, dtype: str) -> None:
-    """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported.
-
-    Raises:
-        InputError: the two differ.
-    """
+    """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported."""
     own = hooked.metadata.weight_dtype
     if not isinstance(dtype, Unsaid) and dtype not in (AUTO, own):
         raise InputError(

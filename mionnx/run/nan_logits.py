@@ -40,7 +40,6 @@ def checked(logits: Value | None, refuse: Callable[[NDArray[Any]], None]) -> Val
 
     Args:
         logits: [batch, seq, vocab] or a part of these; None if there are none.
-        refuse: raises an error if an array has NaN.
     """
     if logits is None or not isinstance(logits, np.ndarray):
         return None if logits is None else CheckedOnDevice(logits, refuse)
@@ -102,11 +101,7 @@ def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
 
 
 def numbers(cache: HookCache) -> HookCache:
-    """The captures of a pass, once they are known to be numbers.
-
-    Raises:
-        ModelError: one has NaN; the message names the first.
-    """
+    """The captures of a pass, once they are known to be numbers."""
     where = _first_of(cache)
     if where is not None:
         raise ModelError(f"{where} is NaN: {ADVICE}; forward(..., logits=False) with captures shows it")

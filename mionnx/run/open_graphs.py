@@ -55,9 +55,6 @@ class Opening:
 
     Attributes:
         model: its bytes, weights not included; the file of the untouched graph.
-        folder: where its weights are.
-        options: settings.
-        report: which nodes were added where.
         cost: approximate bytes of memory.
         optimised: whether the engine has optimised it already, as a base.
     """
@@ -75,12 +72,8 @@ class OpenGraph:
     """One graph of a model, open: the untouched one, or a rewritten one.
 
     Attributes:
-        plan: its structure.
-        program: the graph, open in an engine.
-        report: which nodes were added where.
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
-        options: settings that it was opened with.
         feeds: inputs that tell what it is used for, where calls of several kinds share it.
     """
 
@@ -113,11 +106,8 @@ class OpenGraphs:
     plans open side by side.
 
     Attributes:
-        model: the hooked model.
         options: how graphs are opened; `prepack` is settled by the first call.
-        engine: opens them.
         open: plan, or plan and cuts -> open graph, the one used longest ago first.
-        base: the prepared base, once there is one.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
@@ -151,12 +141,7 @@ class OpenGraphs:
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
-        """The open segments of a plan cut at hook points; opened on first use.
-
-        Args:
-            plan: the structure; it captures all of the hooks.
-            hooks: names, in execution order.
-        """
+        """The open segments of a plan cut at hook points; opened on first use."""
         return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
 
     def _of(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
@@ -312,5 +297,4 @@ class OpenGraphs:
 
 
 def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:
-    """Key of a rewritten graph on disk: the base, the plan, and the sources that rewrite."""
     return hashlib.sha256(f"{base.folder.name} {source_digest(*REWRITING)} {plan!r}".encode()).hexdigest()[:32]

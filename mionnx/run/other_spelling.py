@@ -41,7 +41,6 @@ def warn_of_spelling(model: OpenModel, what: str, given: Any, logits: NDArray[An
 
     Args:
         what: the argument, "answer" or "versus".
-        given: the token; an id is taken as it is.
         logits: [vocab], where the next token is predicted.
     """
     other = other_spelling(model, given) if isinstance(given, str) else None

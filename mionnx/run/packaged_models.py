@@ -12,14 +12,7 @@ from mionnx.errors import ModelError
 
 
 class Package(NamedTuple):
-    """A package of PyPI with one model in it.
-
-    Attributes:
-        module: its folder's name.
-        pattern: of the model's file.
-        command: installs it.
-        about: the model, in words.
-    """
+    """A package of PyPI with one model in it."""
 
     module: str
     pattern: str
@@ -35,11 +28,7 @@ PACKAGED = {
 
 
 def packaged_model(name: str) -> Path | None:
-    """The model's file of a package, by the model's name; None for any other name.
-
-    Raises:
-        ModelError: the package is not installed, or has no such file.
-    """
+    """The model's file of a package, by the model's name; None for any other name."""
     if name not in PACKAGED:
         return None
     package = PACKAGED[name]
@@ -61,11 +50,7 @@ FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the
 
 
 def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
-    """Folders of the shipped models by name, `world-llama` for one.
-
-    Args:
-        folders: where to look, the first that has models counts.
-    """
+    """Folders of the shipped models by name, `world-llama` for one."""
     for folder in folders:
         models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
         if models:

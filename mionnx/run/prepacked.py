@@ -41,7 +41,6 @@ class PrepackedModel:
     """A base on disk.
 
     Attributes:
-        folder: where it is.
         outputs: of the model itself; the base's graph has been given back just these.
     """
 

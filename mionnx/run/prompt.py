@@ -25,7 +25,6 @@ class Text:
 
     Attributes:
         ids: [seq], int64.
-        tokens: the text of each token.
     """
 
     ids: Ids
@@ -35,11 +34,7 @@ class Text:
         return len(self.ids)
 
     def place(self, position: int) -> int:
-        """A position counted from the start.
-
-        Raises:
-            InputError: a position that the text does not have.
-        """
+        """A position counted from the start."""
         if not isinstance(position, int | np.integer) or not -len(self) <= position < len(self):
             raise InputError(f"position {position!r} of a text of {len(self)} tokens (0 to {len(self) - 1})")
         return int(position) % len(self)
@@ -52,11 +47,7 @@ def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
 
 
 def one_prompt(model: Runner, prompt: Prompt) -> Ids:
-    """Tokenise a single prompt: [seq].
-
-    Raises:
-        InputError: several prompts, or one that the model cannot run on.
-    """
+    """Tokenise a single prompt: [seq]."""
     rows = prompt_ids(model, prompt)
     if len(rows) != 1:
         raise InputError(
@@ -91,11 +82,7 @@ def is_list(model: Runner, prompts: Prompt) -> bool:
 
 
 def each_of(given: Any, rows: int, what: str) -> list[Any]:
-    """Something that is given once for all prompts of a list, or once for each, as a list.
-
-    Raises:
-        InputError: another number of them than there are prompts.
-    """
+    """Something that is given once for all prompts of a list, or once for each, as a list."""
     if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or getattr(given, "ndim", None)):
         return [given] * rows
     if len(given) != rows:
@@ -114,12 +101,7 @@ def prompt_text(model: Runner, ids: Ids) -> str:
 
 
 def token_of(model: Runner, token: int | str) -> int:
-    """The id of a token given by its id or by its text.
-
-    Raises:
-        InputError: the text is no single token of the vocabulary, or the id is outside the vocabulary.
-        TokenizerError: a text, and the model has no tokenizer.
-    """
+    """The id of a token given by its id or by its text."""
     if isinstance(token, str):
         return model.token_id(token)
     number = to_array(token)[()] if getattr(token, "ndim", None) == 0 else token  # of an array or a tensor

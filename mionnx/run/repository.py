@@ -42,7 +42,6 @@ class Repository:
 
     Attributes:
         name: USER/REPOSITORY.
-        version: see `Version`.
         progress: called as (stage, done, total) in bytes.
         near: end of the sentence that refuses a repository that there is not: what may have been meant.
         commit: folder of the commit in the Hub's cache; None before anything was downloaded.

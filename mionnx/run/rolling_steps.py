@@ -31,11 +31,9 @@ class Rolling:
     """The steps of one generation, from its second pass on.
 
     Args:
-        program: of the graph.
         outputs: names to fetch, those of the next past among them.
         inputs: of the first such step.
         present_to_past: output -> the input that takes it.
-        batch: tokens of that step.
     """
 
     def __init__(

@@ -43,8 +43,6 @@ class Rows:
     """The tokens of some rows of equal length, without padding.
 
     Attributes:
-        ids: [rows, seq].
-        start: the first position that is computed.
         past: graph input -> keys or values of the positions before it, [1, n_kv_heads, seq, head_dim].
     """
 
@@ -67,10 +65,7 @@ class Segments:
     """The pieces of one model; `model.opened(Segments)` has those with the model's own options.
 
     Attributes:
-        model: the hooked model.
-        layers: number of layers.
         end: name of the value that the head reads.
-        variants: the open pieces.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
@@ -81,11 +76,7 @@ class Segments:
 
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
-        """The pieces for many structures and rows: nothing is packed.
-
-        Raises:
-            InputError: a model without a cache, or with several streams.
-        """
+        """The pieces for many structures and rows: nothing is packed."""
         refuse_without_cache(model, "a sweep")
         refuse_several_streams(model, "a sweep")
         return cls(model, options.for_many_graphs(1))
@@ -106,12 +97,10 @@ class Segments:
 
     @property
     def _cuts(self) -> list[str]:
-        """Names of the residual streams before each layer and the head."""
         return [*(str(HookPoint.ResidPre(layer)) for layer in range(self.layers)), self.end]
 
     @once_property
     def _crossings(self) -> list[tuple[str, ...]]:
-        """Names of the values that cross into each layer and the head."""
         return self.flow.crossings([[cut] for cut in self._cuts], [LOGITS], [str(HookPoint.Embed)])
 
     @once_property
@@ -155,12 +144,8 @@ class Segments:
         """Run one piece: a layer, the embedding or the head.
 
         Args:
-            layer: its number.
-            rows: the tokens.
             stream: the values of `inputs_of(layer)`.
-            edits: interventions with the inputs that they read.
             ends: names of further values.
-            beside, inputs: see `run`.
 
         Returns:
             the values of `inputs_of(layer + 1)`, and the further ones.
@@ -182,9 +167,7 @@ class Segments:
         """Compute the logits, [rows, seq or 1, vocab or tokens].
 
         Args:
-            rows, edits: see `layer`.
             stream: the values of `inputs_of(layers)` or `after_attention`.
-            last: at the last position only.
             tokens: ids; logits of these only.
         """
         some = tokens is not None
@@ -218,12 +201,9 @@ class Segments:
         """Run the piece between the values fed and some others.
 
         Args:
-            rows: the tokens that the values belong to.
             feeds: values of the model, at which the piece begins; none for the tokens themselves.
             ends: names of the values to compute; "logits" is one.
             edits: interventions with the inputs that they read.
-            outputs: which logits.
-            inputs: what the piece reads besides.
             beside: values that other calls ask for: one graph then serves them all.
         """
         edits = edits or {}

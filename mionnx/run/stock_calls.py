@@ -85,7 +85,6 @@ def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
     """Say what speaks against the file's own graph in a kind of call; "" if nothing does.
 
     Args:
-        model, kind: see `serves`.
         trial: the two graphs, where several kinds are tried; nothing is said then but by the result.
     """
     stock = model.stock
@@ -174,7 +173,6 @@ def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: flo
 
 
 def _recorded(model: HookedModel, kind: int) -> str | None:
-    """The verdict of the record beside a graph on a kind of call; None if it has none."""
     said = _calls(model).get(str(kind))
     return said if isinstance(said, str) else None
 

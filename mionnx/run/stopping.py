@@ -24,9 +24,6 @@ class Stopping:
         min_new_tokens: an end-of-text token cannot be chosen before so many.
         eos_token_ids: a row ends after one of these tokens, which is kept.
         strings: a row ends when its new text contains one of these; the token that completes it is kept.
-
-    Raises:
-        InputError: no integers, a minimum above the maximum, or an empty string.
     """
 
     max_new_tokens: int
@@ -51,11 +48,7 @@ class Stopping:
         return any(string in text for string in self.strings)
 
     def refuse_unreached(self, spec: HookSpec) -> None:
-        """Refuse interventions in the phase "generated" where no generated token is read.
-
-        Raises:
-            InterventionError: there is such an intervention, and `max_new_tokens` is 1.
-        """
+        """Refuse interventions in the phase "generated" where no generated token is read."""
         phases: list[Any] = [edit.positions for _, edit in spec.interventions]
         for state in (*spec.state_knockouts, *spec.state_steerings):
             phases += state.positions_
@@ -70,10 +63,6 @@ def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) 
 
     Args:
         name: of the parameter that asks for it.
-        new: how many tokens each row may get.
-
-    Raises:
-        InputError: naming the number of positions, or how many tokens fit.
     """
     sizes, given = metadata.sizes, int(batch.lengths.max())
     longest = given + int(new) - 1  # the last token is never read
@@ -92,11 +81,7 @@ def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) 
 
 
 def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple.
-
-    Raises:
-        InputError: an empty one, or no string.
-    """
+    """Stop strings as a tuple."""
     strings = (given,) if isinstance(given, str) else tuple(given or ())
     if not all(isinstance(string, str) and string for string in strings):
         raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
