@@ -17,7 +17,7 @@ from mionnx.bind.effect import (
     states_of,
 )
 from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of, read_by
+from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -189,7 +189,7 @@ class Binder:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._known: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._memory: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
         self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
@@ -208,7 +208,7 @@ class Binder:
         """
         if spec.is_empty() and not cuts and logits in (None, ALL):
             return self._of_nothing(outputs or Outputs())
-        return self._bound(spec, outputs, logits, cuts, gradients_asked(spec, differentiated))
+        return self._bound(spec, outputs, logits, cuts, metric_of(spec, differentiated))
 
     def _of_nothing(self, outputs: Outputs) -> BoundSpec:
         """The empty spec with some outputs, bound once."""
@@ -246,11 +246,11 @@ class Binder:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
         if hooks.inner:
             return bind_captures(chosen, hooks)
-        captures = self._known.get(chosen)
+        captures = self._memory.get(chosen)
         if captures is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()  # which another thread may do between any two lines here
-            captures = self._known[chosen] = bind_captures(chosen, hooks)
+            if len(self._memory) >= REMEMBERED:
+                self._memory.clear()  # which another thread may do between any two lines here
+            captures = self._memory[chosen] = bind_captures(chosen, hooks)
         return captures
 
 

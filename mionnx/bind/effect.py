@@ -114,8 +114,8 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
     window = model.metadata.attention[layer].sliding_window
     queried: dict[int, list[int]] = {}
-    for row, asked, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
-        if asked and not queries:
+    for row, named, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
+        if named and not queries:
             raise _no_edge(selection, row, window)
         queried[row] = queries
     if not any(queried.values()) and selection.intervention.rules.by_distance:

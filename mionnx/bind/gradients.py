@@ -18,7 +18,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 
 
-def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
+def metric_of(spec: HookSpec, computed: bool) -> MetricSpec | None:
     """The metric of a spec.
 
     Raises:
@@ -59,11 +59,11 @@ def _leading(of: str, hooks: HookIndex) -> set[str]:
 
 
 def _names(
-    request: Capture, held: Sequence[str], of: str, leading: Collection[str], hooks: HookIndex
+    request: Capture, candidates: Sequence[str], of: str, leading: Collection[str], hooks: HookIndex
 ) -> tuple[str, ...]:
     """The hook points of a request; of a glob or predicate, those that can have a gradient."""
     if not isinstance(request.what, HookPoint):
-        return tuple(resolve(request, held))
+        return tuple(resolve(request, candidates))
     (name,) = resolve(request, hooks.names)
     if reason := _lacking(name, of, leading, hooks):
         raise GradientError(f"gradient at {name}: {reason}")

@@ -86,8 +86,8 @@ def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
             spliced[n] = {}
             for point in hooks.points(where):
                 with naming(where):
-                    spliced[n][point] = found = _fit(hooks, point, one)
-                    inner |= _brought(point, found, inner)
+                    spliced[n][point] = fitted = _fit(hooks, point, one)
+                    inner |= _brought(point, fitted, inner)
     for n, (where, one) in enumerate(spec.interventions):
         for point in spliced.get(n) or hooks.points(where):
             index = len(interventions)
@@ -112,9 +112,9 @@ def naming(where: Where | None) -> Iterator[None]:
         ) from error
 
 
-def _brought(point: HookPoint, found: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
+def _brought(point: HookPoint, fitted: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
     """The hook points that a splice brings."""
-    brought = dict(zip(inner_names(point.name, found), found.inner, strict=True))
+    brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
     for name in brought.keys() & before.keys():
         raise InterventionError(f"splice at {point}: another splice there brings the hook point {name!r} too")
     return brought

@@ -30,7 +30,7 @@ class KnockoutMask:
     """
 
     title: str
-    given: NDArray[Any]
+    array: NDArray[Any]
     shape: Shape
     call: TokenBatch
     rows: list[int]
@@ -41,9 +41,9 @@ class KnockoutMask:
     @cached_property
     def value(self) -> NDArray[Any]:
         """The mask with four axes, its heads at their places."""
-        if self.given.ndim > 4:
+        if self.array.ndim > 4:
             raise self._misfit()
-        value = self.given.reshape((1,) * (4 - self.given.ndim) + self.given.shape)
+        value = self.array.reshape((1,) * (4 - self.array.ndim) + self.array.shape)
         rows, heads, _, keys = value.shape
         if not (rows in (1, self.shape[0]) or (self.by_row and rows == len(self.rows))):
             raise self._misfit()
@@ -68,16 +68,16 @@ class KnockoutMask:
 
     def _misfit(self) -> InterventionError:
         return InterventionError(
-            f"{self.title}: value of shape {list(self.given.shape)} must broadcast to {format_shape(AXES, self.shape)};"
+            f"{self.title}: value of shape {list(self.array.shape)} must broadcast to {format_shape(AXES, self.shape)};"
             f" its last two axes are positions of each row's own text, 1 or {' or '.join(map(str, self._lengths))} of "
             "them, and `create_knockout_mask` takes a length for each row"
         )
 
-    def _refuse_twice(self, limit: str, given: Sequence[int]) -> None:
-        if len({*given}) < len(given):
+    def _refuse_twice(self, limit: str, indices: Sequence[int]) -> None:
+        if len({*indices}) < len(indices):
             raise InterventionError(
-                f"{self.title}: one of {limit}={[*given]} is chosen twice, and the mask of shape "
-                f"{list(self.given.shape)} has two entries for it"
+                f"{self.title}: one of {limit}={[*indices]} is chosen twice, and the mask of shape "
+                f"{list(self.array.shape)} has two entries for it"
             )
 
     def row(self, row: int) -> NDArray[Any]:
@@ -186,12 +186,12 @@ def end_of(call: TokenBatch, row: int) -> int:
     return int((call.lengths if call.final_lengths is None else call.final_lengths)[row])
 
 
-def _places(positions: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _places(positions: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Index of each wanted position among some; -1 where it is not among them."""
-    size = 2 + max(int(positions.max(initial=0)), int(wanted.max(initial=0)))
+    size = 2 + max(int(positions.max(initial=0)), int(targets.max(initial=0)))
     table = np.full(size, -1, np.int64)  # its last entry, which padding's -1 finds, is not among them
     table[positions] = np.arange(len(positions))
-    return table[wanted]
+    return table[targets]
 
 
 Places = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]

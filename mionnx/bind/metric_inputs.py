@@ -45,9 +45,9 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
         return _loss(batch, places)
     feeds = {METRIC_WEIGHTS: _weights(metric, batch, places)}
     count = feeds[METRIC_WEIGHTS].shape[1]
-    for name, given in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
-        if given is not None:
-            ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch), np.int64)
+    for name, tokens in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
+        if tokens is not None:
+            ids = np.array(_per_row(name.rsplit(".", 1)[1], tokens, batch.batch), np.int64)
             feeds[name] = np.repeat(ids[:, None], count, axis=1)
     _refuse_same(metric, feeds)
     for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.cotangent)):
@@ -68,8 +68,8 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
         seed = np.broadcast_to(np.asarray(metric.cotangent, np.float32), shape)
         return {METRIC_SEED: np.where(of_texts(batch, axes), seed, np.float32(0)) if batch.padded else seed}
     except ValueError:
-        given = [] if metric.cotangent is None else list(metric.cotangent.shape)
-        raise GradientError(f"cotangent is {given}, and the value at {metric.of} is {list(shape)}") from None
+        own = [] if metric.cotangent is None else list(metric.cotangent.shape)
+        raise GradientError(f"cotangent is {own}, and the value at {metric.of} is {list(shape)}") from None
 
 
 def _places(logits: Logits | None) -> list[int] | None:
@@ -111,12 +111,12 @@ def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
     return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}
 
 
-def _per_row(what: str, given: Tokens, rows: int) -> list[Token]:
-    if not isinstance(given, Sequence):
-        return [given] * rows  # type: ignore[list-item]
-    if len(given) != rows:
-        raise GradientError(f"{what} has {len(given)} tokens for {rows} rows")
-    return [*given]
+def _per_row(what: str, tokens: Tokens, rows: int) -> list[Token]:
+    if not isinstance(tokens, Sequence):
+        return [tokens] * rows  # type: ignore[list-item]
+    if len(tokens) != rows:
+        raise GradientError(f"{what} has {len(tokens)} tokens for {rows} rows")
+    return [*tokens]
 
 
 def _refuse_same(metric: MetricSpec, feeds: Feeds) -> None:

@@ -60,13 +60,13 @@ class Selection:
         """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
-    def _indices(self, what: str, given: Sequence[int] | None, axis: int | None) -> list[int] | None:
-        if given is None or axis is None:
+    def _indices(self, what: str, indices: Sequence[int] | None, axis: int | None) -> list[int] | None:
+        if indices is None or axis is None:
             return None
         count = self.shape[axis]
-        if max(given) >= count:
-            raise self._refuse(f"{what} {max(given)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
-        return list(given)
+        if max(indices) >= count:
+            raise self._refuse(f"{what} {max(indices)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
+        return list(indices)
 
     @cached_property
     def positions(self) -> dict[int, list[int]] | None:
@@ -204,8 +204,8 @@ class Selection:
         if limits.rules.by_distance:
             return WindowMask(int(limits.value), self.call, self.rows)
         chosen = None if isinstance(limits.positions, str) else self.positions
-        given = limits.value, self.shape, self.call, self.rows, limits.rows is not None, self.heads, chosen
-        return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)
+        title, by_row = f"{self.edit.kind} at {self.edit.hook}", limits.rows is not None
+        return KnockoutMask(title, limits.value, self.shape, self.call, self.rows, by_row, self.heads, chosen)
 
     def text_positions(self) -> dict[int, Sequence[int]]:
         """Selected row -> its selected text positions, in this call or its whole generation."""

@@ -124,5 +124,5 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
 
 
 def _taken(tokens: Tokens, rows: Sequence[int]) -> Tokens:
-    given: Any = tokens
-    return [given[row] for row in rows] if _listed(tokens) else tokens
+    entries: Any = tokens
+    return [entries[row] for row in rows] if _listed(tokens) else tokens

@@ -68,15 +68,15 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragmen
         _check_sizes(where, fragment, proto, sites, run)
     names = _hooks(proto)
     first, second = (_run(where, fragment, proto, names, sites, run) for run in (0, 1))
-    made = proto.graph.output[0].name
-    for run, found in enumerate((first, second)):
-        if found[made].shape != sites[0].shape(run):
+    output = proto.graph.output[0].name
+    for run, values in enumerate((first, second)):
+        if values[output].shape != sites[0].shape(run):
             raise InterventionError(
                 f"{where}: of a value of shape {list(sites[0].shape(run))} the fragment makes one of shape "
-                f"{list(found[made].shape)}; what comes out takes the place of what went in"
+                f"{list(values[output].shape)}; what comes out takes the place of what went in"
             )
     flow = Dataflow(proto)
-    live = flow.read_by(flow.ancestors([made])) | {made}
+    live = flow.read_by(flow.ancestors([output])) | {output}
     inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
     return FittedFragment(fragment.sha256, inner, tuple(fragment.weights), proto)
 

@@ -48,7 +48,7 @@ class Workers:
         packed = model.variants.options.prepack
         return type(model)(model.hooked, replace(model.options, threads=self.cpus, prepack=packed))
 
-    def map(self, pieces: Callable[[], Iterator[Any]], work: type, *given: Any) -> Iterator[Any]:
+    def map(self, pieces: Callable[[], Iterator[Any]], work: type, *arguments: Any) -> Iterator[Any]:
         """Map pieces of work to results, which come in any order.
 
         Args:
@@ -65,7 +65,7 @@ class Workers:
         data = data.map_batches(_all_of(pieces), num_cpus=0)
         data = data.map_batches(
             _Worker,
-            fn_constructor_args=(work, given),
+            fn_constructor_args=(work, arguments),
             batch_size=1,
             compute=pool,
             num_cpus=self.cpus,
@@ -152,8 +152,8 @@ def _all_of(pieces: Callable[[], Iterator[Any]]) -> Callable[[Any], Iterator[dic
 class _Worker:
     """One object of the work's class in each process."""
 
-    def __init__(self, work: type, given: tuple[Any, ...]) -> None:
-        self.work = work(*given)
+    def __init__(self, work: type, arguments: tuple[Any, ...]) -> None:
+        self.work = work(*arguments)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         piece = batch["piece"][0].value

@@ -74,7 +74,7 @@ class Replay:
         self.session, self.place, self.options = session, place, run_options(str(number))
         self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
         first = run_at(session, outputs, self.inputs, place)
-        self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}
+        self.outputs = {name: empty(result.shape, result.value.element_type(), place) for name, result in first.items()}
         self.binding = session.io_binding()
         for name, value in self.inputs.items():
             self.binding.bind_ortvalue_input(name, value)

@@ -70,8 +70,8 @@ def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks
     """A `Split` of [batch, seq, columns] whose outputs become heads only; None of any other."""
     split = flow.nodes[at]
     columns = _array(split.input[1], tensors) if len(split.input) > 1 else np.zeros(0, np.int64)
-    known = {ranks[name] for name in split.output if name in ranks}
-    if columns is None or known != {COLUMNS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMNS):
+    dimensions = {ranks[name] for name in split.output if name in ranks}
+    if columns is None or dimensions != {COLUMNS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMNS):
         return None
     reshapes = [_only_reader(flow, name, "Reshape") for name in split.output]
     transposes = [None if i is None else _only_reader(flow, flow.nodes[i].output[0], "Transpose") for i in reshapes]
@@ -102,8 +102,8 @@ def _end(flow: Dataflow, shape: str, tensors: dict[str, onnx.TensorProto]) -> tu
     names = [shape] if node is None else list(node.input[HEADS:]) if node.op_type == "Concat" else []
     arrays = [_array(name, tensors) for name in names]
     numbers = [int(number) for array in arrays if array is not None for number in array]
-    whole = len(numbers) == (AXES if node is None else len(names))
-    return (numbers[-2], numbers[-1]) if whole and len(numbers) > 1 else (0, 0)
+    constant = len(numbers) == (AXES if node is None else len(names))
+    return (numbers[-2], numbers[-1]) if constant and len(numbers) > 1 else (0, 0)
 
 
 def _array(name: str, tensors: dict[str, onnx.TensorProto]) -> NDArray[np.int64] | None:

@@ -49,9 +49,9 @@ class OpenVinoProgram(Program):
         try:
             request = self._request()
             results = request.infer(arrays, share_inputs=True, share_outputs=True)
-            found = {name: np.array(results[self._outputs[name]]) for name in outputs}
+            values = {name: np.array(results[self._outputs[name]]) for name in outputs}
             self._idle.append(request)
-            return found
+            return values
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"OpenVINO failed while running the model: {error}") from error
 

@@ -69,16 +69,16 @@ def _meant(provider: str, available: Sequence[str]) -> str:
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
 
 
-def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
+def check_provider_options(provider: str, options: Mapping[str, str | int]) -> None:
     """Refuse options that a provider does not have."""
     names = KNOWN.get(provider)
-    for name in given:
+    for name in options:
         if names is not None and name not in names:
             there = f"it has {', '.join(names)}" if names else "it has none"
             raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, names)}")
-    number = str(given.get(DEVICE_ID, 0))
+    number = str(options.get(DEVICE_ID, 0))
     if not number.isdigit():
-        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {given[DEVICE_ID]!r}")
+        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {options[DEVICE_ID]!r}")
 
 
 @typed(InputError)

@@ -100,11 +100,11 @@ def in_batches(
                 if len(batches) == 1:
                     raise
                 raise type(error)(f"{rows_text(rows)} of {count}: {error}") from error
-            show(told(stage, batches), len(results), count)
+            show(stage_text(stage, batches), len(results), count)
     return [results[row] for row in range(count)]
 
 
-def told(stage: str, batches: Sequence[Sequence[int]]) -> str:
+def stage_text(stage: str, batches: Sequence[Sequence[int]]) -> str:
     """A stage's name with the sizes of its batches: "forward (8 batches of up to 341 rows)"."""
     return f"{stage} ({len(batches)} batches of up to {max(map(len, batches), default=0)} rows)"
 

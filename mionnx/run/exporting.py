@@ -94,10 +94,10 @@ def export(
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
         write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
-        made = HookedModel.open(partial, check="none").metadata.weight_dtype
-        if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
+        own = HookedModel.open(partial, check="none").metadata.weight_dtype
+        if dtype not in (own, AUTO):  # a foreign ONNX file computes in its own
             raise ExportError(
-                f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
+                f"{folder} computes in {own}, and is not converted to {dtype}: give dtype {own} or auto"
             )
         if copy:
             copy_links(partial, progress)
@@ -117,30 +117,30 @@ def write(
     try:
         own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
         if hasattr(exporter, "export_packed"):
-            given = _called(exporter.export_packed, folder, floats, progress)
+            blocks = _called(exporter.export_packed, folder, floats, progress)
         else:
-            given = {}
+            blocks = {}
             _write(exporter, folder, floats, own, progress, function)
         hooked = HookedModel.open(floats, check="none")
-        quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, given), progress, given)
+        quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, blocks), progress, blocks)
     finally:
         shutil.rmtree(floats, ignore_errors=True)
 
 
 def _settings(
-    exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, given: Mapping[str, GivenBlocks]
+    exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, blocks: Mapping[str, GivenBlocks]
 ) -> Quantisation:
     """Settings of the blocks of a checkpoint; one of integers is left as it is."""
     settings = BLOCKS[dtype]
     if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
-        one = next(iter(given.values()), None)
+        one = next(iter(blocks.values()), None)
         form: dict[str, Any] = {}
         if one is not None:
             form = {"block_size": one.block_size, "symmetric": not one.zero_points}
         return replace(settings, keep=("*",), embedding=False, unembedding=False, **form)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
-        held = {tensor.name for tensor in hooked.proto.graph.initializer}
-        return replace(settings, in_8_bits=tuple(sorted(held.intersection(exporter.wide_weights(folder)))))
+        names = {tensor.name for tensor in hooked.proto.graph.initializer}
+        return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings
 
 
@@ -153,10 +153,10 @@ def _write(
     _called(export, folder, target, dtype, progress)
 
 
-def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
+def _called(export: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     try:
         with boundary(ExportError, f"cannot export {folder}"):
-            return export(folder, *given)
+            return export(folder, *arguments)
     except ImportError as error:
         # A checkpoint's exporter uses onnx_ir too, and torch comes with it.
         named = "" if export.__module__ != FOREIGN_MODULE and error.name == "onnx_ir" else str(error.name)

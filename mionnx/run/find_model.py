@@ -156,7 +156,7 @@ def hub_folder(
     source = Repository(repository, version, progress, missing(name, names))
     if one:
         return download_file(source, single)
-    return download(source, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
+    return download(source, lambda files: foreign_exporter().pick(files, file, name), file is not None, weights)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
@@ -164,7 +164,7 @@ def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     dtype = dtype_of(exporter, folder, dtype)
     named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
     name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
-    return _kept(name, lambda target: write(exporter, folder, target, dtype, progress))
+    return _in_store(name, lambda target: write(exporter, folder, target, dtype, progress))
 
 
 def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
@@ -174,12 +174,12 @@ def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
     text = json.dumps([str(folder.resolve()), facts, dtype, source_digest("mionnx.quantise", *EXPORTING)])
     key = hashlib.sha256(text.encode()).hexdigest()[:KEY]
     hooked = HookedModel.open(folder)
-    return _kept(
+    return _in_store(
         f"{hooked.name[:LONGEST]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
     )
 
 
-def _kept(name: str, make: Callable[[Path], None]) -> Path:
+def _in_store(name: str, make: Callable[[Path], None]) -> Path:
     """A model's folder in the store, made if need be.
 
     Where the store cannot be written, it is a temporary folder that lasts as long as this process.
@@ -194,9 +194,9 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise
 
-    found = DiskCache(cache_folder()).folder(MODELS, name, into_the_store, otherwise)
-    if found is not None:
-        return found
+    entry = DiskCache(cache_folder()).folder(MODELS, name, into_the_store, otherwise)
+    if entry is not None:
+        return entry
     with _temporarily:
         try:
             target = temporary_folder() / name
@@ -231,7 +231,7 @@ def _linked(folder: Path) -> Path:
         except OSError as error:
             raise ModelError(f"cannot link or copy the files of {folder}: {error}") from error
 
-    return _kept(f"{folder.name[:LONGEST]}-{key}", make)
+    return _in_store(f"{folder.name[:LONGEST]}-{key}", make)
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:

@@ -65,9 +65,9 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
 
 def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
     """Run a list of prompts in batches; the results are those of one batch."""
-    rows = map_rows(model, request, lambda _, cache: cache, "forward", kept=True)
-    sizes, given = model.hooked.metadata.sizes, (request.tokens, request.attention_mask, request.past)
-    batch = make_token_batch(*given, sizes, request.prompt_length)
+    rows = map_rows(model, request, lambda _, cache: cache, "forward", keep=True)
+    sizes = model.hooked.metadata.sizes
+    batch = make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
     return joined(rows, bind_pass(model.binder, request.spec, request.logits, request.use_cache), batch)
 
 
@@ -78,7 +78,7 @@ def map_rows(
     stage: str,
     *,
     run: Run | None = None,
-    kept: bool = False,
+    keep: bool = False,
     progress: bool | None = None,
 ) -> list[T]:
     """Run a list of prompts in batches, and make something of the results of each.
@@ -86,14 +86,14 @@ def map_rows(
     Args:
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
         run: runs one batch; a forward pass if left out.
-        kept: whether all results are kept, padded, so that memory must hold them together.
+        keep: whether all results are kept, padded, so that memory must hold them together.
 
     Returns:
         what `read` made, in the order given.
     """
     prompts = _Prompts.of(model, request)
     bound = prompts.bound
-    if kept:
+    if keep:
         refuse_all(bound, [max(prompts.rows.lengths)] * len(prompts.rows), prompts.rows.seen, request.use_cache)
     run_batch = run or partial(_forward, model, request)
 

@@ -50,10 +50,10 @@ def shards(folder: Path, names: Iterable[str]) -> list[str]:
     if weights is None or not weights.endswith(INDEX):
         return [] if weights is None else [weights]
     index = read_json(folder / weights)
-    found = index.get("weight_map") if isinstance(index, Mapping) else None
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found.values()):
+    files = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(files, Mapping) or not all(isinstance(name, str) for name in files.values()):
         raise ModelError(f"{folder / weights} is damaged: its weight_map names no files")
-    return sorted({*found.values()})
+    return sorted({*files.values()})
 
 
 def module_folders(folder: Path, names: Iterable[str]) -> list[str]:

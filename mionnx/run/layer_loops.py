@@ -21,7 +21,7 @@ class LayerLoops:
 
     def __init__(self) -> None:
         self._opened: dict[str, set[str]] = defaultdict(set)
-        self._told = False
+        self._warned = False
 
     def opened(self, plan: Plan, functions: tuple[str, ...] = ()) -> None:
         """Note an opened graph, and warn of the fifth that differs in the layer only.
@@ -29,14 +29,14 @@ class LayerLoops:
         Args:
             functions: hook points at which it is cut.
         """
-        if self._told or not (plan.edits or plan.captures) or caller_verb() not in VERBS:
+        if self._warned or not (plan.edits or plan.captures) or caller_verb() not in VERBS:
             return
         structure = f"{plan} {functions}"
         alike = self._opened[LAYER.sub("blocks.*.", structure)]
         alike.add(structure)
         if len(alike) < SEVERAL:
             return
-        self._told = True
+        self._warned = True
         warnings.warn(
             f"{SEVERAL} calls differ in the layer only, and each opened a graph of its own; {_remedy(plan, functions)}",
             LayerLoopWarning,

@@ -126,8 +126,8 @@ class OpenModel:
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = [*self.variants.open.items()]
-        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
+        graphs = [*self.variants.open.items()]
+        return {plan: one for plan, one in graphs if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recipe.open, (Recipe.of(self),)

@@ -81,13 +81,13 @@ def is_list(model: Runner, prompts: Prompt) -> bool:
     return np.ndim(ids) > 1 and len(ids) > 1 if hasattr(ids, "shape") else len(texts_of(model, prompts)) > 1
 
 
-def each_of(given: Any, rows: int, what: str) -> list[Any]:
+def each_of(value: Any, rows: int, what: str) -> list[Any]:
     """Something that is given once for all prompts of a list, or once for each, as a list."""
-    if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or getattr(given, "ndim", None)):
-        return [given] * rows
-    if len(given) != rows:
-        raise InputError(f"{what}= has {len(given)} tokens for {rows} prompts: give one for all, or one for each")
-    return [*given]
+    if isinstance(value, str | bytes) or not (isinstance(value, Sequence) or getattr(value, "ndim", None)):
+        return [value] * rows
+    if len(value) != rows:
+        raise InputError(f"{what}= has {len(value)} tokens for {rows} prompts: give one for all, or one for each")
+    return [*value]
 
 
 def token_text(model: Runner, token: int) -> str:
@@ -110,15 +110,15 @@ def token_of(model: Runner, token: int | str) -> int:
     return model.check_token(int(number))
 
 
-def is_stream(given: Any) -> bool:
+def is_stream(value: Any) -> bool:
     """Whether an argument holds vectors of the residual stream, rather than a prompt."""
     try:
-        return to_array(given).dtype.kind not in "iubOUST"
+        return to_array(value).dtype.kind not in "iubOUST"
     except ValueError:  # rows of unequal length
         return False
 
 
-def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
+def streams_of(value: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
     """Check vectors of the residual stream.
 
     Returns:
@@ -128,7 +128,7 @@ def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray
         InputError: another width, no numbers, NaN or infinities.
     """
     try:
-        vectors = to_array(given)
+        vectors = to_array(value)
     except ValueError as error:
         raise InputError(f"{what} must be numbers [..., hidden={hidden}]: {error}") from error
     if vectors.dtype.kind in "iu":

@@ -65,10 +65,10 @@ class Repository:
             ModelError: no such repository, revision or folder, no access to it, or nothing in the cache.
         """
         folder = self._subfolder
-        found = self._list()
-        sizes = {name: found[str(PurePosixPath(folder, name))] for name in below(folder, found)}
+        files = self._list()
+        sizes = {name: files[str(PurePosixPath(folder, name))] for name in below(folder, files)}
         if not sizes:
-            folders = sorted({str(PurePosixPath(name).parent) for name in found} - {"."})
+            folders = sorted({str(PurePosixPath(name).parent) for name in files} - {"."})
             raise ModelError(f"{self.where} has no files in a folder {folder!r}{nearest(folder, folders)}")
         return sizes
 
@@ -136,11 +136,11 @@ class Repository:
         stage, progress = f"downloading {self.name}, {format_bytes(total)}", self.progress
 
         class Bytes(tqdm):  # type: ignore[type-arg, misc]
-            def __init__(self, *given: Any, **named: Any) -> None:
+            def __init__(self, *arguments: Any, **named: Any) -> None:
                 # The other bars count files, and bytes of the network once more.
                 self.counts = named.get("unit") == "B" and not str(named.get("name")).endswith(".transfer")
                 self.read = 0
-                super().__init__(*given, **{**named, "disable": True})
+                super().__init__(*arguments, **{**named, "disable": True})
 
             def update(self, n: float | None = 1) -> None:
                 if self.counts and total:

@@ -50,7 +50,7 @@ class Rolling:
         self.names = {*present_to_past.values()}
         past = {name: padded(np.asarray(inputs[name]), self.columns - 1) for name in self.names}
         self.cache = program.rolling(outputs, {**self._others(inputs, batch), **past}, present_to_past)
-        self.known = program.inputs
+        self.inputs = program.inputs
         finalize(self, self.cache.free.append, self.cache)
 
     def _others(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
@@ -63,7 +63,7 @@ class Rolling:
     def step(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
         """Run one step: output -> array, without the past."""
         others = self._others(inputs, batch)
-        return self.cache.step({name: value for name, value in others.items() if name in self.known})
+        return self.cache.step({name: value for name, value in others.items() if name in self.inputs})
 
     def past(self, batch: TokenBatch) -> dict[str, NDArray[Any]]:
         """Keys and values after the steps so far: input -> array."""

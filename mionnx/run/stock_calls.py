@@ -159,9 +159,9 @@ class Trial:
         return make_token_batch(ids, mask, past, sizes)
 
 
-def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
+def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
     """The first output in which two graphs differ by more than rounding, padding left out."""
-    for name, left in found.items():
+    for name, left in actual.items():
         right, of_past = expected[name], name.startswith(KEYS_AND_VALUES.present)
         if left.shape != right.shape:
             return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"

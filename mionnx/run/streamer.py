@@ -99,30 +99,30 @@ class TokenCallback(TextStreamer):
         self.function(self._last, text)
 
 
-def make_streamer(given: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
+def make_streamer(target: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
     """The streamer of a generation, from an object with `put` and `end` or from a function.
 
     Args:
-        given: a streamer; a function of one value, called with each new piece of text; a function of two, called with
+        target: a streamer; a function of one value, called with each new piece of text; a function of two, called with
             each new token's id and its text; or None.
     """
-    if given is None or (not isinstance(given, type) and all(_has(given, name) for name in ("put", "end"))):
-        return given
-    if isinstance(given, type) or not callable(given) or inspect.iscoroutinefunction(given):
+    if target is None or (not isinstance(target, type) and all(_has(target, name) for name in ("put", "end"))):
+        return target
+    if isinstance(target, type) or not callable(target) or inspect.iscoroutinefunction(target):
         raise InputError(
-            f"streamer={given!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
+            f"streamer={target!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
             "or of (id, text)"
         )
-    taken = _positional(given)
+    taken = _positional(target)
     if rows != 1:
         raise InputError(f"a function as streamer is told of one text, but {rows} are generated: give put and end")
     if tokenizer is None:
         raise TokenizerError("the model has no tokenizer to make texts of tokens: give a streamer with put and end")
-    return TokenCallback(tokenizer, given) if taken == 2 else TextStreamer(tokenizer, given)
+    return TokenCallback(tokenizer, target) if taken == 2 else TextStreamer(tokenizer, target)
 
 
-def _has(given: Any, method: str) -> bool:
-    return callable(getattr(given, method, None))
+def _has(receiver: Any, method: str) -> bool:
+    return callable(getattr(receiver, method, None))
 
 
 def _positional(function: Callable[..., Any]) -> int:
