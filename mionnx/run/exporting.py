@@ -96,9 +96,7 @@ def export(
         write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
         own = HookedModel.open(partial, check="none").metadata.weight_dtype
         if dtype not in (own, AUTO):  # a foreign ONNX file computes in its own
-            raise ExportError(
-                f"{folder} computes in {own}, and is not converted to {dtype}: give dtype {own} or auto"
-            )
+            raise ExportError(f"{folder} computes in {own}, and is not converted to {dtype}: give dtype {own} or auto")
         if copy:
             copy_links(partial, progress)
 
