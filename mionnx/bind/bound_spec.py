@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.bind.effect import (
     LOGITS,
     ByRow,
-    Shown,
+    ShownValues,
     refuse_idle_in,
     refuse_idle_states,
     refuse_idle_structure,
@@ -39,7 +39,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec
 
-ALL = Logits()
+ALL_LOGITS = Logits()
 REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 
@@ -153,7 +153,7 @@ class BoundSpec:
         outputs = self.plan.outputs
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
-        shown = Shown(self.plan.captures, outputs.logits, carried, places, ends)
+        shown = ShownValues(self.plan.captures, outputs.logits, carried, places, ends)
         selections = self.selections(batch) if selections is None else selections
         refuse_idle_in(selections, self.plan, shown, self.model)
         refuse_idle_states(self.spec, self.edits, shown, self.model, batch)
@@ -206,7 +206,7 @@ class Binder:
         Args:
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
-        if spec.is_empty() and not cuts and logits in (None, ALL):
+        if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
             return self._of_nothing(outputs or Outputs())
         return self._bound(spec, outputs, logits, cuts, metric_of(spec, differentiated))
 
@@ -238,7 +238,7 @@ class Binder:
         plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
         bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
-        shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)
+        shown = ShownValues(bound.plan.captures, outputs.logits, outputs.carried)
         refuse_idle_states(spec, bound.edits, shown, self.model)
         return bound
 

@@ -33,7 +33,7 @@ LOGITS = "logits"
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownValues:
     """Values that a pass returns.
 
     Attributes:
@@ -48,13 +48,13 @@ class Shown:
     positions: Mapping[str, ByRow] = field(default_factory=dict)
     ends: Mapping[int, int] = field(default_factory=dict)
 
-    def views(self) -> Iterator["View"]:
+    def views(self) -> Iterator["OutputView"]:
         """Each value that is shown."""
         if self.logits:
-            yield View(LOGITS, LOGITS)
+            yield OutputView(LOGITS, LOGITS)
         for node in self.captures:
             point = HookPoint.parse(node.hook)
-            yield View(node.output, point.source.name, node.before, point.derived)
+            yield OutputView(node.output, point.source.name, node.before, point.derived)
 
     def __str__(self) -> str:
         parts = [LOGITS] * self.logits + [node.output for node in self.captures] + ["the cache"] * self.carried
@@ -63,7 +63,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class View:
+class OutputView:
     """One value that is shown.
 
     Attributes:
@@ -92,12 +92,12 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
         for later, other in _overwriting(edits, n, plan):
             if _covers(other, one):
                 raise _overwritten(edit, later)
-    shown = Shown(plan.captures, plan.outputs.logits, plan.outputs.carried)
+    shown = ShownValues(plan.captures, plan.outputs.logits, plan.outputs.carried)
     for edit, _ in edits:
         _refuse_unseen(edit, edits, shown, model, None)
 
 
-def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
+def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: ShownValues, model: HookedModel) -> None:
     """Refuse interventions without effect in one call, or in its whole generation."""
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
@@ -199,7 +199,7 @@ def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
     return spots
 
 
-def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, chosen: ByRow | None) -> None:
+def _refuse_unseen(edit: Edit, edits: Pairs, shown: ShownValues, model: HookedModel, chosen: ByRow | None) -> None:
     """Refuse an intervention that nothing shown depends on; None: at every position."""
     if any(one.fit for one, _ in edits):
         return  # a splice may mix positions, and read other hook points
@@ -219,14 +219,14 @@ def replaced_whole(edits: Pairs) -> frozenset[str]:
     return frozenset(edit.hook for edit, one in edits if one.rules.overwrites and not one.limited)
 
 
-def _forgotten(reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+def _forgotten(reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
     """Whether only the last token's value is carried, and that token is not changed."""
     if chosen is None or not shown.ends or not reach.next_token_only:
         return False
     return all(shown.ends[row] - 1 not in changed for row, changed in chosen.items())
 
 
-def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
     """Whether a value that is shown can depend on one of the positions changed."""
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
@@ -241,7 +241,7 @@ def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | Non
     return False
 
 
-def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
+def _unseen(edit: Edit, shown: ShownValues, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
     places = sorted({at for positions in (chosen or {}).values() for at in positions})
     at = f" at position {', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)}" if places else ""
     behind = f"; another intervention overwrites the whole value at {min(overwritten)}" if overwritten else ""
@@ -260,7 +260,7 @@ def states_of(spec: HookSpec) -> list[State]:
 
 
 def refuse_idle_states(
-    spec: HookSpec, edits: Pairs, shown: Shown, model: HookedModel, batch: TokenBatch | None = None
+    spec: HookSpec, edits: Pairs, shown: ShownValues, model: HookedModel, batch: TokenBatch | None = None
 ) -> None:
     """Refuse state interventions that nothing shown depends on.
 
@@ -284,7 +284,7 @@ def refuse_idle_states(
             )
 
 
-def _leads_to(state: State, view: View, model: HookedModel, overwritten: frozenset[str]) -> bool:
+def _leads_to(state: State, view: OutputView, model: HookedModel, overwritten: frozenset[str]) -> bool:
     """Whether a value that is shown can depend on the state in one of the targeted layers."""
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
 
-from mionnx.bind.splice_check import Site, check_fragment
+from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
@@ -125,10 +125,10 @@ def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> Fit
         raise InterventionError(f"{intervention.kind} at {point} has no fragment")
     if point.derived:
         raise InterventionError(f"splice at {point}: a derived value can only be captured")
-    sites = [Site(point.name, points.axes(point), tuple(points.dims(point)))]
+    sites = [SpliceSite(point.name, points.axes(point), tuple(points.dims(point)))]
     if intervention.reads is not None:
         source = HookPoint.parse(intervention.reads)
-        sites.append(Site(source.name, points.axes(source), tuple(points.dims(source))))
+        sites.append(SpliceSite(source.name, points.axes(source), tuple(points.dims(source))))
         if source.derived or points.place(source.name) >= points.place(point.name):
             raise InterventionError(f"splice at {point}: it can read what comes before it, and {source} does not")
     return check_fragment(intervention.fragment, onnx_file.opset(points.model.proto), sites)

@@ -17,7 +17,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 Shape = tuple[int, ...]
 Queries = Mapping[int, NDArray[np.int64]]
-AXES = ("batch", "n_heads", "seq_q", "seq_k")
+AXES_OF_SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class KnockoutMask:
         return sorted({int(lengths[self.rows].max()), int(lengths.max()), self.call.total})
 
     def _misfit(self) -> InterventionError:
+        shape = format_shape(AXES_OF_SCORES, self.shape)
         return InterventionError(
-            f"{self.title}: value of shape {list(self.array.shape)} must broadcast to {format_shape(AXES, self.shape)};"
+            f"{self.title}: value of shape {list(self.array.shape)} must broadcast to {shape};"
             f" its last two axes are positions of each row's own text, 1 or {' or '.join(map(str, self._lengths))} of "
             "them, and `create_knockout_mask` takes a length for each row"
         )

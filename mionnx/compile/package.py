@@ -60,9 +60,9 @@ from mionnx.spec.hook_spec import HookSpec
 SPEC = "spec.safetensors"
 CARD = "README.md"
 DATA = "model.onnx.data"
-WEIGHTS = ("embedded", "alongside", "referenced")
+WEIGHT_PLACES = ("embedded", "alongside", "referenced")
 TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
-LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
+PRODUCT_LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
 LAYOUTS = ("plain", "optimum", "triton")
 FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
@@ -93,13 +93,13 @@ class Packaging:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        weights = ("weights", self.weights or "alongside", WEIGHTS)
+        weights = ("weights", self.weights or "alongside", WEIGHT_PLACES)
         target, layout = ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)
         for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
             if choice not in choices:
                 raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
-        if self.accuracy_level not in (None, *LEVELS):
-            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, LEVELS))}")
+        if self.accuracy_level not in (None, *PRODUCT_LEVELS):
+            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, PRODUCT_LEVELS))}")
         if self.target.startswith("ort-") and self.weights == "referenced":
             raise InputError(
                 f"target {self.target} writes weights anew: they cannot be references to the model's files"

@@ -18,8 +18,8 @@ from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.packed_weight import LEVEL, attributes
 
 PRODUCT, DOMAIN = "MatMulNBits", "com.microsoft"
-HALVES = "mionnx.halves."  # begins the names of constants in a graph that has halves
-WEIGHT, SCALES, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
+HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves
+WEIGHT, SCALE, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
 END = np.iinfo(np.int64).max
 CONSTANTS: dict[str, NDArray[Any]] = {
     "first": np.array([0]),
@@ -65,7 +65,7 @@ def _fits(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> bool:
 
 
 def _name(constant: str) -> str:
-    return HALVES + constant
+    return HALVES_PREFIX + constant
 
 
 class _Halves:
@@ -75,7 +75,7 @@ class _Halves:
         self.prefix, self.graph, self.nodes = f"{node.output[0]}.halves", graph, list[onnx.NodeProto]()
         inputs = [*node.input, *("",) * (BIAS + 1 - len(node.input))]
         columns, blocks, _ = tensors[inputs[WEIGHT]].dims
-        scales = inputs[SCALES]
+        scales = inputs[SCALE]
         kind = helper.tensor_dtype_to_np_dtype(tensors[scales].data_type)
         more = self._node("Mul", [scales, self._constant("sixteen", np.array(16, kind))], "scales")
         weights = self._split(inputs[WEIGHT], "weights")

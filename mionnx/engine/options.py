@@ -11,7 +11,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-LEVELS = ("none", "basic", "extended", "all")
+OPTIMISATION_LEVELS = ("none", "basic", "extended", "all")
 ACCURACY_LEVELS = (None, 0, 4)
 CUDA_GRAPH, TF32 = "enable_cuda_graph", "use_tf32"
 MOST_THREADS = 1024
@@ -133,8 +133,8 @@ class Options:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
+        if self.level not in OPTIMISATION_LEVELS:
+            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(OPTIMISATION_LEVELS)}")
         self._check_numbers()
         if self.accuracy_level not in ACCURACY_LEVELS:
             raise InputError(f"accuracy_level={self.accuracy_level}; 0 (floats), 4 (8 bits), or None, the file's own")

@@ -19,7 +19,7 @@ from onnx import helper
 from mionnx.engine.cuda_graphs import Replay
 from mionnx.engine.device import CPU, Device, fetch, run_options
 
-COLUMNS = 2  # the axis of keys and values, [batch, heads, columns, width]
+PAST_AXIS = 2  # the axis of keys and values, [batch, heads, columns, width]
 FIRST = 1  # id of the only CUDA graph of the second session
 Arrays = dict[str, NDArray[Any]]
 
@@ -66,7 +66,7 @@ class RollingCache:
     def past(self, columns: int) -> Arrays:
         """The last columns of the past: input -> array."""
         arrays = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
-        return {name: array[:, :, array.shape[COLUMNS] - columns :].copy() for name, array in arrays.items()}
+        return {name: array[:, :, array.shape[PAST_AXIS] - columns :].copy() for name, array in arrays.items()}
 
 
 def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
@@ -76,9 +76,9 @@ def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
         array: [batch, heads, columns so far, width].
     """
     shape = list(array.shape)
-    shape[COLUMNS] = columns
+    shape[PAST_AXIS] = columns
     wide = np.zeros(shape, array.dtype)
-    wide[:, :, columns - array.shape[COLUMNS] :] = array
+    wide[:, :, columns - array.shape[PAST_AXIS] :] = array
     return wide
 
 
@@ -90,7 +90,7 @@ def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceS
         for name in ("long", "short")
     )
     nodes = [helper.make_node("Slice", [f"long.{i}", "one", "end", "axis"], [f"short.{i}"]) for i in range(count)]
-    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": COLUMNS}
+    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": PAST_AXIS}
     constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in numbers.items()]
     graph = helper.make_graph(nodes, "move", long, short, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -7,7 +7,7 @@ from mionnx.errors import InputError, MIError
 from mionnx.machine.progress import shown, silence
 
 AUTO = "auto"
-TOKENS = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
+PER_BATCH = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
 NAMED = 4  # rows of a batch that a message names
 
 BatchSize = int | str | None
@@ -57,7 +57,7 @@ def batches_of(
 
 
 def _most(length: int, fitting: Fitting | None) -> int:
-    most = TOKENS // max(1, length)
+    most = PER_BATCH // max(1, length)
     return max(1, most if fitting is None else min(most, fitting(length)))
 
 

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mionnx.bind.bound_spec import ALL as ALL_LOGITS
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL_LOGITS, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import Options

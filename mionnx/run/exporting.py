@@ -17,11 +17,11 @@ from mionnx.machine.progress import Progress
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.quantise.settings import Quantisation
-from mionnx.run.model_dtype import AUTO, Unsaid
+from mionnx.run.model_dtype import AUTO_DTYPE, Unsaid
 from mionnx.run.source_path import advice, is_hooked
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
-FLOATS = ".floats"  # folder of the model that is quantised, while it is
+FLOATS_FOLDER = ".floats"  # folder of the model that is quantised, while it is
 FOREIGN, FOREIGN_MODULE = "onnx", "exporters.adopt"  # entry point of the exporter of foreign ONNX files
 EXPORT = f"exporting a checkpoint needs torch and transformers: {install('export')}"
 NEEDED = {
@@ -68,7 +68,7 @@ def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
     own, names = f"int{bits}", [f"int{one.bits}" for one in BLOCKS.values()]
     if own not in names:
         raise ExportError(f"{folder} holds integers of {bits} bits; of {' and '.join(names)} are read")
-    if isinstance(dtype, Unsaid) or dtype == AUTO:
+    if isinstance(dtype, Unsaid) or dtype == AUTO_DTYPE:
         return own
     if dtype in BLOCKS and dtype != own:
         raise ExportError(f"dtype={dtype!r}, but {folder} holds {own} already: leave dtype out, or give float32")
@@ -95,7 +95,7 @@ def export(
     with new_folder(target, ExportError) as partial:
         write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
         own = HookedModel.open(partial, check="none").metadata.weight_dtype
-        if dtype not in (own, AUTO):  # a foreign ONNX file computes in its own
+        if dtype not in (own, AUTO_DTYPE):  # a foreign ONNX file computes in its own
             raise ExportError(f"{folder} computes in {own}, and is not converted to {dtype}: give dtype {own} or auto")
         if copy:
             copy_links(partial, progress)
@@ -110,10 +110,12 @@ def write(
         return
     if function != "export":
         raise ExportError(f"{folder}: a graph without weights has none to be {dtype}: leave out the dtype")
-    floats = target / FLOATS
+    floats = target / FLOATS_FOLDER
     floats.mkdir()
     try:
-        own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
+        own = (
+            AUTO_DTYPE if exporter.__name__ == foreign_exporter().__name__ else "float32"
+        )  # a foreign file has its own
         if hasattr(exporter, "export_packed"):
             blocks = _called(exporter.export_packed, folder, floats, progress)
         else:

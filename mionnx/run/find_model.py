@@ -30,7 +30,7 @@ from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
 from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
 
-LONGEST = 100  # characters of a model's name in the store
+LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
 
@@ -163,7 +163,7 @@ def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
     dtype = dtype_of(exporter, folder, dtype)
     named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
-    name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
+    name = f"{named.name[:LONGEST_NAME]}-{_fingerprint(folder, dtype, exporter)}"
     return _in_store(name, lambda target: write(exporter, folder, target, dtype, progress))
 
 
@@ -175,7 +175,7 @@ def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
     key = hashlib.sha256(text.encode()).hexdigest()[:KEY]
     hooked = HookedModel.open(folder)
     return _in_store(
-        f"{hooked.name[:LONGEST]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
+        f"{hooked.name[:LONGEST_NAME]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
     )
 
 
@@ -231,7 +231,7 @@ def _linked(folder: Path) -> Path:
         except OSError as error:
             raise ModelError(f"cannot link or copy the files of {folder}: {error}") from error
 
-    return _in_store(f"{folder.name[:LONGEST]}-{key}", make)
+    return _in_store(f"{folder.name[:LONGEST_NAME]}-{key}", make)
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:

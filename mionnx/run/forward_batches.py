@@ -14,7 +14,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import AUTO, TOKENS, BatchSize, in_batches
+from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, in_batches
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_pass import metric_feeds, run_pass
 from mionnx.run.hook_cache import HookCache
@@ -59,7 +59,7 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
     """Whether all rows run at once: they fit into memory, and few are padding."""
     if batch_size != AUTO or batch.batch == 1:
         return batch_size is None or batch.batch == 1
-    sparse = 2 * batch.real.sum() < batch.real.size > TOKENS
+    sparse = 2 * batch.real.sum() < batch.real.size > PER_BATCH
     return not sparse and batch.batch <= fitting(bound, batch.total - batch.seq, use_cache)(batch.seq)
 
 

@@ -11,11 +11,11 @@ from mionnx.graph.embedded_weights import read_light
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.hooked_model import LARGEST as LARGEST_GRAPH
 from mionnx.graph.onnx_file import external_files
-from mionnx.run.hub_files import CHECKPOINTS, SINGLE, below, checkpoint_of, module_folders, shards, small_files
+from mionnx.run.hub_files import SINGLE, WEIGHT_NAMES, below, checkpoint_of, module_folders, shards, small_files
 from mionnx.run.repository import Repository
 from mionnx.run.source_path import is_hooked
 
-WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".ckpt", ".tflite", ".mlmodel")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".ckpt", ".tflite", ".mlmodel")
 Choose = Callable[[Sequence[str]], str]  # of the repository's ONNX files
 
 
@@ -114,7 +114,7 @@ def _weights(folder: Path, graph: str) -> list[str]:
 
 
 def _without_weights(repository: Repository, names: list[str]) -> str:
-    others = [name for name in names if name.endswith(WEIGHTS)]
+    others = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
     listing = f"; it has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
-    read = ", ".join(name for name in CHECKPOINTS if not name.endswith(".json"))
+    read = ", ".join(name for name in WEIGHT_NAMES if not name.endswith(".json"))
     return f"{repository.where} holds no weights that are read ({read}, single or sharded, .onnx, .gguf, .pth){listing}"

@@ -8,8 +8,8 @@ from mionnx.errors import ModelError
 from mionnx.graph.folder_file import read_json
 
 INDEX = ".index.json"
-CHECKPOINTS = tuple(f"{stem}{index}" for stem in ("model.safetensors", "pytorch_model.bin") for index in ("", INDEX))
-SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config, vocabularies, chat templates
+WEIGHT_NAMES = tuple(f"{stem}{index}" for stem in ("model.safetensors", "pytorch_model.bin") for index in ("", INDEX))
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config, vocabularies, chat templates
 TEMPLATES = "additional_chat_templates"  # a folder of chat templates by name, as transformers reads it
 MODULES = "modules.json"  # of sentence-transformers: the folders of what follows the transformer
 SINGLE = (".gguf", ".pth")  # files that are a model by themselves
@@ -28,7 +28,7 @@ def checkpoint_of(names: Iterable[str]) -> str | None:
     another framework.
     """
     present = {*names}
-    return next((name for name in CHECKPOINTS if name in present), None)
+    return next((name for name in WEIGHT_NAMES if name in present), None)
 
 
 def small_files(names: Iterable[str]) -> list[str]:
@@ -40,7 +40,7 @@ def small_files(names: Iterable[str]) -> list[str]:
         for name in names
         if name not in unread
         and ("/" not in name or PurePosixPath(name).parent == PurePosixPath(TEMPLATES))
-        and any(fnmatchcase(name, pattern) for pattern in SMALL)
+        and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
     ]
 
 

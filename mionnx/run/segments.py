@@ -35,7 +35,7 @@ Arrays = dict[str, NDArray[Any]]
 Edits = Mapping[Edit, Arrays]  # an intervention -> the inputs that it reads
 EMBEDDING = -1
 OPEN = 8  # pieces of a layer that stay open: with other interventions and captures it is another one
-NOTHING = Outputs(logits=False, carried=False)
+NO_OUTPUTS = Outputs(logits=False, carried=False)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Segments:
         """
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
-        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NOTHING, inputs, beside)
+        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NO_OUTPUTS, inputs, beside)
         after = {name: stream[name] if name in stream else values[name] for name in following}
         return after, {name: values[name] for name in ends}
 
@@ -180,7 +180,7 @@ class Segments:
         starts: Sequence[str],
         ends: Sequence[str],
         edits: Sequence[Edit] = (),
-        outputs: Outputs = NOTHING,
+        outputs: Outputs = NO_OUTPUTS,
         gradients: Gradients | None = None,
     ) -> OpenGraph:
         """Open the piece between some values and others, "logits" among them."""
@@ -194,7 +194,7 @@ class Segments:
         feeds: Arrays,
         ends: Sequence[str],
         edits: Edits | None = None,
-        outputs: Outputs = NOTHING,
+        outputs: Outputs = NO_OUTPUTS,
         inputs: Mapping[str, NDArray[Any]] | None = None,
         beside: Sequence[str] = (),
     ) -> Arrays:

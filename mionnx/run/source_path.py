@@ -15,8 +15,8 @@ from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
 from mionnx.machine.brief import spelled
 
-WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
-OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
+SUFFIXES = (".pth", ".gguf")  # files that are a model by themselves
+OWN_METADATA = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
@@ -50,7 +50,7 @@ def _instead(source: object) -> str:
 
 def _file(path: Path) -> Path:
     """The folder or file to open for a path to a file."""
-    if path.suffix in WEIGHTS and path.is_file():
+    if path.suffix in SUFFIXES and path.is_file():
         return path
     if path.suffix == ".onnx" and path.is_file():
         return path.parent if path.name == GRAPH and is_hooked(path) else path
@@ -74,7 +74,7 @@ def is_hooked(path: Path) -> bool:
             f"{path} is a compiled graph: its interventions are a part of it, and it has no hook points; run it with "
             "onnxruntime, or open the model that it was made of and give it the spec beside it, spec.safetensors"
         )
-    return not names.isdisjoint(OWN)
+    return not names.isdisjoint(OWN_METADATA)
 
 
 def _near_files(path: Path) -> str:
@@ -83,7 +83,7 @@ def _near_files(path: Path) -> str:
 
 def file_in(folder: Path, file: str) -> Path:
     """A file of a folder by its name."""
-    choices = [path.name for path in folder.glob("*") if path.suffix in (*WEIGHTS, ".onnx")] if folder.is_dir() else []
+    choices = [path.name for path in folder.glob("*") if path.suffix in (*SUFFIXES, ".onnx")] if folder.is_dir() else []
     if Path(file).name != file or not (folder / file).is_file():
         raise ModelError(
             f"{folder} has no file {file!r}; it has {', '.join(sorted(choices)) or 'none'}{nearest(file, choices)}"

@@ -46,8 +46,8 @@ from mionnx.machine.caller import caller_level
 from mionnx.machine.files import write_atomic
 from mionnx.machine.once import Once, once_property
 
-RECORD = "stock_calls.json"
-LOCK = f".{RECORD}.lock"
+CALLS_FILE = "stock_calls.json"
+CALLS_LOCK = f".{CALLS_FILE}.lock"
 WAIT = 10.0  # seconds for another process that writes
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -181,13 +181,13 @@ def _calls(model: HookedModel) -> dict[str, Any]:
     """The record of this graph: kind -> what speaks against it."""
     record: Any = None
     with suppress(ModelError):
-        record = read_json(model.folder / RECORD)
+        record = read_json(model.folder / CALLS_FILE)
     valid = isinstance(record, dict) and record.get("graph") == model.digest and isinstance(record.get("calls"), dict)
     return record["calls"] if valid else {}
 
 
 def _record(model: HookedModel, kind: int, verdict: str) -> None:
     unwritable = (OSError, Timeout, NotImplementedError, MIError)  # read-only, full, or without locks
-    with suppress(*unwritable), FileLock(model.folder / LOCK, timeout=WAIT):
+    with suppress(*unwritable), FileLock(model.folder / CALLS_LOCK, timeout=WAIT):
         record = {"graph": model.digest, "calls": {**_calls(model), str(kind): verdict}}
-        write_atomic(model.folder / RECORD, json.dumps(record, indent=1).encode())
+        write_atomic(model.folder / CALLS_FILE, json.dumps(record, indent=1).encode())

@@ -11,13 +11,13 @@ from mionnx.errors import InputError, nearest
 Ids = NDArray[np.int64]
 Classify = Callable[[Ids], Any]
 By = str | Classify | None
-NAMES = ("position", "token")
+CLASSES = ("position", "token")
 
 
 def check_by(by: Any) -> None:
     """Refuse what names no classes."""
-    if by is not None and not callable(by) and not (isinstance(by, str) and by in NAMES):
-        raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), NAMES)}")
+    if by is not None and not callable(by) and not (isinstance(by, str) and by in CLASSES):
+        raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), CLASSES)}")
 
 
 def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None) -> Ids:
