@@ -8,7 +8,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.bind.effect import (
-    LOGITS,
     ByRow,
     ShownValues,
     refuse_idle_in,
@@ -28,6 +27,7 @@ from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch

@@ -19,6 +19,7 @@ from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.influence import Reach
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
 from mionnx.spec.hook_spec import HookSpec
@@ -29,7 +30,6 @@ from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
-LOGITS = "logits"
 
 
 @dataclass(frozen=True)

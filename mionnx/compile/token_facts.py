@@ -11,7 +11,7 @@ from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
 
-TOKENS = (*SEQUENCE_AXES, KEYS)
+COUNTED = (*SEQUENCE_AXES, KEYS)
 NOWHERE = -2  # no token stands there; padding stands at -1
 
 
@@ -56,7 +56,11 @@ class TokenFacts:
         """
         if "attention_mask" not in self.graph.tensors():
             return None
-        tokens = [(at, self.keys if axis == KEYS else self.positions) for at, axis in enumerate(axes) if axis in TOKENS]
+        tokens = [
+            (at, self.keys if axis == KEYS else self.positions)
+            for at, axis in enumerate(axes)
+            if axis in (*SEQUENCE_AXES, KEYS)
+        ]
         parts = [
             self.op.Unsqueeze(self.op.GreaterOrEqual(here, 0), [n for n in range(1, len(axes)) if n != at])
             for at, here in tokens

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.packed_weight import LEVEL, attributes
 
-PRODUCT, DOMAIN = "MatMulNBits", "com.microsoft"
+PRODUCT = "MatMulNBits"
 HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves
 WEIGHT, SCALE, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
 END = np.iinfo(np.int64).max
