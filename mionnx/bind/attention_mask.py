@@ -11,11 +11,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 
 def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
-    """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
-
-    Args:
-        axes: the names of the value's axes, of which the first is the batch.
-    """
+    """Entries of a value outside of padding: bool, 1 wide along axes without tokens."""
     tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
     real = np.ones((1,) * len(axes), np.bool_)
     for at, axis in enumerate(axes):
@@ -48,9 +44,6 @@ def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: Token
 
     Args:
         blocked: True where an edge is knocked out; broadcasts to [batch, n_heads, seq, total].
-
-    Raises:
-        InterventionError: naming the batch row, the head and the query's position.
     """
     left = (visible_keys(batch, window)[:, None] & ~blocked).any(axis=-1)  # [batch, n_heads or 1, seq]
     blind = np.argwhere(~left & batch.real[:, None, :])

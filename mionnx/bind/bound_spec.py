@@ -8,16 +8,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.bind.effect import (
-    LOGITS,
     ByRow,
-    Shown,
+    ShownValues,
     refuse_idle_in,
     refuse_idle_states,
     refuse_idle_structure,
     states_of,
 )
 from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of, read_by
+from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -28,6 +27,7 @@ from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
@@ -39,7 +39,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec
 
-ALL = Logits()
+ALL_LOGITS = Logits()
 REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 
@@ -49,12 +49,7 @@ class BoundSpec:
 
     Attributes:
         spec: the spec, each of its interventions at one hook point.
-        model: the hooked model.
-        hooks: hook points of the model and of the spec's splices.
-        captures: the spec's captures, in execution order.
-        plan: the structure of the rewritten graph.
         logits: the part of the logits to compute; None for all of them, or none at all.
-        gradients: the spec's gradients, in execution order.
     """
 
     spec: HookSpec
@@ -116,7 +111,6 @@ class BoundSpec:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Args:
-            past: what came before them.
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
             checked: whether the interventions are known to have an effect.
         """
@@ -147,7 +141,6 @@ class BoundSpec:
 
         Args:
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
-            selections: of the batch, where the caller has them.
         """
         if not self.edits and not states_of(self.spec):
             return
@@ -160,7 +153,7 @@ class BoundSpec:
         outputs = self.plan.outputs
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
-        shown = Shown(self.plan.captures, outputs.logits, carried, places, ends)
+        shown = ShownValues(self.plan.captures, outputs.logits, carried, places, ends)
         selections = self.selections(batch) if selections is None else selections
         refuse_idle_in(selections, self.plan, shown, self.model)
         refuse_idle_states(self.spec, self.edits, shown, self.model, batch)
@@ -196,7 +189,7 @@ class Binder:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._known: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._memory: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
         self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
@@ -211,14 +204,11 @@ class Binder:
         """Bind a spec; see `bind`.
 
         Args:
-            spec, outputs: see `bind`.
-            logits: the part of the logits to compute.
-            cuts: hook points at which the graph is cut.
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
-        if spec.is_empty() and not cuts and logits in (None, ALL):
+        if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
             return self._of_nothing(outputs or Outputs())
-        return self._bound(spec, outputs, logits, cuts, gradients_asked(spec, differentiated))
+        return self._bound(spec, outputs, logits, cuts, metric_of(spec, differentiated))
 
     def _of_nothing(self, outputs: Outputs) -> BoundSpec:
         """The empty spec with some outputs, bound once."""
@@ -248,7 +238,7 @@ class Binder:
         plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
         bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
-        shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)
+        shown = ShownValues(bound.plan.captures, outputs.logits, outputs.carried)
         refuse_idle_states(spec, bound.edits, shown, self.model)
         return bound
 
@@ -256,16 +246,15 @@ class Binder:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
         if hooks.inner:
             return bind_captures(chosen, hooks)
-        captures = self._known.get(chosen)
+        captures = self._memory.get(chosen)
         if captures is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()  # which another thread may do between any two lines here
-            captures = self._known[chosen] = bind_captures(chosen, hooks)
+            if len(self._memory) >= REMEMBERED:
+                self._memory.clear()  # which another thread may do between any two lines here
+            captures = self._memory[chosen] = bind_captures(chosen, hooks)
         return captures
 
 
 def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
-    """Row -> positions counted from the start of its text."""
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
@@ -280,7 +269,6 @@ def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> 
     """Bind a spec to a model, and check it against the model's hook points.
 
     Args:
-        spec: captures and interventions.
         outputs: the model's own outputs to compute; all of them by default.
     """
     return Binder(model).bind(spec, outputs)

@@ -19,6 +19,7 @@ from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.influence import Reach
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
 from mionnx.spec.hook_spec import HookSpec
@@ -29,16 +30,13 @@ from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
-LOGITS = "logits"
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownValues:
     """Values that a pass returns.
 
     Attributes:
-        captures: captured values; each may be in part.
-        logits: whether there are any.
         carried: whether keys and values, or a state, are.
         positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
         ends: row -> length of its text after the call or generation; none if channel mixes may read any token before.
@@ -50,13 +48,13 @@ class Shown:
     positions: Mapping[str, ByRow] = field(default_factory=dict)
     ends: Mapping[int, int] = field(default_factory=dict)
 
-    def views(self) -> Iterator["View"]:
+    def views(self) -> Iterator["OutputView"]:
         """Each value that is shown."""
         if self.logits:
-            yield View(LOGITS, LOGITS)
+            yield OutputView(LOGITS, LOGITS)
         for node in self.captures:
             point = HookPoint.parse(node.hook)
-            yield View(node.output, point.source.name, node.before, point.derived)
+            yield OutputView(node.output, point.source.name, node.before, point.derived)
 
     def __str__(self) -> str:
         parts = [LOGITS] * self.logits + [node.output for node in self.captures] + ["the cache"] * self.carried
@@ -65,14 +63,11 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class View:
+class OutputView:
     """One value that is shown.
 
     Attributes:
         name: its output name, or "logits".
-        source: the value that it is computed from.
-        before: whether it is captured before interventions.
-        derived: whether it is computed on request.
     """
 
     name: str
@@ -88,12 +83,7 @@ class View:
 
 
 def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
-    """Refuse what has no effect in any call.
-
-    Raises:
-        InterventionError: a mask without -inf, an intervention that a later one overwrites, or one that no output of
-            the plan depends on.
-    """
+    """Refuse what has no effect in any call."""
     for edit, one in edits:
         masks = one.rules.shape is ValueShape.ATTENTION_MASK and not one.rules.by_distance
         if masks and not np.isneginf(one.values[0]).any():
@@ -102,12 +92,12 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
         for later, other in _overwriting(edits, n, plan):
             if _covers(other, one):
                 raise _overwritten(edit, later)
-    shown = Shown(plan.captures, plan.outputs.logits, plan.outputs.carried)
+    shown = ShownValues(plan.captures, plan.outputs.logits, plan.outputs.carried)
     for edit, _ in edits:
         _refuse_unseen(edit, edits, shown, model, None)
 
 
-def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
+def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: ShownValues, model: HookedModel) -> None:
     """Refuse interventions without effect in one call, or in its whole generation."""
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
@@ -124,8 +114,8 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
     window = model.metadata.attention[layer].sliding_window
     queried: dict[int, list[int]] = {}
-    for row, asked, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
-        if asked and not queries:
+    for row, named, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
+        if named and not queries:
             raise _no_edge(selection, row, window)
         queried[row] = queries
     if not any(queried.values()) and selection.intervention.rules.by_distance:
@@ -171,7 +161,6 @@ def _overwriting(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[Edit, Inter
 
 
 def _covers(other: Intervention, one: Intervention) -> bool:
-    """Whether a limit of one intervention lies within that of another in every call."""
     limits = ((getattr(other, name), getattr(one, name)) for name in LIMITS)
     return all(wide is None or (narrow is not None and _within(narrow, wide)) for wide, narrow in limits)
 
@@ -210,7 +199,7 @@ def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
     return spots
 
 
-def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, chosen: ByRow | None) -> None:
+def _refuse_unseen(edit: Edit, edits: Pairs, shown: ShownValues, model: HookedModel, chosen: ByRow | None) -> None:
     """Refuse an intervention that nothing shown depends on; None: at every position."""
     if any(one.fit for one, _ in edits):
         return  # a splice may mix positions, and read other hook points
@@ -230,14 +219,14 @@ def replaced_whole(edits: Pairs) -> frozenset[str]:
     return frozenset(edit.hook for edit, one in edits if one.rules.overwrites and not one.limited)
 
 
-def _forgotten(reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+def _forgotten(reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
     """Whether only the last token's value is carried, and that token is not changed."""
     if chosen is None or not shown.ends or not reach.next_token_only:
         return False
     return all(shown.ends[row] - 1 not in changed for row, changed in chosen.items())
 
 
-def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
     """Whether a value that is shown can depend on one of the positions changed."""
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
@@ -252,7 +241,7 @@ def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | Non
     return False
 
 
-def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
+def _unseen(edit: Edit, shown: ShownValues, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
     places = sorted({at for positions in (chosen or {}).values() for at in positions})
     at = f" at position {', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)}" if places else ""
     behind = f"; another intervention overwrites the whole value at {min(overwritten)}" if overwritten else ""
@@ -271,16 +260,13 @@ def states_of(spec: HookSpec) -> list[State]:
 
 
 def refuse_idle_states(
-    spec: HookSpec, edits: Pairs, shown: Shown, model: HookedModel, batch: TokenBatch | None = None
+    spec: HookSpec, edits: Pairs, shown: ShownValues, model: HookedModel, batch: TokenBatch | None = None
 ) -> None:
     """Refuse state interventions that nothing shown depends on.
 
     Args:
         edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
         batch: the tokens of the pass; any tokens if left out.
-
-    Raises:
-        InterventionError: there is one.
     """
     if shown.carried or not model.metadata.recurrent or any(edit.fit for edit, _ in edits):
         return
@@ -298,7 +284,7 @@ def refuse_idle_states(
             )
 
 
-def _leads_to(state: State, view: View, model: HookedModel, overwritten: frozenset[str]) -> bool:
+def _leads_to(state: State, view: OutputView, model: HookedModel, overwritten: frozenset[str]) -> bool:
     """Whether a value that is shown can depend on the state in one of the targeted layers."""
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))

@@ -18,11 +18,8 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 
 
-def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
+def metric_of(spec: HookSpec, computed: bool) -> MetricSpec | None:
     """The metric of a spec.
-
-    Args:
-        computed: whether the caller computes metrics and gradients.
 
     Raises:
         GradientError: gradients without a metric, rules without gradients, or a caller that computes none.
@@ -57,17 +54,16 @@ def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
 
 
 def _leading(of: str, hooks: HookIndex) -> set[str]:
-    """The values before another one, and itself."""
     flow = Dataflow(hooks.model.proto)
     return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
 
 
 def _names(
-    request: Capture, held: Sequence[str], of: str, leading: Collection[str], hooks: HookIndex
+    request: Capture, candidates: Sequence[str], of: str, leading: Collection[str], hooks: HookIndex
 ) -> tuple[str, ...]:
     """The hook points of a request; of a glob or predicate, those that can have a gradient."""
     if not isinstance(request.what, HookPoint):
-        return tuple(resolve(request, held))
+        return tuple(resolve(request, candidates))
     (name,) = resolve(request, hooks.names)
     if reason := _lacking(name, of, leading, hooks):
         raise GradientError(f"gradient at {name}: {reason}")
@@ -87,12 +83,7 @@ def _lacking(name: str, of: str, leading: Collection[str], hooks: HookIndex) -> 
 
 
 def read_by(metric: MetricSpec | None, hooks: HookIndex) -> str:
-    """The value that a metric reads.
-
-    Raises:
-        HookError: a hook point that is not there.
-        GradientError: one that holds no fractions, or is computed for its capture alone.
-    """
+    """The value that a metric reads."""
     if metric is None or metric.of is None:
         return LOGITS
     point = HookPoint.parse(metric.of)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
 
-from mionnx.bind.splice_check import Site, check_fragment
+from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
@@ -24,7 +24,6 @@ class HookIndex:
     """Hook points by name.
 
     Attributes:
-        model: the model.
         inner: name in the graph -> axes and dtype of a hook point inside a splice.
         interventions: those of the spec, in registration order, each at one hook point.
         fits: index of an intervention that is a splice -> its fragment's structure.
@@ -48,11 +47,7 @@ class HookIndex:
         return self.inner[point.name].axes if point.name in self.inner else point.axes or ()
 
     def dims(self, point: HookPoint) -> Dims:
-        """The axes of a hook point: a number where the size is fixed, else a name.
-
-        Raises:
-            HookError: there is no such hook point.
-        """
+        """The axes of a hook point: a number where the size is fixed, else a name."""
         if point.name in self.inner:
             return list(self.inner[point.name].dims)
         if self.inner and point.name not in self.model.order:
@@ -91,8 +86,8 @@ def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
             spliced[n] = {}
             for point in hooks.points(where):
                 with naming(where):
-                    spliced[n][point] = found = _fit(hooks, point, one)
-                    inner |= _brought(point, found, inner)
+                    spliced[n][point] = fitted = _fit(hooks, point, one)
+                    inner |= _brought(point, fitted, inner)
     for n, (where, one) in enumerate(spec.interventions):
         for point in spliced.get(n) or hooks.points(where):
             index = len(interventions)
@@ -117,9 +112,9 @@ def naming(where: Where | None) -> Iterator[None]:
         ) from error
 
 
-def _brought(point: HookPoint, found: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
+def _brought(point: HookPoint, fitted: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
     """The hook points that a splice brings."""
-    brought = dict(zip(inner_names(point.name, found), found.inner, strict=True))
+    brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
     for name in brought.keys() & before.keys():
         raise InterventionError(f"splice at {point}: another splice there brings the hook point {name!r} too")
     return brought
@@ -130,10 +125,10 @@ def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> Fit
         raise InterventionError(f"{intervention.kind} at {point} has no fragment")
     if point.derived:
         raise InterventionError(f"splice at {point}: a derived value can only be captured")
-    sites = [Site(point.name, points.axes(point), tuple(points.dims(point)))]
+    sites = [SpliceSite(point.name, points.axes(point), tuple(points.dims(point)))]
     if intervention.reads is not None:
         source = HookPoint.parse(intervention.reads)
-        sites.append(Site(source.name, points.axes(source), tuple(points.dims(source))))
+        sites.append(SpliceSite(source.name, points.axes(source), tuple(points.dims(source))))
         if source.derived or points.place(source.name) >= points.place(point.name):
             raise InterventionError(f"splice at {point}: it can read what comes before it, and {source} does not")
     return check_fragment(intervention.fragment, onnx_file.opset(points.model.proto), sites)

@@ -17,7 +17,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 Shape = tuple[int, ...]
 Queries = Mapping[int, NDArray[np.int64]]
-AXES = ("batch", "n_heads", "seq_q", "seq_k")
+AXES_OF_SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,12 @@ class KnockoutMask:
     """A mask of 0 and -inf, [batch, n_heads, seq_q, seq_k] or what broadcasts to it.
 
     Attributes:
-        title: kind and hook point, for messages.
-        given: the mask, as it was given.
-        shape: of the scores.
-        call: the token batch.
-        rows: selected batch rows.
         by_row: whether these are a limit, so that the mask may have one entry for each of them.
-        heads: selected heads; None for all.
         positions: row -> positions of the selected queries, in the order given; None if no list limits them.
     """
 
     title: str
-    given: NDArray[Any]
+    array: NDArray[Any]
     shape: Shape
     call: TokenBatch
     rows: list[int]
@@ -46,14 +40,10 @@ class KnockoutMask:
 
     @cached_property
     def value(self) -> NDArray[Any]:
-        """The mask with four axes, its heads at their places.
-
-        Raises:
-            InterventionError: rows, heads or keys of another number.
-        """
-        if self.given.ndim > 4:
+        """The mask with four axes, its heads at their places."""
+        if self.array.ndim > 4:
             raise self._misfit()
-        value = self.given.reshape((1,) * (4 - self.given.ndim) + self.given.shape)
+        value = self.array.reshape((1,) * (4 - self.array.ndim) + self.array.shape)
         rows, heads, _, keys = value.shape
         if not (rows in (1, self.shape[0]) or (self.by_row and rows == len(self.rows))):
             raise self._misfit()
@@ -77,17 +67,18 @@ class KnockoutMask:
         return sorted({int(lengths[self.rows].max()), int(lengths.max()), self.call.total})
 
     def _misfit(self) -> InterventionError:
+        shape = format_shape(AXES_OF_SCORES, self.shape)
         return InterventionError(
-            f"{self.title}: value of shape {list(self.given.shape)} must broadcast to {format_shape(AXES, self.shape)};"
+            f"{self.title}: value of shape {list(self.array.shape)} must broadcast to {shape};"
             f" its last two axes are positions of each row's own text, 1 or {' or '.join(map(str, self._lengths))} of "
             "them, and `create_knockout_mask` takes a length for each row"
         )
 
-    def _refuse_twice(self, limit: str, given: Sequence[int]) -> None:
-        if len({*given}) < len(given):
+    def _refuse_twice(self, limit: str, indices: Sequence[int]) -> None:
+        if len({*indices}) < len(indices):
             raise InterventionError(
-                f"{self.title}: one of {limit}={[*given]} is chosen twice, and the mask of shape "
-                f"{list(self.given.shape)} has two entries for it"
+                f"{self.title}: one of {limit}={[*indices]} is chosen twice, and the mask of shape "
+                f"{list(self.array.shape)} has two entries for it"
             )
 
     def row(self, row: int) -> NDArray[Any]:
@@ -101,11 +92,7 @@ class KnockoutMask:
 
     @cached_property
     def queries(self) -> Queries | None:
-        """Row -> text positions of the mask's queries; None if it holds for every query.
-
-        Raises:
-            InterventionError: neither the text's number of queries, nor this call's, nor the selected ones'.
-        """
+        """Row -> text positions of the mask's queries; None if it holds for every query."""
         count, call = self.value.shape[2], self.call
         if count == 1:
             return None
@@ -169,8 +156,6 @@ class WindowMask:
 
     Attributes:
         tokens: how many before it.
-        call: the token batch.
-        rows: selected batch rows.
     """
 
     tokens: int
@@ -202,12 +187,12 @@ def end_of(call: TokenBatch, row: int) -> int:
     return int((call.lengths if call.final_lengths is None else call.final_lengths)[row])
 
 
-def _places(positions: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _places(positions: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Index of each wanted position among some; -1 where it is not among them."""
-    size = 2 + max(int(positions.max(initial=0)), int(wanted.max(initial=0)))
+    size = 2 + max(int(positions.max(initial=0)), int(targets.max(initial=0)))
     table = np.full(size, -1, np.int64)  # its last entry, which padding's -1 finds, is not among them
     table[positions] = np.arange(len(positions))
-    return table[wanted]
+    return table[targets]
 
 
 Places = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]

@@ -81,7 +81,7 @@ class Logits:
         return feeds
 
 
-def _listed(given: int | Iterable[int] | None) -> list[int]:
-    if given is None:
+def _listed(numbers: int | Iterable[int] | None) -> list[int]:
+    if numbers is None:
         return []
-    return [int(given)] if isinstance(given, int | np.integer) else list(given)
+    return [int(numbers)] if isinstance(numbers, int | np.integer) else list(numbers)

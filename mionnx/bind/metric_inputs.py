@@ -21,12 +21,7 @@ Feeds = dict[str, NDArray[Any]]
 
 
 def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Callable[[int], int]) -> MetricSpec:
-    """The same metric with its tokens as ids of a model's vocabulary.
-
-    Raises:
-        GradientError: a token that is neither a text nor an integer.
-        InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
-    """
+    """The same metric with its tokens as ids of a model's vocabulary."""
 
     def read(token: Token) -> int:
         if isinstance(token, str):
@@ -44,16 +39,15 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
 
     Args:
         metric: the metric, its tokens as ids.
-        logits: the part of the logits that the graph computes; None for all.
     """
     places = _places(logits)
     if metric.name in READS_ALL:
         return _loss(batch, places)
     feeds = {METRIC_WEIGHTS: _weights(metric, batch, places)}
     count = feeds[METRIC_WEIGHTS].shape[1]
-    for name, given in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
-        if given is not None:
-            ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch), np.int64)
+    for name, tokens in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
+        if tokens is not None:
+            ids = np.array(_per_row(name.rsplit(".", 1)[1], tokens, batch.batch), np.int64)
             feeds[name] = np.repeat(ids[:, None], count, axis=1)
     _refuse_same(metric, feeds)
     for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.cotangent)):
@@ -68,18 +62,14 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
     """Make the inputs of a metric that sums the value at a hook point times numbers.
 
     Args:
-        shape, axes: of the value.
         batch: the tokens; the numbers count for nothing at padding.
-
-    Raises:
-        GradientError: numbers that do not broadcast to the value's shape.
     """
     try:
         seed = np.broadcast_to(np.asarray(metric.cotangent, np.float32), shape)
         return {METRIC_SEED: np.where(of_texts(batch, axes), seed, np.float32(0)) if batch.padded else seed}
     except ValueError:
-        given = [] if metric.cotangent is None else list(metric.cotangent.shape)
-        raise GradientError(f"cotangent is {given}, and the value at {metric.of} is {list(shape)}") from None
+        own = [] if metric.cotangent is None else list(metric.cotangent.shape)
+        raise GradientError(f"cotangent is {own}, and the value at {metric.of} is {list(shape)}") from None
 
 
 def _places(logits: Logits | None) -> list[int] | None:
@@ -121,12 +111,12 @@ def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
     return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}
 
 
-def _per_row(what: str, given: Tokens, rows: int) -> list[Token]:
-    if not isinstance(given, Sequence):
-        return [given] * rows  # type: ignore[list-item]
-    if len(given) != rows:
-        raise GradientError(f"{what} has {len(given)} tokens for {rows} rows")
-    return [*given]
+def _per_row(what: str, tokens: Tokens, rows: int) -> list[Token]:
+    if not isinstance(tokens, Sequence):
+        return [tokens] * rows  # type: ignore[list-item]
+    if len(tokens) != rows:
+        raise GradientError(f"{what} has {len(tokens)} tokens for {rows} rows")
+    return [*tokens]
 
 
 def _refuse_same(metric: MetricSpec, feeds: Feeds) -> None:

@@ -25,10 +25,7 @@ class BoundCapture:
     """One captured value of a model.
 
     Attributes:
-        node: its structure in the graph.
-        request: the request of the spec that asks for it.
         dims: the axes of the value: names where they are dynamic, numbers where not.
-        dtype: of the captured array.
     """
 
     node: CaptureNode
@@ -45,7 +42,6 @@ def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCa
 
     Raises:
         HookError: a hook point that the model does not have, or one captured in two different parts or dtypes.
-        InterventionError: positions or heads where there are none, or a cast of whole numbers.
     """
     captures: dict[str, BoundCapture] = {}
     for request, names in requests:
@@ -127,11 +123,7 @@ def _without_neurons(
 
 
 def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:
-    """The hook point with the choice of experts, for a limit to chosen experts; else None.
-
-    Raises:
-        InterventionError: experts where there are none, or numbers of experts changed by anything but a replacement.
-    """
+    """The hook point with the choice of experts, for a limit to chosen experts; else None."""
     if point.variant == "MlpExpertIndices" and one.kind != "replace":
         raise InterventionError(
             f"{one.kind} at {point}: it holds the numbers of experts, which can only be replaced; weigh them at "

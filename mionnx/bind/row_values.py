@@ -22,7 +22,6 @@ class RowValues:
 
     Attributes:
         selection: the intervention on the whole list as one batch.
-        rows: the rows of the part.
         width: tokens of the longest of them.
     """
 

@@ -69,11 +69,7 @@ def _validate(state: State, batch: TokenBatch, metadata: Metadata) -> None:
 
 
 def refuse_terms(state: State, metadata: Metadata) -> None:
-    """Refuse a removal term where there is none.
-
-    Raises:
-        InterventionError: of RWKV-6, which has no removal term, it is asked for by name.
-    """
+    """Refuse a removal term where there is none."""
     if state.terms == ["erase"] and not metadata.has_removal:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:

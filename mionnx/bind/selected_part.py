@@ -20,7 +20,6 @@ class Chosen:
     Attributes:
         indices: selected row -> chosen indices in it, in the order given; None for those of another step.
         count: how many were given; None if they have no order, or another number in each row.
-        repeated: whether one index is in the list more than once.
     """
 
     indices: Mapping[int, Sequence[int | None]]
@@ -38,9 +37,6 @@ class SelectedPart:
     """The part of an activation that rows, heads and positions select.
 
     Attributes:
-        axes: names of the activation's axes.
-        shape: the activation's shape; batch is its first axis.
-        rows: selected batch rows.
         chosen: limited axis -> what is chosen along it.
     """
 

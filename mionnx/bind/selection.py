@@ -26,15 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """One intervention on one token batch, and its values broadcast to what it selects.
-
-    Attributes:
-        edit: the intervention's structure.
-        intervention: the intervention.
-        shape: shape of the activation at the hook point.
-        call: the token batch.
-        experts: how many experts the model has, if it has any.
-    """
+    """One intervention on one token batch, and its values broadcast to what it selects."""
 
     edit: Edit
     intervention: Intervention
@@ -52,11 +44,7 @@ class Selection:
 
     @cached_property
     def rows(self) -> list[int]:
-        """Selected batch rows.
-
-        Raises:
-            InterventionError: a row that the batch does not have.
-        """
+        """Selected batch rows."""
         rows = self.intervention.rows
         if rows is not None and max(rows) >= self.call.batch:
             raise self._refuse(f"row {max(rows)} of a batch of {self.call.batch} (0 to {self.call.batch - 1})")
@@ -72,13 +60,13 @@ class Selection:
         """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
-    def _indices(self, what: str, given: Sequence[int] | None, axis: int | None) -> list[int] | None:
-        if given is None or axis is None:
+    def _indices(self, what: str, indices: Sequence[int] | None, axis: int | None) -> list[int] | None:
+        if indices is None or axis is None:
             return None
         count = self.shape[axis]
-        if max(given) >= count:
-            raise self._refuse(f"{what} {max(given)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
-        return list(given)
+        if max(indices) >= count:
+            raise self._refuse(f"{what} {max(indices)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
+        return list(indices)
 
     @cached_property
     def positions(self) -> dict[int, list[int]] | None:
@@ -119,7 +107,6 @@ class Selection:
         return [column for column in self.columns(row) if column is not None]
 
     def _later(self) -> bool:
-        """Whether a later step computes a selected token."""
         lengths, positions = self.call.lengths.tolist(), self.positions or {}
         return any(at >= lengths[row] for row, chosen in positions.items() for at in chosen)
 
@@ -210,19 +197,15 @@ class Selection:
 
     @cached_property
     def knockout_mask(self) -> KnockoutMask | WindowMask:
-        """The mask of a knockout.
-
-        Raises:
-            InterventionError: it does not fit the batch.
-        """
+        """The mask of a knockout."""
         limits = self.intervention
         if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
             raise self._refuse("it has no mask")
         if limits.rules.by_distance:
             return WindowMask(int(limits.value), self.call, self.rows)
         chosen = None if isinstance(limits.positions, str) else self.positions
-        given = limits.value, self.shape, self.call, self.rows, limits.rows is not None, self.heads, chosen
-        return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)
+        title, by_row = f"{self.edit.kind} at {self.edit.hook}", limits.rows is not None
+        return KnockoutMask(title, limits.value, self.shape, self.call, self.rows, by_row, self.heads, chosen)
 
     def text_positions(self) -> dict[int, Sequence[int]]:
         """Selected row -> its selected text positions, in this call or its whole generation."""
@@ -305,11 +288,7 @@ def reads_keys(edit: Edit, intervention: Intervention) -> bool:
 
 
 def refuse_unread(places: Sequence[Selection]) -> None:
-    """Refuse interventions inside a splice at tokens outside the splice's own limits.
-
-    Raises:
-        InterventionError: an intervention that no token would show.
-    """
+    """Refuse interventions inside a splice at tokens outside the splice's own limits."""
     for outer in places:
         if outer.edit.fit is None or not outer.intervention.limited:
             continue

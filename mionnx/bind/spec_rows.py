@@ -38,7 +38,6 @@ def _differs(axes: Sequence[str], one: Intervention) -> bool:
 
 
 def _nested(one: Intervention) -> bool:
-    """Whether an intervention has a list of positions for each row."""
     return isinstance(one.positions, tuple) and isinstance(one.positions[0], tuple)
 
 
@@ -51,7 +50,6 @@ class SpecRows:
     """A bound spec on a list of texts.
 
     Attributes:
-        bound: the spec on its model.
         whole: all rows as one batch: what the rows, columns and values of the spec are counted in.
     """
 
@@ -126,5 +124,5 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
 
 
 def _taken(tokens: Tokens, rows: Sequence[int]) -> Tokens:
-    given: Any = tokens
-    return [given[row] for row in rows] if _listed(tokens) else tokens
+    entries: Any = tokens
+    return [entries[row] for row in rows] if _listed(tokens) else tokens

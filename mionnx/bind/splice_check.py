@@ -22,12 +22,12 @@ from mionnx.graph.onnx_file import ModelProto, ValueInfoProto, dtype_of, in_opse
 from mionnx.graph.value_sizes import check_sizes
 
 # Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
-SIZES = ((2, 3), (5, 7), (11, 13))
+TRIAL_SIZES = ((2, 3), (5, 7), (11, 13))
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Site:
+class SpliceSite:
     """An input of a fragment: the hook point's name, its axes as names and as sizes."""
 
     hook: str
@@ -37,11 +37,11 @@ class Site:
     def shape(self, run: int) -> Shape:
         """In one of the two runs."""
         dynamic = [dim for dim in self.dims if isinstance(dim, str)]
-        sizes = {dim: SIZES[min(n, len(SIZES) - 1)][run] for n, dim in enumerate(dict.fromkeys(dynamic))}
+        sizes = {dim: TRIAL_SIZES[min(n, len(TRIAL_SIZES) - 1)][run] for n, dim in enumerate(dict.fromkeys(dynamic))}
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
 
 
-def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragment:
+def check_fragment(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedFragment:
     """Check a fragment against its input values; the result is remembered by the fragment.
 
     Args:
@@ -53,7 +53,7 @@ def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit
     return fragment.fits[key]
 
 
-def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragment:
+def _fit(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedFragment:
     where = f"splice at {sites[0].hook}"
     if len(fragment.activations) != len(sites):
         raise InterventionError(
@@ -68,20 +68,20 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragmen
         _check_sizes(where, fragment, proto, sites, run)
     names = _hooks(proto)
     first, second = (_run(where, fragment, proto, names, sites, run) for run in (0, 1))
-    made = proto.graph.output[0].name
-    for run, found in enumerate((first, second)):
-        if found[made].shape != sites[0].shape(run):
+    output = proto.graph.output[0].name
+    for run, values in enumerate((first, second)):
+        if values[output].shape != sites[0].shape(run):
             raise InterventionError(
                 f"{where}: of a value of shape {list(sites[0].shape(run))} the fragment makes one of shape "
-                f"{list(found[made].shape)}; what comes out takes the place of what went in"
+                f"{list(values[output].shape)}; what comes out takes the place of what went in"
             )
     flow = Dataflow(proto)
-    live = flow.read_by(flow.ancestors([made])) | {made}
+    live = flow.read_by(flow.ancestors([output])) | {output}
     inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
     return FittedFragment(fragment.sha256, inner, tuple(fragment.weights), proto)
 
 
-def _check_type(where: str, value: ValueInfoProto, site: Site) -> None:
+def _check_type(where: str, value: ValueInfoProto, site: SpliceSite) -> None:
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or dtype_of(value).kind in "iubSUO":
         raise InterventionError(f"{where}: {value.name!r} of the fragment must be a tensor of floating-point numbers")
@@ -105,7 +105,7 @@ def _converted(where: str, fragment: Fragment, opset: int) -> ModelProto:
         ) from error
 
 
-def _check_sizes(where: str, fragment: Fragment, proto: ModelProto, sites: Sequence[Site], run: int) -> None:
+def _check_sizes(where: str, fragment: Fragment, proto: ModelProto, sites: Sequence[SpliceSite], run: int) -> None:
     """Refuse a fragment whose values grow without bound, before it is run."""
     shapes: dict[str, Dims] = {name: array.shape for name, array in fragment.weights.items()}
     for value, site in zip(fragment.activations, sites, strict=True):
@@ -124,7 +124,7 @@ def _hooks(proto: ModelProto) -> list[str]:
 
 
 def _run(
-    where: str, fragment: Fragment, proto: ModelProto, names: Sequence[str], sites: Sequence[Site], run: int
+    where: str, fragment: Fragment, proto: ModelProto, names: Sequence[str], sites: Sequence[SpliceSite], run: int
 ) -> dict[str, NDArray[Any]]:
     """The values of the fragment by itself."""
     random = np.random.default_rng(run)
@@ -142,13 +142,13 @@ def _run(
     return {**results, **{name: feeds[name] for name in names if name in feeds}}
 
 
-def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[Site], live: bool) -> InnerHook:
+def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[SpliceSite], live: bool) -> InnerHook:
     pairs = [*zip(first.shape, second.shape, strict=False)] if first.ndim == second.ndim else []
     axes = [_axis(name, at, pair, sites[0]) for at, pair in enumerate(pairs)]
     return InnerHook(name, tuple(axis for axis, _ in axes), tuple(dim for _, dim in axes), str(first.dtype), live)
 
 
-def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, str | int]:
+def _axis(name: str, at: int, pair: tuple[int, int], site: SpliceSite) -> tuple[str, str | int]:
     """An axis of a value inside, by name and by size."""
     outer = [*zip(site.axes, site.dims, site.shape(0), site.shape(1), strict=True)]
     same = [(axis, dim) for axis, dim, *sizes in [*outer[at : at + 1], *outer] if (*sizes,) == pair]

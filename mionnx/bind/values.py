@@ -99,11 +99,7 @@ def capture_inputs(captures: Iterable[BoundCapture], batch: TokenBatch) -> dict[
 
 
 def heads_of(capture: BoundCapture) -> NDArray[np.int64]:
-    """The heads that a capture asks for, [n].
-
-    Raises:
-        InterventionError: one that does not exist.
-    """
+    """The heads that a capture asks for, [n]."""
     count, heads = capture.dims[heads_axis(capture.node.axes) or 0], np.array(capture.request.heads, np.int64)
     if heads.max() >= int(count):
         raise InterventionError(f"capture at {capture.node.hook}: head {heads.max()} of {count}")

@@ -200,16 +200,16 @@ def _value(place: Selection) -> NDArray[Any]:
     return mask.value
 
 
-def _mask(graph: Graph, edit: Edit, given: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
+def _mask(graph: Graph, edit: Edit, mask: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
     """Take a knockout mask's entries at the text positions of a call; 0 beyond its own text.
 
     Args:
-        given: [1, n_heads or 1, seq_q or 1, seq_k or 1].
+        mask: [1, n_heads or 1, seq_q or 1, seq_k or 1].
     """
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
-    heads, *axes = given.shape[1:]
-    full = np.pad(given.astype(dtype), [(0, 0), (0, 0), *((0, int(size > 1)) for size in axes)])
+    heads, *axes = mask.shape[1:]
+    full = np.pad(mask.astype(dtype), [(0, 0), (0, 0), *((0, int(size > 1)) for size in axes)])
     index: Tensor | None = None
     for axis, size, positions in ((0, axes[0], calls.positions), (1, axes[1], calls.keys)):
         if size > 1:
@@ -237,6 +237,5 @@ def _refuse_mask(edit: Edit, intervention: Intervention) -> None:
 
 
 def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
-    """Turn an input into a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

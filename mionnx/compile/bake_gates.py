@@ -68,7 +68,6 @@ def _distances(op: Builder, gate: Tensor) -> Tensor:
     work than one pass over the text, where comparing all pairs of tokens would take its square.
 
     Args:
-        op: at the gate.
         gate: bool [layers, batch, seq, 1 or n_heads], the same for all heads: whether later tokens may see a token.
     """
     seen = op.Gather(gate, 0, axis=3)

@@ -105,11 +105,7 @@ def _of_logits(name: str, array: NDArray[Any], vocab: int) -> NDArray[np.float32
 
 
 def _of_value(metric: MetricSpec, dims: Sequence[str | int]) -> NDArray[np.float32]:
-    """The numbers of a value's seed, if they fit it in every call.
-
-    Raises:
-        GradientError: they do not.
-    """
+    """The numbers of a value's seed, if they fit it in every call."""
     seed = np.asarray(metric.cotangent, np.float32)
     own = (1,) * (len(dims) - seed.ndim) + seed.shape
     if len(own) != len(dims) or any(n not in (1, dim) for n, dim in zip(own, dims, strict=True)):

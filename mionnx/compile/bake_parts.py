@@ -46,17 +46,13 @@ def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -
     _mark_absent(graph, op, part, tensors[node.fetched], present)
 
 
-def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, found: Tensor) -> None:
-    """Write NaN, or -1, where a call has no token at a position.
-
-    Args:
-        found: [batch, n], bool.
-    """
+def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, present: Tensor) -> None:
+    """Write NaN, or -1, where a call has no token at a position."""
     axes, name = part.node.axes, value.name
     others = [axis for axis in range(len(axes)) if axis not in (0, sequence_axis(axes))]
     dtype = np.dtype(value.dtype)
     absent = op.constant(-1 if dtype.kind in "iu" else np.array(np.nan), dtype)
     value.name = f"{name}.found"
-    marked = op.Where(op.Unsqueeze(found, others) if others else found, value, absent)
+    marked = op.Where(op.Unsqueeze(present, others) if others else present, value, absent)
     named = type(value)(name, dtype=value.dtype, shape=value.shape)
     graph.outputs = [write(marked, named) if output is value else output for output in graph.outputs]

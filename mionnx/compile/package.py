@@ -60,9 +60,9 @@ from mionnx.spec.hook_spec import HookSpec
 SPEC = "spec.safetensors"
 CARD = "README.md"
 DATA = "model.onnx.data"
-WEIGHTS = ("embedded", "alongside", "referenced")
+WEIGHT_PLACES = ("embedded", "alongside", "referenced")
 TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
-LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
+PRODUCT_LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
 LAYOUTS = ("plain", "optimum", "triton")
 FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
@@ -93,13 +93,13 @@ class Packaging:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        weights = ("weights", self.weights or "alongside", WEIGHTS)
+        weights = ("weights", self.weights or "alongside", WEIGHT_PLACES)
         target, layout = ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)
         for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
             if choice not in choices:
                 raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
-        if self.accuracy_level not in (None, *LEVELS):
-            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, LEVELS))}")
+        if self.accuracy_level not in (None, *PRODUCT_LEVELS):
+            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, PRODUCT_LEVELS))}")
         if self.target.startswith("ort-") and self.weights == "referenced":
             raise InputError(
                 f"target {self.target} writes weights anew: they cannot be references to the model's files"
@@ -160,11 +160,7 @@ def _check_plain(spec: HookSpec, plain: bool) -> None:
 
 
 def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
-    """The model with its products of blocks at the level that they are compiled at.
-
-    Raises:
-        InputError: a level for a model without such products.
-    """
+    """The model with its products of blocks at the level that they are compiled at."""
     level = packaging.accuracy_level
     if level is None:  # a compiled graph gives what `forward` gives
         return model
@@ -192,9 +188,6 @@ def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     """Knob -> indices of the interventions that it turns.
 
     None for the hook points means all interventions that have a strength; a glob means those at what it matches.
-
-    Raises:
-        InterventionError: none at that hook point, or one that has two knobs.
     """
     indices: dict[str, list[int]] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
@@ -262,11 +255,7 @@ def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
 
 
 def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
-    """A compiled graph with fused operators of the model's file.
-
-    Raises:
-        InputError: they were asked for, and the spec leaves none, or the model has none.
-    """
+    """A compiled graph with fused operators of the model's file."""
     if fused == NONE:
         return proto
     flow = Dataflow(model.proto)

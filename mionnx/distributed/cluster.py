@@ -35,10 +35,7 @@ class Workers:
     """Processes of a cluster that work at the same time, each with a model of its own.
 
     Attributes:
-        ray: the module.
-        count: of the processes.
         cpus: of each; also the threads of its model.
-        gpus: of each.
     """
 
     ray: Any
@@ -51,16 +48,14 @@ class Workers:
         packed = model.variants.options.prepack
         return type(model)(model.hooked, replace(model.options, threads=self.cpus, prepack=packed))
 
-    def map(self, pieces: Callable[[], Iterator[Any]], work: type, *given: Any) -> Iterator[Any]:
+    def map(self, pieces: Callable[[], Iterator[Any]], work: type, *arguments: Any) -> Iterator[Any]:
         """Map pieces of work to results, which come in any order.
 
         Args:
             pieces: makes the pieces, in one process of the cluster, as fast as the workers take them.
             work: a class; a worker makes one object of it, and calls that with a piece.
-            given: the class' arguments.
 
         Raises:
-            MIError: as the work raises it.
             RuntimeMissingError: the head of the cluster does not answer any more.
         """
         data = self.ray.data.from_items([{"begin": 0}])
@@ -70,7 +65,7 @@ class Workers:
         data = data.map_batches(_all_of(pieces), num_cpus=0)
         data = data.map_batches(
             _Worker,
-            fn_constructor_args=(work, given),
+            fn_constructor_args=(work, arguments),
             batch_size=1,
             compute=pool,
             num_cpus=self.cpus,
@@ -86,9 +81,6 @@ def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
     """Rows as they come, while the head of the cluster answers.
 
     Ray itself waits without end for one that is dead.
-
-    Raises:
-        RuntimeMissingError: it does not.
     """
     queue: Queue[tuple[bool, Any]] = Queue()
     room = Semaphore(0)  # no row is fetched before the one before it is taken
@@ -160,8 +152,8 @@ def _all_of(pieces: Callable[[], Iterator[Any]]) -> Callable[[Any], Iterator[dic
 class _Worker:
     """One object of the work's class in each process."""
 
-    def __init__(self, work: type, given: tuple[Any, ...]) -> None:
-        self.work = work(*given)
+    def __init__(self, work: type, arguments: tuple[Any, ...]) -> None:
+        self.work = work(*arguments)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         piece = batch["piece"][0].value
@@ -179,8 +171,6 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
         address: "local" begins a cluster on this machine; "auto" is the one that this machine belongs to, "HOST:PORT"
             another. Where this process is connected already, that cluster is used.
         model: the model that the workers open; on CUDA each has a GPU.
-        workers: number of processes; as many as the cluster has room for if None.
-        cpus: of each process.
 
     Raises:
         RuntimeMissingError: Ray is not installed.
@@ -217,12 +207,7 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
 
 
 def _reach(address: str) -> None:
-    """Connect to "HOST:PORT" once: Ray itself waits long for what does not answer.
-
-    Raises:
-        ConnectionError: nothing listens there.
-        ValueError: no such form.
-    """
+    """Connect to "HOST:PORT" once: Ray itself waits long for what does not answer."""
     if address in (LOCAL, "auto"):
         return
     host, _, port = address.rpartition(":")
@@ -235,11 +220,7 @@ def _reach(address: str) -> None:
 
 
 def _ray() -> Any:
-    """Ray, with Ray Data.
-
-    Raises:
-        RuntimeMissingError: it is not installed.
-    """
+    """Ray, with Ray Data."""
     try:
         import_module("ray.data")
         return import_module("ray")
@@ -248,6 +229,5 @@ def _ray() -> Any:
 
 
 def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:
-    """Number of workers that a cluster has room for at once."""
     room = int(resources.get("CPU", 0)) // cpus
     return min(room, int(resources.get("GPU", 0))) if gpus else room

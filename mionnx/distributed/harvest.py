@@ -67,7 +67,6 @@ def harvest(
 
 
 def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[Made]:
-    """Make shards on a cluster, in any order."""
     maker = replace(maker, model=workers.model(maker.model))
     return workers.map(groups.__iter__, _ShardWork, maker)
 

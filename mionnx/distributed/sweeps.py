@@ -107,10 +107,8 @@ class _SweptPair:
     """A pair that was swept.
 
     Attributes:
-        pair: its number.
         cells, values: the cells, and the metric at each.
         unpatched: the metric of the run that is patched and of the one patched in.
-        idle: cells of the grid without effect.
     """
 
     pair: int

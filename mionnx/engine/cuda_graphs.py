@@ -61,11 +61,7 @@ class CudaGraphs:
 
 
 class Replay:
-    """All calls of one shape: fixed buffers, and the graph that reads and writes them.
-
-    Attributes:
-        inputs, outputs: name -> buffer.
-    """
+    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
 
     def __init__(
         self,
@@ -78,7 +74,7 @@ class Replay:
         self.session, self.place, self.options = session, place, run_options(str(number))
         self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
         first = run_at(session, outputs, self.inputs, place)
-        self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}
+        self.outputs = {name: empty(result.shape, result.value.element_type(), place) for name, result in first.items()}
         self.binding = session.io_binding()
         for name, value in self.inputs.items():
             self.binding.bind_ortvalue_input(name, value)
@@ -89,7 +85,6 @@ class Replay:
         """Write into the input buffers and run.
 
         Args:
-            arrays: of the inputs that change.
             outputs: names of those to copy to the CPU; all if left out.
         """
         self.write(arrays)

@@ -26,12 +26,7 @@ CPU: Device = ("cpu", 0)
 
 
 class DeviceArray:
-    """An array on the device that computed it. `np.asarray` copies it to the CPU, once.
-
-    Attributes:
-        value: ONNX Runtime's.
-        place: where it is.
-    """
+    """An array on the device that computed it. `np.asarray` copies it to the CPU, once."""
 
     def __init__(self, value: onnxruntime.OrtValue, place: Device = CPU) -> None:
         self.value, self.place = value, place
@@ -105,8 +100,6 @@ def copied(
     ONNX Runtime has no other way for this dtype in Python.
 
     Args:
-        value: on the CPU or at `place`.
-        place: where the graph runs.
         target: what it is copied into; new memory on the CPU if it is left out.
     """
     binding = _copier(place).io_binding()
@@ -131,16 +124,7 @@ def _copier(place: Device) -> onnxruntime.InferenceSession:
 def run_at(
     session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Any], place: Device
 ) -> dict[str, DeviceArray]:
-    """Run a session; results stay on the device.
-
-    Args:
-        session: on whichever provider.
-        feeds: arrays or device arrays, for inputs of the graph only.
-        place: device of the results.
-
-    Raises:
-        ModelError: ONNX Runtime failed while running.
-    """
+    """Run a session; results stay on the device."""
     try:
         values = {name: put(value, place) for name, value in feeds.items()}
         results = _run_here(session, outputs, values) if place == CPU else _run_bound(session, outputs, values, place)
@@ -162,7 +146,6 @@ def _run_bound(
     feeds: Mapping[str, onnxruntime.OrtValue],
     place: Device,
 ) -> list[onnxruntime.OrtValue]:
-    """Run a session whose results stay on another device."""
     binding = session.io_binding()
     for name, value in feeds.items():
         binding.bind_ortvalue_input(name, value)

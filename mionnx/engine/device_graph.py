@@ -23,20 +23,16 @@ LARGE = 64  # numbers, above which an initializer is no part of a shape
 
 
 def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The values computed from shapes and constants alone, in subgraphs too.
-
-    Args:
-        outside: such values of the graphs around it.
-    """
+    """The values computed from shapes and constants alone, in subgraphs too."""
     constants = (tensor.name for tensor in graph.initializer if math.prod(tensor.dims) <= LARGE)
-    known = {*outside, *constants} - {entry.name for entry in graph.input}
+    fixed = {*outside, *constants} - {entry.name for entry in graph.input}
     shapes: set[str] = set()
     for node in graph.node:
         inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
         for one in inner:
-            shapes |= shape_values(one, frozenset(known))
-        if not inner and (node.op_type in SHAPES or all(name in known for name in node.input if name)):
-            known.update(node.output)
+            shapes |= shape_values(one, frozenset(fixed))
+        if not inner and (node.op_type in SHAPES or all(name in fixed for name in node.input if name)):
+            fixed.update(node.output)
             shapes.update(node.output)
     return frozenset(shapes)
 
@@ -56,9 +52,9 @@ def move_positions(model: onnx.ModelProto) -> int:
             continue
         counted, past = ends
         limit = helper.make_node("Add", [counted.input[1], past], [f"{node.output[0]}.limit"], f"{node.name}.limit")
-        made = helper.make_node("Range", [past, limit.output[0], counted.input[2]], list(node.output), node.name)
+        range_node = helper.make_node("Range", [past, limit.output[0], counted.input[2]], list(node.output), node.name)
         at = list(model.graph.node).index(node)
-        node.CopyFrom(made)
+        node.CopyFrom(range_node)
         model.graph.node.insert(at, limit)
         moved += 1
     return moved
@@ -71,15 +67,15 @@ def keep_transposed(model: onnx.ModelProto) -> int:
         the number of these weights.
     """
     turned = {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
-    known = {entry.name for entry in model.graph.input}
-    kept = [
+    inputs = {entry.name for entry in model.graph.input}
+    weights = [
         tensor
         for tensor in model.graph.initializer
-        if tensor.name in turned - known and tensor.data_location == onnx.TensorProto.EXTERNAL
+        if tensor.name in turned - inputs and tensor.data_location == onnx.TensorProto.EXTERNAL
     ]
-    for tensor in kept:
+    for tensor in weights:
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    return len(kept)
+    return len(weights)
 
 
 def _positions(

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from mionnx.engine.device import Device, put
 
-SMALL = 2**14  # bytes of a weight, below which a copy costs nothing
-DTYPES = (
+SMALL_WEIGHT = 2**14  # bytes of a weight, below which a copy costs nothing
+SHARED_DTYPES = (
     onnx.TensorProto.FLOAT,
     onnx.TensorProto.FLOAT16,
     onnx.TensorProto.BFLOAT16,
@@ -48,8 +48,8 @@ def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str,
     weights = {}
     for tensor in model.graph.initializer:
         entry = {item.key: item.value for item in tensor.external_data}
-        large = tensor.data_location == onnx.TensorProto.EXTERNAL and int(entry.get("length", 0)) >= SMALL
-        if large and tensor.data_type in DTYPES and readers.get(tensor.name, {""}) <= READERS:
+        large = tensor.data_location == onnx.TensorProto.EXTERNAL and int(entry.get("length", 0)) >= SMALL_WEIGHT
+        if large and tensor.data_type in SHARED_DTYPES and readers.get(tensor.name, {""}) <= READERS:
             weights[tensor.name] = _weight(tensor, entry, folder, place)
     return weights
 

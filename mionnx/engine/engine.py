@@ -24,9 +24,7 @@ class Input:
     """One input of a program.
 
     Attributes:
-        dtype: its numbers' dtype.
         rank: number of axes; None if the graph does not say.
-        optional: whether it has a default, and may be left out.
     """
 
     dtype: "np.dtype[Any]"
@@ -38,7 +36,6 @@ class Program(ABC):
     """One graph, open in one engine; threads may run it at the same time.
 
     Attributes:
-        native: the engine's own object.
         inputs: everything that can be fed, by name.
         shares_weights: whether other programs use the same memory for their weights.
         rolls: whether `rolling` gives anything.
@@ -55,9 +52,6 @@ class Program(ABC):
 
         Args:
             feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
-
-        Raises:
-            ModelError: the engine failed while running.
         """
 
     def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +84,6 @@ class Engine(ABC):
     """Something that runs ONNX graphs.
 
     Attributes:
-        name: of the engine, as users write it.
         settings: the fields of `Options` that it has, besides those of every engine.
         packages: the distributions that bring it, for the record of a comparison.
         casts: whether a graph can give its outputs in every dtype that it casts to.
@@ -114,11 +107,7 @@ class Engine(ABC):
         return False
 
     def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
-        """Whether it has kernels for operators outside the ONNX standard.
-
-        Args:
-            operators: domain and name of each.
-        """
+        """Whether it has kernels for operators outside the ONNX standard."""
         return False
 
     def title(self, options: Options) -> str:
@@ -145,12 +134,8 @@ class Engine(ABC):
 
         Args:
             model: a file, or the bytes of a model whose external data lie in `folder`.
-            folder: the hooked model's folder, or the base's.
             optimised: whether the graph is one that this engine has optimised already.
             spinning: whether its threads keep the processor while they wait during a run.
-
-        Raises:
-            ModelError: the engine refuses the model.
         """
 
     def open_to_try(self, model: Path | bytes, folder: Path) -> Program:
@@ -164,14 +149,11 @@ class Engine(ABC):
 
         Args:
             model: the bytes of a model whose external data lie in `folder`.
-            path: the file of the optimised graph.
             data: name of a file beside it for the weights.
             packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
 
         Raises:
             InputError: the engine writes none.
-            ModelError: it refuses the model.
-            RuntimeMissingError: the provider is not there.
         """
         raise InputError(f"engine={self.name!r} writes no optimised graphs")
 
@@ -181,11 +163,7 @@ class Engine(ABC):
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
-        """Open a graph for a `with` statement, and refuse one that the engine would run elsewhere.
-
-        Raises:
-            ModelError: the engine refuses the model, or would run it elsewhere.
-        """
+        """Open a graph for a `with` statement, and refuse one that the engine would run elsewhere."""
         program = self.open(model, folder, options)
         try:
             yield program

@@ -41,7 +41,6 @@ def ready_engine(options: Options) -> Engine:
     """As `engine_of`, and it can run on this machine.
 
     Raises:
-        InputError: see `engine_of`.
         RuntimeMissingError: the engine, or its provider, is not installed; the message says what would install it.
     """
     engine = engine_of(options)

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.packed_weight import LEVEL, attributes
 
-PRODUCT, DOMAIN = "MatMulNBits", "com.microsoft"
-HALVES = "mionnx.halves."  # begins the names of constants in a graph that has halves
-WEIGHT, SCALES, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
+PRODUCT = "MatMulNBits"
+HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves
+WEIGHT, SCALE, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
 END = np.iinfo(np.int64).max
 CONSTANTS: dict[str, NDArray[Any]] = {
     "first": np.array([0]),
@@ -56,16 +57,16 @@ def halve_products(model: onnx.ModelProto) -> int:
 
 def _fits(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> bool:
     """Whether a product of 8 bits in floats has constant blocks and whole zero points."""
-    if node.op_type != PRODUCT or (given := attributes(node)).get("bits", 4) != 8:
+    if node.op_type != PRODUCT or (settings := attributes(node)).get("bits", 4) != 8:
         return False
     inputs = [*node.input, *("",) * (BIAS + 1 - len(node.input))]
-    known = all(not name or name in tensors for name in inputs[WEIGHT:ORDER])
-    whole = known and (not inputs[ZERO] or tensors[inputs[ZERO]].data_type == onnx.TensorProto.UINT8)
-    return whole and not inputs[ORDER] and given.get(LEVEL, 0) != ROUNDING_LEVEL
+    constant = all(not name or name in tensors for name in inputs[WEIGHT:ORDER])
+    fits = constant and (not inputs[ZERO] or tensors[inputs[ZERO]].data_type == onnx.TensorProto.UINT8)
+    return fits and not inputs[ORDER] and settings.get(LEVEL, 0) != ROUNDING_LEVEL
 
 
 def _name(constant: str) -> str:
-    return HALVES + constant
+    return HALVES_PREFIX + constant
 
 
 class _Halves:
@@ -75,7 +76,7 @@ class _Halves:
         self.prefix, self.graph, self.nodes = f"{node.output[0]}.halves", graph, list[onnx.NodeProto]()
         inputs = [*node.input, *("",) * (BIAS + 1 - len(node.input))]
         columns, blocks, _ = tensors[inputs[WEIGHT]].dims
-        scales = inputs[SCALES]
+        scales = inputs[SCALE]
         kind = helper.tensor_dtype_to_np_dtype(tensors[scales].data_type)
         more = self._node("Mul", [scales, self._constant("sixteen", np.array(16, kind))], "scales")
         weights = self._split(inputs[WEIGHT], "weights")
@@ -87,9 +88,9 @@ class _Halves:
         ]
         self.nodes.append(helper.make_node("Add", parts, [node.output[0]], f"{self.prefix}.sum"))
 
-    def _node(self, operator: str, inputs: list[str], name: str, **given: str) -> str:
+    def _node(self, operator: str, inputs: list[str], name: str, **settings: str) -> str:
         output = f"{self.prefix}.{name}"
-        self.nodes.append(helper.make_node(operator, inputs, [output], output, **given))
+        self.nodes.append(helper.make_node(operator, inputs, [output], output, **settings))
         return output
 
     def _constant(self, name: str, value: NDArray[Any]) -> str:
@@ -113,12 +114,12 @@ class _Halves:
         )
         return self._node("BitwiseOr", [*high], f"{name}.high"), self._node("BitwiseOr", [*low], f"{name}.low")
 
-    def _zero_points(self, given: str, columns: int, blocks: int) -> tuple[str, str]:
+    def _zero_points(self, points: str, columns: int, blocks: int) -> tuple[str, str]:
         """Zero points of the halves; 8 and 0 where the product has none, as 128 is its own."""
-        if not given:
+        if not points:
             return "", self._constant("zero", np.zeros((columns, (blocks + 1) // 2), np.uint8))
         shape = self._constant("shape", np.array([columns, blocks]))
-        zeros = self._node("Reshape", [given, shape], "zeros")
+        zeros = self._node("Reshape", [points, shape], "zeros")
         if blocks % 2:  # a byte holds two
             pad = self._constant("pad", np.zeros((columns, 1), np.uint8))
             self.nodes.append(helper.make_node("Concat", [zeros, pad], [f"{zeros}.even"], f"{zeros}.even", axis=1))

@@ -18,10 +18,10 @@ from onnx import numpy_helper
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.packed_weight import attributes
 
-COLUMNS = 2  # axis of what a product makes: batch, seq, columns
-HEADS, AXES = 2, 4  # before heads are turned: batch, seq, heads, width
+COLUMN_AXIS = 2  # axis of what a product makes: batch, seq, columns
+HEADS_AXIS, SHAPE_AXES = 2, 4  # before heads are turned: batch, seq, heads, width
 TURN = [0, 2, 1, 3]
-NAMES = re.compile(r"blocks\.\d+\.attn\.hook_[qkv]")
+HEAD_NAMES = re.compile(r"blocks\.\d+\.attn\.hook_[qkv]")
 INFERRED = -1  # in a shape: as many as there are
 
 
@@ -30,7 +30,6 @@ class Turned:
     """A `Split`, and the nodes that make heads of each of its outputs.
 
     Attributes:
-        split: its index.
         reshapes, transposes: indices, in the order of the outputs.
         sizes: heads of each; none where all have as many.
     """
@@ -71,8 +70,8 @@ def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks
     """A `Split` of [batch, seq, columns] whose outputs become heads only; None of any other."""
     split = flow.nodes[at]
     columns = _array(split.input[1], tensors) if len(split.input) > 1 else np.zeros(0, np.int64)
-    known = {ranks[name] for name in split.output if name in ranks}
-    if columns is None or known != {COLUMNS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMNS):
+    dimensions = {ranks[name] for name in split.output if name in ranks}
+    if columns is None or dimensions != {COLUMN_AXIS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMN_AXIS):
         return None
     reshapes = [_only_reader(flow, name, "Reshape") for name in split.output]
     transposes = [None if i is None else _only_reader(flow, flow.nodes[i].output[0], "Transpose") for i in reshapes]
@@ -81,7 +80,7 @@ def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks
     if len(pairs) < len(split.output) or len(ways) > 1 or _perm(flow.nodes[pairs[0][1]]) != TURN:
         return None
     heads, width = _end(flow, flow.nodes[pairs[0][0]].input[1], tensors)
-    named = all(NAMES.fullmatch(flow.nodes[j].output[0]) for _, j in pairs)
+    named = all(HEAD_NAMES.fullmatch(flow.nodes[j].output[0]) for _, j in pairs)
     if not named or heads != INFERRED or width < 1:
         return None
     sizes = tuple(int(count) // width for count in columns)
@@ -100,11 +99,11 @@ def _only_reader(flow: Dataflow, name: str, op_type: str) -> int | None:
 def _end(flow: Dataflow, shape: str, tensors: dict[str, onnx.TensorProto]) -> tuple[int, int]:
     """The last two numbers of a shape; zeros where they are not constant."""
     node = flow.producer(shape)
-    names = [shape] if node is None else list(node.input[HEADS:]) if node.op_type == "Concat" else []
+    names = [shape] if node is None else list(node.input[HEADS_AXIS:]) if node.op_type == "Concat" else []
     arrays = [_array(name, tensors) for name in names]
     numbers = [int(number) for array in arrays if array is not None for number in array]
-    whole = len(numbers) == (AXES if node is None else len(names))
-    return (numbers[-2], numbers[-1]) if whole and len(numbers) > 1 else (0, 0)
+    constant = len(numbers) == (SHAPE_AXES if node is None else len(names))
+    return (numbers[-2], numbers[-1]) if constant and len(numbers) > 1 else (0, 0)
 
 
 def _array(name: str, tensors: dict[str, onnx.TensorProto]) -> NDArray[np.int64] | None:
@@ -128,5 +127,5 @@ def _together(nodes: Sequence[onnx.NodeProto], turned: Turned) -> tuple[onnx.Nod
     split.output[:] = [nodes[at].output[0] for at in turned.transposes]
     for attribute in split.attribute:
         if attribute.name == "axis":
-            attribute.i = TURN.index(HEADS)
+            attribute.i = TURN.index(HEADS_AXIS)
     return reshape, transpose, split

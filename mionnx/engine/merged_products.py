@@ -25,10 +25,10 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.packed_weight import LEVEL, attributes
 
-PRODUCT, COLUMNS = "MatMulNBits", "N"
-PARTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points
-KEYS = {"location", "offset", "length"}  # others tell of packed weights
-MOST = 4  # inputs of a product that has no bias and no order
+PRODUCT, COLUMN_COUNT = "MatMulNBits", "N"
+WEIGHT_INPUTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points
+PLACE_KEYS = {"location", "offset", "length"}  # others tell of packed weights
+MOST_INPUTS = 4  # inputs of a product that has no bias and no order
 TILE = 16  # columns that a kernel computes together, at most
 
 
@@ -37,7 +37,6 @@ class Place:
     """Bytes of a tensor in a file.
 
     Attributes:
-        file: its name.
         begin, end: the first of the bytes, and the first after them.
         tail: sizes of all axes but the first.
     """
@@ -52,7 +51,7 @@ class Place:
         """The place of a tensor with more than one axis; None for any other."""
         entries = {item.key: item.value for item in tensor.external_data}
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if not external or len(tensor.dims) < 2 or "length" not in entries or entries.keys() - KEYS:
+        if not external or len(tensor.dims) < 2 or "length" not in entries or entries.keys() - PLACE_KEYS:
             return None
         begin = int(entries.get("offset", "0"))
         return cls(entries["location"], begin, begin + int(entries["length"]), tuple(tensor.dims[1:]))
@@ -63,11 +62,7 @@ class Place:
 
 
 def with_merged(model: Path | bytes) -> Path | bytes:
-    """A model with products and heads merged, or halved; as it is given where none is.
-
-    Args:
-        model: a file, or the bytes of a model.
-    """
+    """A model with products and heads merged, or halved; as it is given where none is."""
     if isinstance(model, Path):
         with model.open("rb") as file:
             if not _mentioned(file):
@@ -100,7 +95,7 @@ def merge_products(model: onnx.ModelProto) -> int:
     for at, node in enumerate(graph.node):
         places = _places(node, tensors)
         if places is not None:
-            settings = {name: value for name, value in attributes(node).items() if name != COLUMNS}
+            settings = {name: value for name, value in attributes(node).items() if name != COLUMN_COUNT}
             groups[node.input[0], len(places), *sorted(settings.items())].append((at, places))
     runs = [run for group in groups.values() for run in _runs(group)]
     merged = {min(run): _merged([graph.node[at] for at in run], tensors, graph) for run in runs}
@@ -115,12 +110,12 @@ def merge_products(model: onnx.ModelProto) -> int:
 
 def _places(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> list[Place] | None:
     """Places of the parts of a product's weight; None of a node that is not merged."""
-    if node.op_type != PRODUCT or len(node.input) > MOST or not all(node.input):
+    if node.op_type != PRODUCT or len(node.input) > MOST_INPUTS or not all(node.input):
         return None
     settings = attributes(node)
-    if settings.get(LEVEL, 0) != ROUNDING_LEVEL or settings[COLUMNS] % TILE:
+    if settings.get(LEVEL, 0) != ROUNDING_LEVEL or settings[COLUMN_COUNT] % TILE:
         return None
-    places = [Place.of(tensors[name]) if name in tensors else None for name in node.input[PARTS]]
+    places = [Place.of(tensors[name]) if name in tensors else None for name in node.input[WEIGHT_INPUTS]]
     return None if None in places else [place for place in places if place is not None]
 
 
@@ -141,15 +136,15 @@ def _merged(
 ) -> tuple[onnx.NodeProto, onnx.NodeProto]:
     """One product, and the `Split` of its result; their tensors are added to the graph."""
     parts = [_joined([tensors[node.input[place]] for node in nodes]) for place in range(1, len(nodes[0].input))]
-    columns = [attributes(node)[COLUMNS] for node in nodes]
+    columns = [attributes(node)[COLUMN_COUNT] for node in nodes]
     output = f"{nodes[0].output[0]}.merged"
     sizes = numpy_helper.from_array(np.array(columns, np.int64), f"{output}.columns")
     graph.initializer.extend([*parts, sizes])
     product = onnx.NodeProto.FromString(nodes[0].SerializeToString())
-    product.input[PARTS] = [part.name for part in parts]
+    product.input[WEIGHT_INPUTS] = [part.name for part in parts]
     product.output[:] = [output]
     for attribute in product.attribute:
-        if attribute.name == COLUMNS:
+        if attribute.name == COLUMN_COUNT:
             attribute.i = sum(columns)
     outputs = [node.output[0] for node in nodes]
     return product, helper.make_node("Split", [output, sizes.name], outputs, f"{output}.split", axis=-1)

@@ -16,7 +16,7 @@ from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Operator, Program
 from mionnx.engine.kernels import without_kernel
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options, known_providers
-from mionnx.engine.placement import RECORD, providers_of
+from mionnx.engine.placement import RECORD_ASSIGNMENT, providers_of
 from mionnx.engine.rolling_cache import RollingCache
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
@@ -45,12 +45,7 @@ return session.run(None, feeds)[0]"""
 
 
 class OrtProgram(Program):
-    """A session.
-
-    Attributes:
-        native: the `onnxruntime.InferenceSession`.
-        options: settings that it was opened with.
-    """
+    """A session."""
 
     def __init__(self, session: onnxruntime.InferenceSession, options: Options) -> None:
         self.native, self.options, self.place = session, options, options.place
@@ -253,7 +248,7 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.graph_optimization_level = OPTIMISATION[options.level]
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     settings.add_session_config_entry(STOP_SPINNING, "1")
-    settings.add_session_config_entry(RECORD, "1")
+    settings.add_session_config_entry(RECORD_ASSIGNMENT, "1")
     if options.provider_name() == PROVIDERS["cpu"]:
         share_arena(settings)
     return settings

@@ -33,11 +33,7 @@ SNIPPETS = "SNIPPETS_MODE"
 
 
 class OpenVinoProgram(Program):
-    """A compiled model.
-
-    Attributes:
-        native: the `openvino.CompiledModel`.
-    """
+    """A compiled model."""
 
     def __init__(self, compiled: Any, inputs: Mapping[str, Input], defaults: Mapping[str, Any]) -> None:
         self.native, self.defaults = compiled, defaults
@@ -53,9 +49,9 @@ class OpenVinoProgram(Program):
         try:
             request = self._request()
             results = request.infer(arrays, share_inputs=True, share_outputs=True)
-            found = {name: np.array(results[self._outputs[name]]) for name in outputs}
+            values = {name: np.array(results[self._outputs[name]]) for name in outputs}
             self._idle.append(request)
-            return found
+            return values
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"OpenVINO failed while running the model: {error}") from error
 
@@ -119,11 +115,7 @@ class OpenVino(Engine):
         return OpenVinoProgram(compiled, inputs, defaults)
 
     def _weights(self, folder: Path, proto: onnx.ModelProto) -> Path:
-        """A folder of this process that holds a model's weight files.
-
-        Raises:
-            ModelError: they can be neither linked nor copied.
-        """
+        """A folder of this process that holds a model's weight files."""
         key = folder.resolve()
         scratch = self._folders[key] = self._folders.get(key) or tempfile.TemporaryDirectory()
         for name in onnx_file.locations(proto):

@@ -11,7 +11,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-LEVELS = ("none", "basic", "extended", "all")
+OPTIMISATION_LEVELS = ("none", "basic", "extended", "all")
 ACCURACY_LEVELS = (None, 0, 4)
 CUDA_GRAPH, TF32 = "enable_cuda_graph", "use_tf32"
 MOST_THREADS = 1024
@@ -69,20 +69,16 @@ def _meant(provider: str, available: Sequence[str]) -> str:
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
 
 
-def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
-    """Refuse options that a provider does not have.
-
-    Raises:
-        InputError: an unknown name, or a device that is no number.
-    """
+def check_provider_options(provider: str, options: Mapping[str, str | int]) -> None:
+    """Refuse options that a provider does not have."""
     names = KNOWN.get(provider)
-    for name in given:
+    for name in options:
         if names is not None and name not in names:
             there = f"it has {', '.join(names)}" if names else "it has none"
             raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, names)}")
-    number = str(given.get(DEVICE_ID, 0))
+    number = str(options.get(DEVICE_ID, 0))
     if not number.isdigit():
-        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {given[DEVICE_ID]!r}")
+        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {options[DEVICE_ID]!r}")
 
 
 @typed(InputError)
@@ -137,14 +133,8 @@ class Options:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no session can be opened with.
-
-        Raises:
-            InputError: a level that there is not, a number out of its range, an option that the provider does
-                not have, or CUDA graphs where there are none.
-        """
-        if self.level not in LEVELS:
-            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
+        if self.level not in OPTIMISATION_LEVELS:
+            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(OPTIMISATION_LEVELS)}")
         self._check_numbers()
         if self.accuracy_level not in ACCURACY_LEVELS:
             raise InputError(f"accuracy_level={self.accuracy_level}; 0 (floats), 4 (8 bits), or None, the file's own")
@@ -185,11 +175,7 @@ class Options:
         return int(self.provider_options.get(DEVICE_ID, 0))
 
     def provider_name(self) -> str:
-        """The provider's full name.
-
-        Raises:
-            RuntimeMissingError: the installed ONNX Runtime does not have it.
-        """
+        """The provider's full name."""
         name, available = self.full_provider, installed_providers()
         if name not in available:
             raise RuntimeMissingError(

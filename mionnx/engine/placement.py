@@ -16,10 +16,10 @@ from mionnx.engine.device_graph import shape_values
 from mionnx.engine.kernels import has_kernel
 from mionnx.machine.caller import caller_level
 
-RECORD = "session.record_ep_graph_assignment_info"
-CPU = "CPUExecutionProvider"
+RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+CPU_PROVIDER = "CPUExecutionProvider"
 CONTROL = ("If", "Loop", "Scan")
-SHOWN = 5  # operators that a message names
+SHOWN_OPERATORS = 5  # operators that a message names
 
 
 class FallbackWarning(UserWarning):
@@ -43,7 +43,7 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
     named = {node.name: node for node in _nodes(model.graph) if node.name}
     shapes = shape_values(model.graph)
     operators = []
-    for one in providers_of(session).get(CPU, []):
+    for one in providers_of(session).get(CPU_PROVIDER, []):
         node = named.get(one.name)
         if node is None:  # made by an optimisation, of shapes too
             computes = not has_kernel((one.domain, one.op_type), provider)
@@ -55,7 +55,6 @@ def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, p
 
 
 def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes of a graph and of those inside of it."""
     inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
     return [*graph.node, *(node for one in inner for node in _nodes(one))]
 
@@ -64,8 +63,8 @@ def named(nodes: list[tuple[str, str]]) -> str:
     """Operators, how often each, and a node's name: "Mod (2 nodes, "v_Mod_7")"."""
     first = dict(reversed(nodes))
     counts = Counter(kind for kind, _ in nodes).most_common()
-    shown = [f"{kind} ({count} node{'s' * (count > 1)}, {first[kind]!r})" for kind, count in counts[:SHOWN]]
-    more = [f"{len(counts) - SHOWN} more operators"] if len(counts) > SHOWN else []
+    shown = [f"{kind} ({count} node{'s' * (count > 1)}, {first[kind]!r})" for kind, count in counts[:SHOWN_OPERATORS]]
+    more = [f"{len(counts) - SHOWN_OPERATORS} more operators"] if len(counts) > SHOWN_OPERATORS else []
     return ", ".join([*shown, *more])
 
 

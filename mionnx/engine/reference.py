@@ -19,11 +19,7 @@ from mionnx.graph.validate import graphs
 
 
 class ReferenceProgram(Program):
-    """An evaluator.
-
-    Attributes:
-        native: the `onnx.reference.ReferenceEvaluator`.
-    """
+    """An evaluator."""
 
     def __init__(self, evaluator: ReferenceEvaluator, model: onnx.ModelProto) -> None:
         self.native, self.inputs = evaluator, inputs_of(model)

@@ -19,7 +19,7 @@ from onnx import helper
 from mionnx.engine.cuda_graphs import Replay
 from mionnx.engine.device import CPU, Device, fetch, run_options
 
-COLUMNS = 2  # the axis of keys and values, [batch, heads, columns, width]
+PAST_AXIS = 2  # the axis of keys and values, [batch, heads, columns, width]
 FIRST = 1  # id of the only CUDA graph of the second session
 Arrays = dict[str, NDArray[Any]]
 
@@ -28,12 +28,9 @@ class RollingCache:
     """A program with a past of a fixed number of columns.
 
     Args:
-        session: of the model.
         outputs: names to fetch, those of the next past among them.
         feeds: arrays of one step, the past padded on the left.
         present: output -> the input that takes it in the next step.
-        place: where they are.
-        number: id of the CUDA graph.
         free: list of its program's caches of this shape that no generation uses.
     """
 
@@ -58,9 +55,6 @@ class RollingCache:
     def step(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
         """Run one step.
 
-        Args:
-            feeds: arrays of all inputs but the past.
-
         Returns:
             output -> array, without the past.
         """
@@ -72,7 +66,7 @@ class RollingCache:
     def past(self, columns: int) -> Arrays:
         """The last columns of the past: input -> array."""
         arrays = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
-        return {name: array[:, :, array.shape[COLUMNS] - columns :].copy() for name, array in arrays.items()}
+        return {name: array[:, :, array.shape[PAST_AXIS] - columns :].copy() for name, array in arrays.items()}
 
 
 def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
@@ -80,12 +74,11 @@ def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
 
     Args:
         array: [batch, heads, columns so far, width].
-        columns: after padding.
     """
     shape = list(array.shape)
-    shape[COLUMNS] = columns
+    shape[PAST_AXIS] = columns
     wide = np.zeros(shape, array.dtype)
-    wide[:, :, columns - array.shape[COLUMNS] :] = array
+    wide[:, :, columns - array.shape[PAST_AXIS] :] = array
     return wide
 
 
@@ -97,7 +90,7 @@ def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceS
         for name in ("long", "short")
     )
     nodes = [helper.make_node("Slice", [f"long.{i}", "one", "end", "axis"], [f"short.{i}"]) for i in range(count)]
-    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": COLUMNS}
+    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": PAST_AXIS}
     constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in numbers.items()]
     graph = helper.make_graph(nodes, "move", long, short, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

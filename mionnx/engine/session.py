@@ -17,7 +17,7 @@ import onnxruntime
 
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
-from mionnx.engine.halved_products import HALVES
+from mionnx.engine.halved_products import HALVES_PREFIX
 from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
@@ -49,16 +49,10 @@ def open_session(
     options: Options,
     without: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
-    """Open a session.
-
-    Args:
-        model: a file, or the bytes of a model.
-        settings: of the session, with `placement.RECORD`.
-        without: optimisations to leave out, besides.
-    """
+    """Open a session."""
     if options.provider_name() == PROVIDERS["cpu"]:
         merged = model if options.level == "none" else with_merged(model)
-        if isinstance(merged, bytes) and HALVES.encode() in merged:  # which folding computes once
+        if isinstance(merged, bytes) and HALVES_PREFIX.encode() in merged:  # which folding computes once
             without = [one for one in without if one != FOLDING]
         return _session(merged if isinstance(merged, bytes) else str(merged), folder, settings, options, without)
     proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)

@@ -33,11 +33,7 @@ def node_folder() -> Path | None:
 
 
 class WebProgram(Program):
-    """A process of Node's that has one model open.
-
-    Attributes:
-        native: the `subprocess.Popen`.
-    """
+    """A process of Node's that has one model open."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.inputs = inputs_of(model)

@@ -36,11 +36,7 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
 
 
 def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
-    """The same model with all products of blocks at one level; as it is for None.
-
-    Raises:
-        InputError: it has no such products.
-    """
+    """The same model with all products of blocks at one level; as it is for None."""
     if level is None:
         return hooked
     proto, products = at_accuracy_level(hooked.proto, level)

@@ -23,17 +23,12 @@ def adopt(
 
     Args:
         source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
-        target: the folder to make.
-        file: the name of the file, where there are several.
-        progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the source's under another name.
-        version: of a repository of the Hub.
 
     Returns:
         `exporters.adopt.assemble.Adopted`: the file, hook points, expanded operators, laws and notes.
 
     Raises:
-        ModelError: nothing is there, nor on the Hub.
         ExportError: the target exists, onnx_ir is not installed, or the file is no decoder that is understood.
     """
     if target.exists():
@@ -55,9 +50,6 @@ def check_laws(folder: Path) -> Any:
 
     Returns:
         a list of `exporters.adopt.self_check.LawResult`.
-
-    Raises:
-        ExportError: onnx_ir is not installed, or the model does not run.
     """
     try:
         return foreign_exporter().check(folder)

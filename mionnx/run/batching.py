@@ -7,7 +7,7 @@ from mionnx.errors import InputError, MIError
 from mionnx.machine.progress import shown, silence
 
 AUTO = "auto"
-TOKENS = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
+PER_BATCH = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
 NAMED = 4  # rows of a batch that a message names
 
 BatchSize = int | str | None
@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 
 def check_batch_size(size: BatchSize) -> None:
-    """Refuse a batch size that is none.
-
-    Raises:
-        InputError: neither None nor "auto" nor a number above 0.
-    """
+    """Refuse a batch size that is none."""
     number = isinstance(size, int) and not isinstance(size, bool) and size > 0
     if not (number or size in (None, AUTO)):
         raise InputError(f"batch_size={size!r}: a number of rows, or {AUTO!r}")
@@ -35,7 +31,6 @@ def batches_of(
     stands alone.
 
     Args:
-        lengths: tokens of each row.
         batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
         padded: whether rows of unequal length may be in one batch.
         fitting: of "auto", tokens of the longest row -> rows of a batch that memory has room for.
@@ -62,8 +57,7 @@ def batches_of(
 
 
 def _most(length: int, fitting: Fitting | None) -> int:
-    """Rows of a batch whose longest row has this many tokens."""
-    most = TOKENS // max(1, length)
+    most = PER_BATCH // max(1, length)
     return max(1, most if fitting is None else min(most, fitting(length)))
 
 
@@ -82,7 +76,6 @@ def in_batches(
     Args:
         batch_size: most rows of a batch, or "auto"; None for one batch of all.
         run: runs the rows of these indices, and gives a result for each of them.
-        stage: the name of this work, for its progress.
         padded, fitting: see `batches_of`.
         progress: see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True.
 
@@ -90,7 +83,6 @@ def in_batches(
         the results, in the order of `lengths`.
 
     Raises:
-        InputError: a batch size that is none.
         MIError: as `run` raises it, with the rows of the batch named.
 
     Example:
@@ -108,11 +100,11 @@ def in_batches(
                 if len(batches) == 1:
                     raise
                 raise type(error)(f"{rows_text(rows)} of {count}: {error}") from error
-            show(told(stage, batches), len(results), count)
+            show(stage_text(stage, batches), len(results), count)
     return [results[row] for row in range(count)]
 
 
-def told(stage: str, batches: Sequence[Sequence[int]]) -> str:
+def stage_text(stage: str, batches: Sequence[Sequence[int]]) -> str:
     """A stage's name with the sizes of its batches: "forward (8 batches of up to 341 rows)"."""
     return f"{stage} ({len(batches)} batches of up to {max(map(len, batches), default=0)} rows)"
 

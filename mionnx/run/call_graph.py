@@ -16,8 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mionnx.bind.bound_spec import ALL as ALL_LOGITS
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL_LOGITS, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import Options
@@ -55,7 +54,6 @@ def open_call(
 
     Args:
         batch: the tokens; one text of several tokens if left out.
-        outputs: those that are fetched.
         continues: whether calls of one token follow.
     """
     model, options = bound.model, graphs.options
@@ -87,9 +85,6 @@ def with_fused(
     """The plan with those operators of its file that are right for a call.
 
     The engine must compute them too.
-
-    Args:
-        batch, outputs, continues: see `open_call`.
     """
     metadata = model.metadata
     if not (options.fused and (metadata.fused or metadata.stock)) or plan.starts or plan.gradients:
@@ -128,6 +123,5 @@ def kind_of(batch: TokenBatch) -> int | None:
 
 
 def _attends(batch: TokenBatch) -> bool:
-    """Whether fused attention is right for a call."""
     past = batch.total - batch.seq
     return not batch.padded and (past == 0 or batch.seq == 1 or batch.batch == 1)

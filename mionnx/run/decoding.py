@@ -7,12 +7,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.engine.engine import Program
+from mionnx.engine.rolling_cache import padded
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -27,12 +29,11 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook, HookFunction, Where, register
 from mionnx.run.open_graphs import OpenGraphs
 from mionnx.run.pass_memory import refuse_too_large
-from mionnx.run.rolling_steps import Rolling, rolls
 from mionnx.run.sampling import Sampling
 from mionnx.run.segment_chain import SegmentChain
 from mionnx.run.stopping import Stopping
 
-LOGITS = HookPoint.Logits.name
+ROUND = 64  # columns of keys, past and new, are a multiple of this where steps have one shape
 
 
 class Passes:
@@ -51,7 +52,8 @@ class Passes:
         """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
-        all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
+        cuts, logits = () if functions is None else functions.names, HookPoint.Logits
+        all_logits = keeps_logits or bound.touches(logits) or logits.name in cuts
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
         refuse_too_large(self.bound, batch, use_cache=True)
         self.batch, self.keeps_logits = batch, keeps_logits
@@ -100,7 +102,6 @@ class Passes:
     def _segments(
         self, chain: SegmentChain, functions: StepFunctions, outputs: Sequence[str], inputs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Run a graph that is cut at hook points, with functions called in between."""
         return chain.run({*outputs}, inputs, partial(functions.call, self.bound.model, self.batch, self.step))
 
     def _values(self) -> dict[str, NDArray[Any]]:
@@ -122,12 +123,62 @@ class Passes:
         return cache
 
 
-class StepFunctions:
-    """Python functions at hook points, called at every step of a generation.
+def rolls(program: Program, bound: BoundSpec, batch: TokenBatch) -> bool:
+    """Whether the steps from here on can be calls of one shape.
 
-    Attributes:
-        names: of the hook points, in execution order.
+    What has an axis of keys is another shape at every step, and its columns are those of the text.
     """
+    if not program.rolls or bound.model.metadata.recurrent or batch.final_lengths is None:
+        return False
+    axes = [*(edit.axes for edit, _ in bound.edits), *(capture.node.axes for capture in bound.captures)]
+    return not any("seq_k" in one for one in axes)
+
+
+class Rolling:
+    """The steps of one generation, from its second pass on.
+
+    Args:
+        outputs: names to fetch, those of the next past among them.
+        inputs: of the first such step.
+        present_to_past: output -> the input that takes it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        outputs: Sequence[str],
+        inputs: Mapping[str, Any],
+        present_to_past: Mapping[str, str],
+        batch: TokenBatch,
+    ) -> None:
+        assert batch.final_lengths is not None  # as `rolls` says
+        left = int((batch.final_lengths - batch.lengths).max())
+        self.columns = -(-(batch.total + left) // ROUND) * ROUND
+        self.names = {*present_to_past.values()}
+        past = {name: padded(np.asarray(inputs[name]), self.columns - 1) for name in self.names}
+        self.cache = program.rolling(outputs, {**self._others(inputs, batch), **past}, present_to_past)
+        self.inputs = program.inputs
+        finalize(self, self.cache.free.append, self.cache)
+
+    def _others(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
+        """The inputs besides the past, the mask padded as that is."""
+        mask = np.zeros((batch.batch, self.columns), np.int64)
+        mask[:, self.columns - batch.total :] = batch.attention_mask
+        others = {name: np.asarray(value) for name, value in inputs.items() if name not in self.names}
+        return {**others, "attention_mask": mask}
+
+    def step(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
+        """Run one step: output -> array, without the past."""
+        others = self._others(inputs, batch)
+        return self.cache.step({name: value for name, value in others.items() if name in self.inputs})
+
+    def past(self, batch: TokenBatch) -> dict[str, NDArray[Any]]:
+        """Keys and values after the steps so far: input -> array."""
+        return self.cache.past(batch.total)
+
+
+class StepFunctions:
+    """Python functions at hook points, called at every step of a generation."""
 
     def __init__(self, model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> None:
         self.functions = register(model, fwd_hooks)
@@ -165,9 +216,6 @@ class Growth:
     """The way in which texts grow.
 
     Attributes:
-        sampling: chooses tokens.
-        stopping: ends rows.
-        tokenizer: of the model, if it has one.
         pad: the token that rows which have ended are fed.
         seed: of the sampling; None for another one at every call.
     """

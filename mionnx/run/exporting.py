@@ -17,11 +17,11 @@ from mionnx.machine.progress import Progress
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.quantise.settings import Quantisation
-from mionnx.run.model_dtype import AUTO, Unsaid
+from mionnx.run.model_dtype import AUTO_DTYPE, Unsaid
 from mionnx.run.source_path import advice, is_hooked
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
-FLOATS = ".floats"  # folder of the model that is quantised, while it is
+FLOATS_FOLDER = ".floats"  # folder of the model that is quantised, while it is
 FOREIGN, FOREIGN_MODULE = "onnx", "exporters.adopt"  # entry point of the exporter of foreign ONNX files
 EXPORT = f"exporting a checkpoint needs torch and transformers: {install('export')}"
 NEEDED = {
@@ -31,11 +31,7 @@ NEEDED = {
 
 
 def foreign_exporter() -> ModuleType:
-    """The exporter of foreign ONNX files.
-
-    Raises:
-        ExportError: none is installed.
-    """
+    """The exporter of foreign ONNX files."""
     for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
         return entry.load()
     raise ExportError("no exporter of foreign ONNX files is installed")
@@ -45,7 +41,6 @@ def exporter_for(folder: Path) -> ModuleType:
     """The installed exporter that knows a checkpoint.
 
     Raises:
-        ExportError: none does.
         ModelError: its config lies outside the folder, or is no regular file.
     """
     installed = list(entry_points(group="mionnx.exporters"))
@@ -73,7 +68,7 @@ def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
     own, names = f"int{bits}", [f"int{one.bits}" for one in BLOCKS.values()]
     if own not in names:
         raise ExportError(f"{folder} holds integers of {bits} bits; of {' and '.join(names)} are read")
-    if isinstance(dtype, Unsaid) or dtype == AUTO:
+    if isinstance(dtype, Unsaid) or dtype == AUTO_DTYPE:
         return own
     if dtype in BLOCKS and dtype != own:
         raise ExportError(f"dtype={dtype!r}, but {folder} holds {own} already: leave dtype out, or give float32")
@@ -86,9 +81,6 @@ def export(
     """Export a checkpoint into a new folder; a temporary folder is renamed into place.
 
     Args:
-        folder, target: of the checkpoint, and of the hooked model.
-        dtype: of the exported model.
-        progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
         graph_only: export the config alone, without weights.
 
@@ -102,11 +94,9 @@ def export(
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
         write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
-        made = HookedModel.open(partial, check="none").metadata.weight_dtype
-        if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
-            raise ExportError(
-                f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
-            )
+        own = HookedModel.open(partial, check="none").metadata.weight_dtype
+        if dtype not in (own, AUTO_DTYPE):  # a foreign ONNX file computes in its own
+            raise ExportError(f"{folder} computes in {own}, and is not converted to {dtype}: give dtype {own} or auto")
         if copy:
             copy_links(partial, progress)
 
@@ -114,46 +104,43 @@ def export(
 def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
-    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
-
-    Raises:
-        ExportError: see `export`.
-        ModelError: a model with no weights to quantise.
-    """
+    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32."""
     if dtype not in BLOCKS:
         _write(exporter, folder, target, dtype, progress, function)
         return
     if function != "export":
         raise ExportError(f"{folder}: a graph without weights has none to be {dtype}: leave out the dtype")
-    floats = target / FLOATS
+    floats = target / FLOATS_FOLDER
     floats.mkdir()
     try:
-        own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
+        own = (
+            AUTO_DTYPE if exporter.__name__ == foreign_exporter().__name__ else "float32"
+        )  # a foreign file has its own
         if hasattr(exporter, "export_packed"):
-            given = _called(exporter.export_packed, folder, floats, progress)
+            blocks = _called(exporter.export_packed, folder, floats, progress)
         else:
-            given = {}
+            blocks = {}
             _write(exporter, folder, floats, own, progress, function)
         hooked = HookedModel.open(floats, check="none")
-        quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, given), progress, given)
+        quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, blocks), progress, blocks)
     finally:
         shutil.rmtree(floats, ignore_errors=True)
 
 
 def _settings(
-    exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, given: Mapping[str, GivenBlocks]
+    exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, blocks: Mapping[str, GivenBlocks]
 ) -> Quantisation:
     """Settings of the blocks of a checkpoint; one of integers is left as it is."""
     settings = BLOCKS[dtype]
     if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
-        one = next(iter(given.values()), None)
+        one = next(iter(blocks.values()), None)
         form: dict[str, Any] = {}
         if one is not None:
             form = {"block_size": one.block_size, "symmetric": not one.zero_points}
         return replace(settings, keep=("*",), embedding=False, unembedding=False, **form)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
-        held = {tensor.name for tensor in hooked.proto.graph.initializer}
-        return replace(settings, in_8_bits=tuple(sorted(held.intersection(exporter.wide_weights(folder)))))
+        names = {tensor.name for tensor in hooked.proto.graph.initializer}
+        return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings
 
 
@@ -166,10 +153,10 @@ def _write(
     _called(export, folder, target, dtype, progress)
 
 
-def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
+def _called(export: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     try:
         with boundary(ExportError, f"cannot export {folder}"):
-            return export(folder, *given)
+            return export(folder, *arguments)
     except ImportError as error:
         # A checkpoint's exporter uses onnx_ir too, and torch comes with it.
         named = "" if export.__module__ != FOREIGN_MODULE and error.name == "onnx_ir" else str(error.name)
@@ -187,11 +174,7 @@ def copy_links(folder: Path, progress: Progress) -> None:
 
 
 def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
-    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model.
-
-    Raises:
-        ExportError: see `export`.
-    """
+    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model."""
     if not folder.is_dir():
         raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
     if (folder / GRAPH).exists() and not is_hooked(folder / GRAPH):

@@ -30,7 +30,7 @@ from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
 from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
 
-LONGEST = 100  # characters of a model's name in the store
+LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
 
@@ -54,11 +54,7 @@ def find_model(
     """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
     Args:
-        source: a hooked model's folder, a checkpoint's folder, a shipped model's name, or a Hub id.
-        dtype: what a checkpoint is exported as.
-        progress: of downloading and exporting.
         refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
-        version: of a repository of the Hub.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
@@ -86,13 +82,10 @@ def open_model(
     An export in the store that is damaged is made again, unless another process uses it, and that is said.
 
     Args:
-        source, dtype, refuse, version: see `find_model`.
         check: how its weights are compared with what was exported, see `HookedModel.open`.
-        progress: of downloading, exporting and reading.
 
     Raises:
         ModelError: nothing there, or damaged.
-        ExportError: a checkpoint that cannot be exported.
     """
     folder = find_model(source, dtype, progress, refuse, version)
     try:
@@ -119,10 +112,8 @@ def checkpoint_folder(
     the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
 
     Args:
-        source: see `find_model`.
         file: the name of the file, where the folder or repository has several models.
         version: of a repository of the Hub; its folder also of a folder here.
-        progress: of downloading.
         weights: download weights; without them it is what a graph alone is made of.
     """
     name = str(source)
@@ -134,12 +125,7 @@ def checkpoint_folder(
 
 
 def part_of(folder: Path, version: Version) -> Path:
-    """The model's folder in a folder here.
-
-    Raises:
-        InputError: a revision is given, and only a repository of the Hub has some.
-        ModelError: no such folder.
-    """
+    """The model's folder in a folder here."""
     if version.revision is not None:
         raise InputError(f"revision={version.revision!r}, but {folder} lies here: a revision is of a model of the Hub")
     return folder_in(folder, version.subfolder)
@@ -153,11 +139,9 @@ def hub_folder(
     Args:
         name: of its repository, or of a GGUF or `.pth` file in it.
         file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-        version, progress, weights: see `checkpoint_folder`.
 
     Raises:
         ModelError: there is no such model, none can be had, or a folder here was mistyped.
-        ExportError: no such file.
     """
     one, names = names_file(name), [*shipped_models(), *PACKAGED]
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
@@ -172,15 +156,15 @@ def hub_folder(
     source = Repository(repository, version, progress, missing(name, names))
     if one:
         return download_file(source, single)
-    return download(source, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
+    return download(source, lambda files: foreign_exporter().pick(files, file, name), file is not None, weights)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
     dtype = dtype_of(exporter, folder, dtype)
     named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
-    name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
-    return _kept(name, lambda target: write(exporter, folder, target, dtype, progress))
+    name = f"{named.name[:LONGEST_NAME]}-{_fingerprint(folder, dtype, exporter)}"
+    return _in_store(name, lambda target: write(exporter, folder, target, dtype, progress))
 
 
 def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
@@ -190,18 +174,15 @@ def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
     text = json.dumps([str(folder.resolve()), facts, dtype, source_digest("mionnx.quantise", *EXPORTING)])
     key = hashlib.sha256(text.encode()).hexdigest()[:KEY]
     hooked = HookedModel.open(folder)
-    return _kept(
-        f"{hooked.name[:LONGEST]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
+    return _in_store(
+        f"{hooked.name[:LONGEST_NAME]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
     )
 
 
-def _kept(name: str, make: Callable[[Path], None]) -> Path:
+def _in_store(name: str, make: Callable[[Path], None]) -> Path:
     """A model's folder in the store, made if need be.
 
     Where the store cannot be written, it is a temporary folder that lasts as long as this process.
-
-    Raises:
-        ExportError: neither can be written.
     """
     otherwise = "the model goes into a temporary folder that lasts as long as this process"
 
@@ -213,9 +194,9 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise
 
-    found = DiskCache(cache_folder()).folder(MODELS, name, into_the_store, otherwise)
-    if found is not None:
-        return found
+    entry = DiskCache(cache_folder()).folder(MODELS, name, into_the_store, otherwise)
+    if entry is not None:
+        return entry
     with _temporarily:
         try:
             target = temporary_folder() / name
@@ -239,9 +220,6 @@ def _linked(folder: Path) -> Path:
     """A folder of hard links to the files of a hooked model in the Hub's cache.
 
     ONNX Runtime follows no link out of a folder.
-
-    Raises:
-        ModelError: a link that leads elsewhere than into the Hub's cache.
     """
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
     key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:KEY]
@@ -253,7 +231,7 @@ def _linked(folder: Path) -> Path:
         except OSError as error:
             raise ModelError(f"cannot link or copy the files of {folder}: {error}") from error
 
-    return _kept(f"{folder.name[:LONGEST]}-{key}", make)
+    return _in_store(f"{folder.name[:LONGEST_NAME]}-{key}", make)
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:

@@ -14,7 +14,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import AUTO, TOKENS, BatchSize, in_batches
+from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, in_batches
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_pass import metric_feeds, run_pass
 from mionnx.run.hook_cache import HookCache
@@ -59,20 +59,15 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
     """Whether all rows run at once: they fit into memory, and few are padding."""
     if batch_size != AUTO or batch.batch == 1:
         return batch_size is None or batch.batch == 1
-    sparse = 2 * batch.real.sum() < batch.real.size > TOKENS
+    sparse = 2 * batch.real.sum() < batch.real.size > PER_BATCH
     return not sparse and batch.batch <= fitting(bound, batch.total - batch.seq, use_cache)(batch.seq)
 
 
 def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
-    """Run a list of prompts in batches; the results are those of one batch.
-
-    Raises:
-        InputError: as `forward`, and results that memory does not hold together.
-        InterventionError, GradientError: as `forward`, and values that the rows of batches cannot share.
-    """
-    rows = map_rows(model, request, lambda _, cache: cache, "forward", kept=True)
-    sizes, given = model.hooked.metadata.sizes, (request.tokens, request.attention_mask, request.past)
-    batch = make_token_batch(*given, sizes, request.prompt_length)
+    """Run a list of prompts in batches; the results are those of one batch."""
+    rows = map_rows(model, request, lambda _, cache: cache, "forward", keep=True)
+    sizes = model.hooked.metadata.sizes
+    batch = make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
     return joined(rows, bind_pass(model.binder, request.spec, request.logits, request.use_cache), batch)
 
 
@@ -83,25 +78,22 @@ def map_rows(
     stage: str,
     *,
     run: Run | None = None,
-    kept: bool = False,
+    keep: bool = False,
     progress: bool | None = None,
 ) -> list[T]:
     """Run a list of prompts in batches, and make something of the results of each.
 
     Args:
-        request: the pass.
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
-        stage: the name of this work, for its progress.
         run: runs one batch; a forward pass if left out.
-        kept: whether all results are kept, padded, so that memory must hold them together.
-        progress: see `in_batches`.
+        keep: whether all results are kept, padded, so that memory must hold them together.
 
     Returns:
         what `read` made, in the order given.
     """
     prompts = _Prompts.of(model, request)
     bound = prompts.bound
-    if kept:
+    if keep:
         refuse_all(bound, [max(prompts.rows.lengths)] * len(prompts.rows), prompts.rows.seen, request.use_cache)
     run_batch = run or partial(_forward, model, request)
 
@@ -126,8 +118,6 @@ class _Prompts:
     """The prompts of a request.
 
     Attributes:
-        bound: the request's spec.
-        rows: the prompts, without padding.
         batch: all of them as one batch, where the spec has something by row; its effects are known then.
     """
 

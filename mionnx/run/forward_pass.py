@@ -36,7 +36,6 @@ def run_pass(
     """Run a bound spec on one token batch.
 
     Args:
-        past: what came before them.
         effective: whether the interventions are known to have an effect.
     """
 

@@ -109,7 +109,7 @@ def _refuse_blind(batch: TokenBatch, hook: Hook, function: HookFunction, scores:
         )
 
 
-STATE = "RwkvState"
+STATE_VARIANT = "RwkvState"
 
 
 def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[str]) -> set[str]:
@@ -121,7 +121,7 @@ def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[
             changes are theirs to know: nothing is refused.
     """
     ends = {_source(name) for name in returned}
-    doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE]
+    doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE_VARIANT]
     if not returned or not doubtful or any(_of_a_splice(name) for name in returned):
         return set()
     flow = Dataflow(model.proto)
@@ -131,22 +131,16 @@ def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[
 
 
 def _of_a_splice(name: str) -> bool:
-    """Whether a captured value lies within a splice, outside the model's own graph."""
     return HookPoint.parse(name).variant == "Custom" and "hook_" in name
 
 
 def _source(name: str) -> str:
-    """The value of the graph from which a captured one is derived."""
     return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return a value on which nothing depends, if it is unchanged.
-
-    Raises:
-        InterventionError: it was changed.
-    """
+    """Return a value on which nothing depends, if it is unchanged."""
     if np.array_equal(before, after):
         return after
-    instead = "run_with_cache returns the state" if HookPoint.parse(name).variant == STATE else "ask for more"
+    instead = "run_with_cache returns the state" if HookPoint.parse(name).variant == STATE_VARIANT else "ask for more"
     raise InterventionError(f"a function changed {name}, and nothing that is returned depends on it: {instead}")

@@ -185,20 +185,20 @@ def generate(
     tokenizer = model.tokenizer if model.has_tokenizer else None
     functions = StepFunctions(model.hooked, fwd_hooks)
     growth = Growth(sampling, stopping, tokenizer, pad, seed)
-    asked = _Asked(
+    request = _Request(
         _windowed(model, hooks or HookSpec(), window), growth, output_logits, functions if functions.names else None
     )
-    stopping.refuse_unreached(asked.spec)
+    stopping.refuse_unreached(request.spec)
     check_batch_size(batch_size)
     if isinstance(batch_size, int):
-        return _in_batches(model, tokens, attention_mask, cache, asked, batch_size, streamer)
+        return _in_batches(model, tokens, attention_mask, cache, request, batch_size, streamer)
     batch, past = _prompts(model, model.ids(tokens), attention_mask, cache, stopping)
     # a streamer, captures and logits follow the steps of one batch
-    if batch.batch > 1 and streamer is None and not (output_logits or asked.spec.captures):
-        bound = model.binder.bind(asked.spec, Outputs(last=True))
+    if batch.batch > 1 and streamer is None and not (output_logits or request.spec.captures):
+        bound = model.binder.bind(request.spec, Outputs(last=True))
         if not in_one_pass(bound, batch, batch_size, use_cache=True):
-            return _in_batches(model, tokens, attention_mask, cache, asked, AUTO, streamer)
-    return _continued(model, batch, past, asked, make_streamer(streamer, tokenizer, batch.batch))
+            return _in_batches(model, tokens, attention_mask, cache, request, AUTO, streamer)
+    return _continued(model, batch, past, request, make_streamer(streamer, tokenizer, batch.batch))
 
 
 def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
@@ -215,14 +215,10 @@ def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The arguments of a generation.
 
     Attributes:
-        spec: captures and interventions.
-        growth: how texts grow.
-        output_logits: whether all logits are kept.
-        functions: Python functions at hook points.
         rows: the numbers of the prompts in their list; None for all of it.
         checked: whether `check_steps` has seen the spec on the whole list.
     """
@@ -236,15 +232,15 @@ class _Asked:
 
 
 def _continued(
-    model: Runner, batch: TokenBatch, past: Past | None, asked: _Asked, stream: Streamer | None = None
+    model: Runner, batch: TokenBatch, past: Past | None, request: _Request, stream: Streamer | None = None
 ) -> Generation:
     """Continue the prompts of one batch."""
-    rows = range(batch.batch) if asked.rows is None else asked.rows
-    functions = None if asked.functions is None else asked.functions.of_rows(rows)
+    rows = range(batch.batch) if request.rows is None else request.rows
+    functions = None if request.functions is None else request.functions.of_rows(rows)
     cuts = () if functions is None else functions.names
-    bound = model.binder.bind(asked.spec, cuts=cuts)
-    passes = Passes(model.variants, bound, batch, past, asked.output_logits, asked.checked, functions)
-    texts = GrowingTexts(batch, asked.growth, rows)
+    bound = model.binder.bind(request.spec, cuts=cuts)
+    passes = Passes(model.variants, bound, batch, past, request.output_logits, request.checked, functions)
+    texts = GrowingTexts(batch, request.growth, rows)
     if stream is not None:
         stream.put(batch.input_ids)
     for logits in passes.steps(texts):
@@ -254,11 +250,11 @@ def _continued(
     if stream is not None:
         stream.end()
     axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
-    generation = _made(texts.prompts, texts.new, asked.growth)
+    generation = _generation_of(texts.prompts, texts.new, request.growth)
     return replace(generation, steps=passes.caches, cache=passes.cache(), axes=axes)
 
 
-def _made(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], growth: Growth) -> Generation:
+def _generation_of(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], growth: Growth) -> Generation:
     """Prompts and what was added to them, as ids and as text."""
     new = [np.array(row, np.int64) for row in added]
     ids = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]
@@ -273,34 +269,34 @@ def _in_batches(
     tokens: Prompt,
     attention_mask: ArrayLike | None,
     cache: Past | None,
-    asked: _Asked,
+    request: _Request,
     batch_size: int | str,
     streamer: Any,
 ) -> Generation:
     """Continue a list of prompts in batches; see `generate`."""
-    bound = model.binder.bind(asked.spec, Outputs(last=True))
-    _refuse_per_step(bound, asked.output_logits, streamer)
-    past, stopping, hooked = choose_past(model.hooked, cache, None), asked.growth.stopping, model.hooked
+    bound = model.binder.bind(request.spec, Outputs(last=True))
+    _refuse_per_step(bound, request.output_logits, streamer)
+    past, stopping, hooked = choose_past(model.hooked, cache, None), request.growth.stopping, model.hooked
     shared = past if past is not None and past.batch == 1 else None
-    given = model.ids(tokens)
-    prompts = read_prompts(given, attention_mask, None if shared is not None else past, hooked.metadata.sizes)
-    whole = None
+    ids = model.ids(tokens)
+    prompts = read_prompts(ids, attention_mask, None if shared is not None else past, hooked.metadata.sizes)
+    full = None
     if differs_by_row(bound):
-        whole, _ = _prompts(model, given, attention_mask, cache, stopping)
-        bound.values(whole)
-        check_steps(bound, whole, False)
+        full, _ = _prompts(model, ids, attention_mask, cache, stopping)
+        bound.values(full)
+        check_steps(bound, full, False)
 
     def run(rows: list[int]) -> list[list[int]]:
         ids, mask, own = prompts.part(rows)
         batch, before = _prompts(model, ids, mask, own if shared is None else shared, stopping)
-        spec = asked.spec if whole is None else SpecRows(bound, whole).of(rows, batch.seq)
-        part = replace(asked, spec=spec, rows=rows, checked=whole is not None)
+        spec = request.spec if full is None else SpecRows(bound, full).of(rows, batch.seq)
+        part = replace(request, spec=spec, rows=rows, checked=full is not None)
         return [row.tolist() for row in _continued(model, batch, before, part).new_ids]
 
     seen = prompts.seen + stopping.max_new_tokens
     fit, padded = fitting(bound, seen, True), takes_padding(hooked)
     new = in_batches(prompts.lengths, batch_size, run, stage="generate", padded=padded, fitting=fit)
-    return _made(prompts.ids, new, asked.growth)
+    return _generation_of(prompts.ids, new, request.growth)
 
 
 def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> None:
@@ -315,8 +311,8 @@ def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> No
         )
 
 
-def _end_tokens(model: Runner, given: int | Sequence[int] | None) -> tuple[int, ...]:
-    tokens = model.hooked.end_tokens() if given is None else given
+def _end_tokens(model: Runner, token_ids: int | Sequence[int] | None) -> tuple[int, ...]:
+    tokens = model.hooked.end_tokens() if token_ids is None else token_ids
     return tuple(model.check_token(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
-BEFORE = ".before"  # ends the names of values before their interventions
+BEFORE_SUFFIX = ".before"  # ends the names of values before their interventions
 
-SHOWN = 3  # names of hook points in a refusal
+SHOWN_NAMES = 3  # names of hook points in a refusal
 
 
 @typed(InputError, leave=["hook"])
@@ -139,7 +139,7 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         """End of a message: how to capture a hook point, or the nearest name that was captured."""
         captured = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
         captured += f" and {len(self) - 3} more" * (len(self) > 3)
-        plain = name.removesuffix(BEFORE)
+        plain = name.removesuffix(BEFORE_SUFFIX)
         point = HookPoint.parse(plain)
         if self.num_layers is not None and point.layer is not None and point.layer >= self.num_layers:
             return f": the model has the layers 0 to {self.num_layers - 1}"

@@ -18,13 +18,7 @@ Columns = slice | NDArray[np.bool_]
 
 
 def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookCache]:
-    """Cut the results of a padded batch into one `HookCache` a row, without padding.
-
-    Args:
-        cache: of the batch.
-        bound: its spec.
-        batch: its tokens.
-    """
+    """Cut the results of a padded batch into one `HookCache` a row, without padding."""
     here = _on_cpu(cache)
     return [_Row(bound, batch, row).of(here) for row in range(batch.batch)]
 
@@ -34,8 +28,6 @@ def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> Ho
 
     Args:
         rows: the results; each gives up its logits.
-        bound: the spec of the batch.
-        batch: the tokens of all rows.
     """
     places, first = [_Row(bound, batch, row) for row in range(batch.batch)], rows[0]
 
@@ -134,7 +126,6 @@ class _Row:
         return {name: self._cut(cache[name], axes) for name, axes in _axes(captures, ending)}
 
     def _cut(self, value: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
-        """A value without other rows and padding."""
         return value[(slice(self.row, self.row + 1), *self.columns(axes))]
 
 

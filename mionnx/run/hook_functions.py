@@ -23,7 +23,6 @@ class Hook:
     """The hook point at which a function is called.
 
     Attributes:
-        point: the hook point.
         ctx: a dictionary that the functions at this hook point share during one call.
         step: of a generation: 0 while the prompts are read, n when the n-th new token is.
         positions: [batch, seq], the position of each column in its row's text, past included; -1 for padding.
@@ -42,11 +41,7 @@ class Hook:
         return self.point.name
 
     def layer(self) -> int:
-        """The 0-based layer.
-
-        Raises:
-            HookError: a hook point outside the blocks.
-        """
+        """The 0-based layer."""
         if self.point.layer is None:
             raise HookError(f"{self.name} belongs to no layer")
         return self.point.layer
@@ -71,11 +66,7 @@ def select(model: HookedModel, what: Where) -> list[str]:
 
 
 def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> dict[str, list[HookFunction]]:
-    """Group functions by hook point: names in execution order, functions as given.
-
-    Raises:
-        HookError: an entry that is no pair of a hook and a function, or that selects no hook point.
-    """
+    """Group functions by hook point: names in execution order, functions as given."""
     functions: dict[str, list[HookFunction]] = {}
     if not isinstance(fwd_hooks, Iterable):
         raise HookError(f"hooks are pairs (hook, function), got {fwd_hooks!r}")

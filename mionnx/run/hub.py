@@ -11,11 +11,11 @@ from mionnx.graph.embedded_weights import read_light
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.hooked_model import LARGEST as LARGEST_GRAPH
 from mionnx.graph.onnx_file import external_files
-from mionnx.run.hub_files import CHECKPOINTS, SINGLE, below, checkpoint_of, module_folders, shards, small_files
+from mionnx.run.hub_files import SINGLE, WEIGHT_NAMES, below, checkpoint_of, module_folders, shards, small_files
 from mionnx.run.repository import Repository
 from mionnx.run.source_path import is_hooked
 
-WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".ckpt", ".tflite", ".mlmodel")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".ckpt", ".tflite", ".mlmodel")
 Choose = Callable[[Sequence[str]], str]  # of the repository's ONNX files
 
 
@@ -26,7 +26,6 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
     in the cache, the config and the tokenizer are.
 
     Args:
-        repository: see `Repository`.
         choose: picks one of several ONNX files, by their paths in the repository.
         chosen: whether the caller named a file: an ONNX file is wanted then, and the choice need not be said.
         weights: download the weights; without them it is what a graph alone is made of.
@@ -58,11 +57,7 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
 
 def download_file(repository: Repository, file: str) -> Path:
-    """Download one file that is a model by itself; with a `.pth` file its vocabulary.
-
-    Raises:
-        ModelError: the repository has no such file.
-    """
+    """Download one file that is a model by itself; with a `.pth` file its vocabulary."""
     names = repository.names()
     if file not in names:
         files = [name for name in names if name.endswith(SINGLE)]
@@ -119,7 +114,7 @@ def _weights(folder: Path, graph: str) -> list[str]:
 
 
 def _without_weights(repository: Repository, names: list[str]) -> str:
-    others = [name for name in names if name.endswith(WEIGHTS)]
+    others = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
     listing = f"; it has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
-    read = ", ".join(name for name in CHECKPOINTS if not name.endswith(".json"))
+    read = ", ".join(name for name in WEIGHT_NAMES if not name.endswith(".json"))
     return f"{repository.where} holds no weights that are read ({read}, single or sharded, .onnx, .gguf, .pth){listing}"

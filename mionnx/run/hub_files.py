@@ -8,8 +8,8 @@ from mionnx.errors import ModelError
 from mionnx.graph.folder_file import read_json
 
 INDEX = ".index.json"
-CHECKPOINTS = tuple(f"{stem}{index}" for stem in ("model.safetensors", "pytorch_model.bin") for index in ("", INDEX))
-SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config, vocabularies, chat templates
+WEIGHT_NAMES = tuple(f"{stem}{index}" for stem in ("model.safetensors", "pytorch_model.bin") for index in ("", INDEX))
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config, vocabularies, chat templates
 TEMPLATES = "additional_chat_templates"  # a folder of chat templates by name, as transformers reads it
 MODULES = "modules.json"  # of sentence-transformers: the folders of what follows the transformer
 SINGLE = (".gguf", ".pth")  # files that are a model by themselves
@@ -28,7 +28,7 @@ def checkpoint_of(names: Iterable[str]) -> str | None:
     another framework.
     """
     present = {*names}
-    return next((name for name in CHECKPOINTS if name in present), None)
+    return next((name for name in WEIGHT_NAMES if name in present), None)
 
 
 def small_files(names: Iterable[str]) -> list[str]:
@@ -40,32 +40,24 @@ def small_files(names: Iterable[str]) -> list[str]:
         for name in names
         if name not in unread
         and ("/" not in name or PurePosixPath(name).parent == PurePosixPath(TEMPLATES))
-        and any(fnmatchcase(name, pattern) for pattern in SMALL)
+        and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
     ]
 
 
 def shards(folder: Path, names: Iterable[str]) -> list[str]:
-    """The weight files of a checkpoint whose small files are in a folder.
-
-    Raises:
-        ModelError: the index is damaged.
-    """
+    """The weight files of a checkpoint whose small files are in a folder."""
     weights = checkpoint_of(names)
     if weights is None or not weights.endswith(INDEX):
         return [] if weights is None else [weights]
     index = read_json(folder / weights)
-    found = index.get("weight_map") if isinstance(index, Mapping) else None
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found.values()):
+    files = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(files, Mapping) or not all(isinstance(name, str) for name in files.values()):
         raise ModelError(f"{folder / weights} is damaged: its weight_map names no files")
-    return sorted({*found.values()})
+    return sorted({*files.values()})
 
 
 def module_folders(folder: Path, names: Iterable[str]) -> list[str]:
-    """The folders in `modules.json` of sentence-transformers, without the transformer's own.
-
-    Raises:
-        ModelError: it is damaged.
-    """
+    """The folders in `modules.json` of sentence-transformers, without the transformer's own."""
     if MODULES not in names:
         return []
     modules = read_json(folder / MODULES)

@@ -21,8 +21,8 @@ from mionnx.machine import memory
 from mionnx.run.open_graphs import OpenGraphs, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
-LEAST = 2**25  # bytes that may, however small the model
-PAUSE, LONGEST = 2.0, 30.0  # seconds
+LEAST_IDLE = 2**25  # bytes that may, however small the model
+PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 
 
 class IdleMemory:
@@ -43,7 +43,7 @@ class IdleMemory:
         Args:
             later: keep free memory until no graph has been used for `PAUSE` seconds.
         """
-        allowed = max(pools[0].weights // SHARE, LEAST)
+        allowed = max(pools[0].weights // SHARE, LEAST_IDLE)
         for pool in pools:
             pool.close_idle(allowed)
         self.release(allowed, pools[0].engine.release, PAUSE if later else 0.0)
@@ -60,7 +60,7 @@ class IdleMemory:
                 self._timer.cancel()
                 self._timer = None
             now = memory.anonymous()
-            if now > self.held + allowed and pause and waited < LONGEST:
+            if now > self.held + allowed and pause and waited < LONGEST_WAIT:
                 self._since = time.monotonic() - waited
                 self._wait(allowed, release, pause)
             elif now > self.held + allowed:

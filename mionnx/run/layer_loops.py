@@ -8,7 +8,7 @@ from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.rewrite import Plan
 
 LAYER = re.compile(r"\bblocks\.\d+\.")
-SEVERAL = 5  # graphs that differ in the layer only
+ALIKE = 5  # graphs that differ in the layer only
 VERBS = {"forward", "call", "run_with_hooks", "run_with_cache"}  # of one structure a call; `call` is model(tokens)
 
 
@@ -21,25 +21,24 @@ class LayerLoops:
 
     def __init__(self) -> None:
         self._opened: dict[str, set[str]] = defaultdict(set)
-        self._told = False
+        self._warned = False
 
     def opened(self, plan: Plan, functions: tuple[str, ...] = ()) -> None:
         """Note an opened graph, and warn of the fifth that differs in the layer only.
 
         Args:
-            plan: its structure.
             functions: hook points at which it is cut.
         """
-        if self._told or not (plan.edits or plan.captures) or caller_verb() not in VERBS:
+        if self._warned or not (plan.edits or plan.captures) or caller_verb() not in VERBS:
             return
         structure = f"{plan} {functions}"
         alike = self._opened[LAYER.sub("blocks.*.", structure)]
         alike.add(structure)
-        if len(alike) < SEVERAL:
+        if len(alike) < ALIKE:
             return
-        self._told = True
+        self._warned = True
         warnings.warn(
-            f"{SEVERAL} calls differ in the layer only, and each opened a graph of its own; {_remedy(plan, functions)}",
+            f"{ALIKE} calls differ in the layer only, and each opened a graph of its own; {_remedy(plan, functions)}",
             LayerLoopWarning,
             stacklevel=caller_level(),
         )

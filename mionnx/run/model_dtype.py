@@ -11,8 +11,8 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import DTYPE_NAMES
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 
-AUTO = "auto"
-NAMES = (*DTYPE_NAMES, *BLOCKS)
+AUTO_DTYPE = "auto"
+DTYPE_CHOICES = (*DTYPE_NAMES, *BLOCKS)
 STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in safetensors
 
 
@@ -26,41 +26,25 @@ DEFAULT = Unsaid("float32")
 
 
 def check_name(dtype: str) -> None:
-    """Refuse a dtype that no model has.
-
-    Raises:
-        InputError: an unknown name.
-    """
-    if dtype not in (*NAMES, AUTO):
-        near = nearest(dtype, [*NAMES, AUTO])
-        raise InputError(f"dtype {dtype!r} is none of {', '.join(NAMES)}, {AUTO}{near}")
+    """Refuse a dtype that no model has."""
+    if dtype not in (*DTYPE_CHOICES, AUTO_DTYPE):
+        near = nearest(dtype, [*DTYPE_CHOICES, AUTO_DTYPE])
+        raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPE_CHOICES)}, {AUTO_DTYPE}{near}")
 
 
 def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where: str) -> None:
-    """Refuse to export a checkpoint in a dtype that its engine does not compute in.
-
-    Args:
-        lacking: dtypes that the engine has no operators for.
-        where: the engine and its provider, for the message.
-
-    Raises:
-        InputError: the dtype is one of them.
-    """
-    kind = stored_dtype(folder) if dtype == AUTO else dtype
+    """Refuse to export a checkpoint in a dtype that its engine does not compute in."""
+    kind = stored_dtype(folder) if dtype == AUTO_DTYPE else dtype
     if kind in lacking:
-        own = f", the dtype of {folder}" if dtype == AUTO else ""
+        own = f", the dtype of {folder}" if dtype == AUTO_DTYPE else ""
         left = " or ".join(name for name in DTYPE_NAMES if name not in lacking)
         raise InputError(f"dtype={dtype!r}{own}: {where} does not compute in {kind}; use {left}, or provider='cuda'")
 
 
 def refuse_other(hooked: HookedModel, dtype: str) -> None:
-    """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported.
-
-    Raises:
-        InputError: the two differ.
-    """
+    """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported."""
     own = hooked.metadata.weight_dtype
-    if not isinstance(dtype, Unsaid) and dtype not in (AUTO, own):
+    if not isinstance(dtype, Unsaid) and dtype not in (AUTO_DTYPE, own):
         raise InputError(
             f"dtype={dtype!r}, but {hooked.folder} is a hooked model in {own} already: leave dtype out, or export its "
             f"checkpoint with dtype={dtype!r}"

@@ -22,7 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 # The bits of infinity of dtypes that numpy compares slowly; all larger ones, the sign left out, are NaN.
 INFINITY = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
-ADVICE = "the weights are damaged (`mionnx check`), or too large for their dtype"
+ON_NAN = "the weights are damaged (`mionnx check`), or too large for their dtype"
 Again = Callable[[HookSpec], HookCache]
 
 
@@ -40,7 +40,6 @@ def checked(logits: Value | None, refuse: Callable[[NDArray[Any]], None]) -> Val
 
     Args:
         logits: [batch, seq, vocab] or a part of these; None if there are none.
-        refuse: raises an error if an array has NaN.
     """
     if logits is None or not isinstance(logits, np.ndarray):
         return None if logits is None else CheckedOnDevice(logits, refuse)
@@ -98,18 +97,14 @@ def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
         where = _first(again, spec) or "the logits"
         raise InterventionError(f"logits are NaN with {', '.join(edits)}; first at {where}: use smaller values")
     where = plain or "the logits"
-    raise ModelError(f"logits are NaN; first at {where}: {ADVICE}; forward(..., logits=False) with captures shows them")
+    raise ModelError(f"logits are NaN; first at {where}: {ON_NAN}; forward(..., logits=False) with captures shows them")
 
 
 def numbers(cache: HookCache) -> HookCache:
-    """The captures of a pass, once they are known to be numbers.
-
-    Raises:
-        ModelError: one has NaN; the message names the first.
-    """
+    """The captures of a pass, once they are known to be numbers."""
     where = _first_of(cache)
     if where is not None:
-        raise ModelError(f"{where} is NaN: {ADVICE}; forward(..., logits=False) with captures shows it")
+        raise ModelError(f"{where} is NaN: {ON_NAN}; forward(..., logits=False) with captures shows it")
     return cache
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mionnx.run.runner import Runner
 
 
-ROWS = 100  # of a table
+TABLE_ROWS = 100  # of a table
 
 
 def brief_html(result: Brief) -> str:
@@ -30,8 +30,8 @@ def tokens_html(tokens: Tokens) -> str:
 
 
 def _table(result: Brief, rows: list[tuple[str, str, str]]) -> str:
-    more = [(f"… and {len(rows) - ROWS} more", "", "")] * (len(rows) > ROWS)
-    return card(repr(result), [*islice(rows, ROWS), *more])
+    more = [(f"… and {len(rows) - TABLE_ROWS} more", "", "")] * (len(rows) > TABLE_ROWS)
+    return card(repr(result), [*islice(rows, TABLE_ROWS), *more])
 
 
 # Rooms beside `view` cannot draw tables, and a model, which this file draws too, is made with the cache's.

@@ -50,14 +50,11 @@ def uses() -> int:
 
 
 @dataclass(frozen=True)
-class Opening:
+class GraphOpening:
     """Model, folder and options with which an engine opens a plan.
 
     Attributes:
         model: its bytes, weights not included; the file of the untouched graph.
-        folder: where its weights are.
-        options: settings.
-        report: which nodes were added where.
         cost: approximate bytes of memory.
         optimised: whether the engine has optimised it already, as a base.
     """
@@ -75,12 +72,8 @@ class OpenGraph:
     """One graph of a model, open: the untouched one, or a rewritten one.
 
     Attributes:
-        plan: its structure.
-        program: the graph, open in an engine.
-        report: which nodes were added where.
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
-        options: settings that it was opened with.
         feeds: inputs that tell what it is used for, where calls of several kinds share it.
     """
 
@@ -113,11 +106,8 @@ class OpenGraphs:
     plans open side by side.
 
     Attributes:
-        model: the hooked model.
         options: how graphs are opened; `prepack` is settled by the first call.
-        engine: opens them.
         open: plan, or plan and cuts -> open graph, the one used longest ago first.
-        base: the prepared base, once there is one.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
@@ -151,12 +141,7 @@ class OpenGraphs:
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
-        """The open segments of a plan cut at hook points; opened on first use.
-
-        Args:
-            plan: the structure; it captures all of the hooks.
-            hooks: names, in execution order.
-        """
+        """The open segments of a plan cut at hook points; opened on first use."""
         return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
 
     def _of(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
@@ -256,13 +241,13 @@ class OpenGraphs:
             self._unbased += not plan.empty
             return None
 
-    def _opening_of(self, plan: Plan) -> Opening:
+    def _opening_of(self, plan: Plan) -> GraphOpening:
         """Model, folder and options with which the engine opens a plan."""
         base = self._base_for(plan)
         if base is not None:
             model, report = self._rewritten(base, plan)
             cost = SESSION + NODE * len(onnx_file.parse(model).graph.node)
-            return Opening(model, base.folder, self.options, report, cost, optimised=True)
+            return GraphOpening(model, base.folder, self.options, report, cost, optimised=True)
         proto, options = self.model.proto, self.options
         if plan.fused == STOCK:
             assert self.model.stock is not None  # as the plan says
@@ -270,10 +255,10 @@ class OpenGraphs:
         if plan.empty:
             own = proto is self.model.proto and options.accuracy_level is None
             untouched = self.model.folder / GRAPH if own else proto.SerializeToString()
-            return Opening(untouched, self.model.folder, options, Report(), self.weights)
+            return GraphOpening(untouched, self.model.folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        return Opening(model, self.model.folder, options, report, cost)
+        return GraphOpening(model, self.model.folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:
         one = self._opening_of(plan)
@@ -312,5 +297,4 @@ class OpenGraphs:
 
 
 def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:
-    """Key of a rewritten graph on disk: the base, the plan, and the sources that rewrite."""
     return hashlib.sha256(f"{base.folder.name} {source_digest(*REWRITING)} {plan!r}".encode()).hexdigest()[:32]

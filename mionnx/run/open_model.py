@@ -36,9 +36,7 @@ class OpenModel:
 
     Attributes:
         hooked: the hooked model: its folder, graph and metadata.
-        options: how sessions are opened.
         variants: the open graphs; specs that differ in values only share one.
-        binder: binds specs to this model.
         idle: what the process held when memory was last returned.
         source: what `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
     """
@@ -55,11 +53,7 @@ class OpenModel:
 
     @once_property
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
-        """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
-
-        Raises:
-            TokenizerError: the model has none.
-        """
+        """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model."""
         return tokens.load_tokenizer(self.hooked.folder)
 
     @once_property
@@ -69,11 +63,7 @@ class OpenModel:
 
     @once_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template of the model's folder.
-
-        Raises:
-            TokenizerError: there is none.
-        """
+        """The chat template of the model's folder."""
         return load_chat_template(self.hooked.folder)
 
     @property
@@ -121,9 +111,6 @@ class OpenModel:
     def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
 
-        Args:
-            kind: a class that is made from a hooked model and options.
-
         Example:
             lens = model.opened(Lens)
         """
@@ -139,8 +126,8 @@ class OpenModel:
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = [*self.variants.open.items()]
-        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
+        graphs = [*self.variants.open.items()]
+        return {plan: one for plan, one in graphs if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recipe.open, (Recipe.of(self),)
@@ -164,13 +151,7 @@ M = TypeVar("M", bound=OpenModel)
 
 @dataclass(frozen=True)
 class Recipe(Generic[M]):
-    """Folder and options of a model, to open it again in any process with that folder.
-
-    Attributes:
-        kind: the model's class, made from a `HookedModel` and `Options`.
-        folder: of the hooked model, absolute.
-        options: how its graphs are opened.
-    """
+    """Folder and options of a model, to open it again in any process with that folder."""
 
     kind: type[M]
     folder: Path
@@ -182,11 +163,7 @@ class Recipe(Generic[M]):
         return cls(type(model), model.hooked.folder.absolute(), model.options)
 
     def open(self) -> M:
-        """Open the model: read and check its graph; sessions are made when it first runs.
-
-        Raises:
-            ModelError: its folder is not there any more, or is damaged.
-        """
+        """Open the model: read and check its graph; sessions are made when it first runs."""
         if not (self.folder / GRAPH).is_file():
             raise ModelError(
                 f"{self.folder} has no {GRAPH}: a model is pickled as its folder and options, without weights, and can "

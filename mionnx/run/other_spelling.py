@@ -31,37 +31,36 @@ def other_spelling(model: OpenModel, text: str) -> tuple[str, int] | None:
     return None if other_id == token else (other, other_id)
 
 
-def has_text(given: Any) -> bool:
+def has_text(tokens: Any) -> bool:
     """Whether tokens, given once or once for each row, hold a text."""
-    return isinstance(given, str) or (isinstance(given, Sequence) and any(map(has_text, given)))
+    return isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(map(has_text, tokens)))
 
 
-def warn_of_spelling(model: OpenModel, what: str, given: Any, logits: NDArray[Any]) -> None:
+def warn_of_spelling(model: OpenModel, what: str, token: Any, logits: NDArray[Any]) -> None:
     """Warn if the other spelling of a token has the larger logit.
 
     Args:
         what: the argument, "answer" or "versus".
-        given: the token; an id is taken as it is.
         logits: [vocab], where the next token is predicted.
     """
-    other = other_spelling(model, given) if isinstance(given, str) else None
-    if other is not None and logits[other[1]] > logits[token_id(model, given)]:
+    other = other_spelling(model, token) if isinstance(token, str) else None
+    if other is not None and logits[other[1]] > logits[token_id(model, token)]:
         warnings.warn(
-            f"{what}={given!r} is another token than {other[0]!r}, to which the model gives more here: "
+            f"{what}={token!r} is another token than {other[0]!r}, to which the model gives more here: "
             f"{what}={other[0]!r} may be meant; an id is taken without this question",
             OtherSpellingWarning,
             stacklevel=caller_level(),
         )
 
 
-def warn_of_spellings(model: OpenModel, given: dict[str, Any], logits: NDArray[Any]) -> None:
+def warn_of_spellings(model: OpenModel, arguments: dict[str, Any], logits: NDArray[Any]) -> None:
     """Warn of tokens that are given once for all rows, or once for each.
 
     Args:
-        given: argument -> tokens.
+        arguments: argument -> tokens.
         logits: [rows, vocab].
     """
-    for what, tokens in given.items():
+    for what, tokens in arguments.items():
         several = isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
         for row, one in enumerate(logits):
             warn_of_spelling(model, what, tokens[row] if several else tokens, one)

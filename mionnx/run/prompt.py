@@ -20,12 +20,11 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptText:
     """One tokenised prompt.
 
     Attributes:
         ids: [seq], int64.
-        tokens: the text of each token.
     """
 
     ids: Ids
@@ -35,11 +34,7 @@ class Text:
         return len(self.ids)
 
     def place(self, position: int) -> int:
-        """A position counted from the start.
-
-        Raises:
-            InputError: a position that the text does not have.
-        """
+        """A position counted from the start."""
         if not isinstance(position, int | np.integer) or not -len(self) <= position < len(self):
             raise InputError(f"position {position!r} of a text of {len(self)} tokens (0 to {len(self) - 1})")
         return int(position) % len(self)
@@ -52,11 +47,7 @@ def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
 
 
 def one_prompt(model: Runner, prompt: Prompt) -> Ids:
-    """Tokenise a single prompt: [seq].
-
-    Raises:
-        InputError: several prompts, or one that the model cannot run on.
-    """
+    """Tokenise a single prompt: [seq]."""
     rows = prompt_ids(model, prompt)
     if len(rows) != 1:
         raise InputError(
@@ -66,19 +57,19 @@ def one_prompt(model: Runner, prompt: Prompt) -> Ids:
     return rows[0]
 
 
-def one_text(model: Runner, prompt: Prompt) -> Text:
+def one_text(model: Runner, prompt: Prompt) -> PromptText:
     """Tokenise a single prompt, with the text of each token; see `one_prompt`."""
     ids = one_prompt(model, prompt)
-    return Text(ids, [token_text(model, token) for token in ids.tolist()])
+    return PromptText(ids, [token_text(model, token) for token in ids.tolist()])
 
 
-def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
+def texts_of(model: Runner, prompts: Prompt) -> list[PromptText]:
     """Tokenise a list of prompts, with the text of each token; one prompt is a list of one."""
     words: dict[int, str] = {}
     texts = []
     for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:
         words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
-        texts.append(Text(ids, [words[token] for token in ids.tolist()]))
+        texts.append(PromptText(ids, [words[token] for token in ids.tolist()]))
     return texts
 
 
@@ -90,17 +81,13 @@ def is_list(model: Runner, prompts: Prompt) -> bool:
     return np.ndim(ids) > 1 and len(ids) > 1 if hasattr(ids, "shape") else len(texts_of(model, prompts)) > 1
 
 
-def each_of(given: Any, rows: int, what: str) -> list[Any]:
-    """Something that is given once for all prompts of a list, or once for each, as a list.
-
-    Raises:
-        InputError: another number of them than there are prompts.
-    """
-    if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or getattr(given, "ndim", None)):
-        return [given] * rows
-    if len(given) != rows:
-        raise InputError(f"{what}= has {len(given)} tokens for {rows} prompts: give one for all, or one for each")
-    return [*given]
+def each_of(value: Any, rows: int, what: str) -> list[Any]:
+    """Something that is given once for all prompts of a list, or once for each, as a list."""
+    if isinstance(value, str | bytes) or not (isinstance(value, Sequence) or getattr(value, "ndim", None)):
+        return [value] * rows
+    if len(value) != rows:
+        raise InputError(f"{what}= has {len(value)} tokens for {rows} prompts: give one for all, or one for each")
+    return [*value]
 
 
 def token_text(model: Runner, token: int) -> str:
@@ -114,12 +101,7 @@ def prompt_text(model: Runner, ids: Ids) -> str:
 
 
 def token_of(model: Runner, token: int | str) -> int:
-    """The id of a token given by its id or by its text.
-
-    Raises:
-        InputError: the text is no single token of the vocabulary, or the id is outside the vocabulary.
-        TokenizerError: a text, and the model has no tokenizer.
-    """
+    """The id of a token given by its id or by its text."""
     if isinstance(token, str):
         return model.token_id(token)
     number = to_array(token)[()] if getattr(token, "ndim", None) == 0 else token  # of an array or a tensor
@@ -128,15 +110,15 @@ def token_of(model: Runner, token: int | str) -> int:
     return model.check_token(int(number))
 
 
-def is_stream(given: Any) -> bool:
+def is_stream(value: Any) -> bool:
     """Whether an argument holds vectors of the residual stream, rather than a prompt."""
     try:
-        return to_array(given).dtype.kind not in "iubOUST"
+        return to_array(value).dtype.kind not in "iubOUST"
     except ValueError:  # rows of unequal length
         return False
 
 
-def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
+def streams_of(value: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
     """Check vectors of the residual stream.
 
     Returns:
@@ -146,7 +128,7 @@ def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray
         InputError: another width, no numbers, NaN or infinities.
     """
     try:
-        vectors = to_array(given)
+        vectors = to_array(value)
     except ValueError as error:
         raise InputError(f"{what} must be numbers [..., hidden={hidden}]: {error}") from error
     if vectors.dtype.kind in "iu":

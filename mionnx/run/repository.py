@@ -15,7 +15,7 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.run.hub_files import below
 
 GATED = (401, 403)  # statuses of HTTP: no token, or one without access
-LONGEST = 200  # letters of another library's message
+LONGEST_MESSAGE = 200  # letters of another library's message
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Repository:
 
     Attributes:
         name: USER/REPOSITORY.
-        version: see `Version`.
         progress: called as (stage, done, total) in bytes.
         near: end of the sentence that refuses a repository that there is not: what may have been meant.
         commit: folder of the commit in the Hub's cache; None before anything was downloaded.
@@ -66,10 +65,10 @@ class Repository:
             ModelError: no such repository, revision or folder, no access to it, or nothing in the cache.
         """
         folder = self._subfolder
-        found = self._list()
-        sizes = {name: found[str(PurePosixPath(folder, name))] for name in below(folder, found)}
+        files = self._list()
+        sizes = {name: files[str(PurePosixPath(folder, name))] for name in below(folder, files)}
         if not sizes:
-            folders = sorted({str(PurePosixPath(name).parent) for name in found} - {"."})
+            folders = sorted({str(PurePosixPath(name).parent) for name in files} - {"."})
             raise ModelError(f"{self.where} has no files in a folder {folder!r}{nearest(folder, folders)}")
         return sizes
 
@@ -137,11 +136,11 @@ class Repository:
         stage, progress = f"downloading {self.name}, {format_bytes(total)}", self.progress
 
         class Bytes(tqdm):  # type: ignore[type-arg, misc]
-            def __init__(self, *given: Any, **named: Any) -> None:
+            def __init__(self, *arguments: Any, **named: Any) -> None:
                 # The other bars count files, and bytes of the network once more.
                 self.counts = named.get("unit") == "B" and not str(named.get("name")).endswith(".transfer")
                 self.read = 0
-                super().__init__(*given, **{**named, "disable": True})
+                super().__init__(*arguments, **{**named, "disable": True})
 
             def update(self, n: float | None = 1) -> None:
                 if self.counts and total:
@@ -196,4 +195,4 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0][:LONGEST]
+    return lines[0][:LONGEST_MESSAGE]

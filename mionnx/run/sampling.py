@@ -50,7 +50,6 @@ class Sampling:
         """The processed logits of one row.
 
         Args:
-            logits: [vocab].
             text: the ids of the row so far, padding left out; read for a repetition penalty only.
         """
         scores = penalised(logits, text, self.repetition_penalty)
@@ -120,11 +119,7 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
 
 
 def refuse_seed(seed: int | None) -> None:
-    """Refuse a seed that numpy does not take.
-
-    Raises:
-        InputError: a negative one.
-    """
+    """Refuse a seed that numpy does not take."""
     if seed is not None and seed < 0:
         raise InputError(f"seed must be an integer of 0 or above, got {seed}")
 

@@ -42,9 +42,7 @@ class Segment:
     """One graph of a chain.
 
     Attributes:
-        model: its graph, without the weights.
         inputs: names of all that is fed to it: inputs of the whole graph, hooked values, what crossed a cut.
-        defaults: names of inputs that may be left out.
         hooks: the hooked values that it makes, in execution order; none in the last segment.
         others: what else it makes for later segments or as an output of the whole graph.
     """
@@ -74,11 +72,7 @@ class SegmentChain:
     """A graph cut at hook points, open.
 
     Attributes:
-        plan: what was asked of the graph before it was cut.
-        segments: the open ones, in order.
-        report: which nodes were added where.
         cost: approximate bytes of memory.
-        options: what its sessions were opened with.
     """
 
     plan: Plan
@@ -91,12 +85,7 @@ class SegmentChain:
         """Run all segments in order.
 
         Args:
-            outputs: names.
-            feeds: the inputs of the whole graph.
             between: called for each hooked value when it is there; what it returns is what later nodes read.
-
-        Raises:
-            ModelError: the engine failed while running.
         """
         values: dict[str, Any] = dict(feeds)
         results: dict[str, Any] = {}
@@ -127,17 +116,9 @@ def open_segments(
     """Cut a graph and open the segments.
 
     Args:
-        model, report: a rewritten graph, and what was done.
-        plan: the plan that was carried out.
         hooks: where to cut, in execution order.
-        folder: of its weights.
-        options: how sessions are opened.
-        engine: what runs them.
         optimised: whether the engine has optimised the graph already.
         cost: approximate bytes of one session of the whole graph.
-
-    Raises:
-        ModelError: the engine refuses a segment.
     """
     segments = cut(model, hooks)
     threads = options.threads or psutil.cpu_count(logical=False) or 1
@@ -157,7 +138,6 @@ def cut(model: ModelProto, hooks: Sequence[str]) -> list[Segment]:
     """Cut a graph into a chain.
 
     Args:
-        model: the graph, without its weights; left alone.
         hooks: names of values that nodes make, in execution order; each must be an output of the graph, or something
             that an output depends on.
 

@@ -35,7 +35,7 @@ Arrays = dict[str, NDArray[Any]]
 Edits = Mapping[Edit, Arrays]  # an intervention -> the inputs that it reads
 EMBEDDING = -1
 OPEN = 8  # pieces of a layer that stay open: with other interventions and captures it is another one
-NOTHING = Outputs(logits=False, carried=False)
+NO_OUTPUTS = Outputs(logits=False, carried=False)
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class Rows:
     """The tokens of some rows of equal length, without padding.
 
     Attributes:
-        ids: [rows, seq].
-        start: the first position that is computed.
         past: graph input -> keys or values of the positions before it, [1, n_kv_heads, seq, head_dim].
     """
 
@@ -67,10 +65,7 @@ class Segments:
     """The pieces of one model; `model.opened(Segments)` has those with the model's own options.
 
     Attributes:
-        model: the hooked model.
-        layers: number of layers.
         end: name of the value that the head reads.
-        variants: the open pieces.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
@@ -81,11 +76,7 @@ class Segments:
 
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
-        """The pieces for many structures and rows: nothing is packed.
-
-        Raises:
-            InputError: a model without a cache, or with several streams.
-        """
+        """The pieces for many structures and rows: nothing is packed."""
         refuse_without_cache(model, "a sweep")
         refuse_several_streams(model, "a sweep")
         return cls(model, options.for_many_graphs(1))
@@ -106,12 +97,10 @@ class Segments:
 
     @property
     def _cuts(self) -> list[str]:
-        """Names of the residual streams before each layer and the head."""
         return [*(str(HookPoint.ResidPre(layer)) for layer in range(self.layers)), self.end]
 
     @once_property
     def _crossings(self) -> list[tuple[str, ...]]:
-        """Names of the values that cross into each layer and the head."""
         return self.flow.crossings([[cut] for cut in self._cuts], [LOGITS], [str(HookPoint.Embed)])
 
     @once_property
@@ -155,19 +144,15 @@ class Segments:
         """Run one piece: a layer, the embedding or the head.
 
         Args:
-            layer: its number.
-            rows: the tokens.
             stream: the values of `inputs_of(layer)`.
-            edits: interventions with the inputs that they read.
             ends: names of further values.
-            beside, inputs: see `run`.
 
         Returns:
             the values of `inputs_of(layer + 1)`, and the further ones.
         """
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
-        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NOTHING, inputs, beside)
+        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NO_OUTPUTS, inputs, beside)
         after = {name: stream[name] if name in stream else values[name] for name in following}
         return after, {name: values[name] for name in ends}
 
@@ -182,9 +167,7 @@ class Segments:
         """Compute the logits, [rows, seq or 1, vocab or tokens].
 
         Args:
-            rows, edits: see `layer`.
             stream: the values of `inputs_of(layers)` or `after_attention`.
-            last: at the last position only.
             tokens: ids; logits of these only.
         """
         some = tokens is not None
@@ -197,7 +180,7 @@ class Segments:
         starts: Sequence[str],
         ends: Sequence[str],
         edits: Sequence[Edit] = (),
-        outputs: Outputs = NOTHING,
+        outputs: Outputs = NO_OUTPUTS,
         gradients: Gradients | None = None,
     ) -> OpenGraph:
         """Open the piece between some values and others, "logits" among them."""
@@ -211,19 +194,16 @@ class Segments:
         feeds: Arrays,
         ends: Sequence[str],
         edits: Edits | None = None,
-        outputs: Outputs = NOTHING,
+        outputs: Outputs = NO_OUTPUTS,
         inputs: Mapping[str, NDArray[Any]] | None = None,
         beside: Sequence[str] = (),
     ) -> Arrays:
         """Run the piece between the values fed and some others.
 
         Args:
-            rows: the tokens that the values belong to.
             feeds: values of the model, at which the piece begins; none for the tokens themselves.
             ends: names of the values to compute; "logits" is one.
             edits: interventions with the inputs that they read.
-            outputs: which logits.
-            inputs: what the piece reads besides.
             beside: values that other calls ask for: one graph then serves them all.
         """
         edits = edits or {}

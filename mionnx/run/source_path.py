@@ -15,8 +15,8 @@ from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
 from mionnx.machine.brief import spelled
 
-WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
-OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
+SUFFIXES = (".pth", ".gguf")  # files that are a model by themselves
+OWN_METADATA = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
@@ -26,10 +26,6 @@ def local_path(source: str | Path) -> Path | None:
 
     Args:
         source: a path. A hooked model's own `model.onnx` means its folder.
-
-    Raises:
-        InputError: not a path.
-        ModelError: a file of another kind, or a name that no path can have.
     """
     if not isinstance(source, str | os.PathLike):
         raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{_instead(source)}")
@@ -54,7 +50,7 @@ def _instead(source: object) -> str:
 
 def _file(path: Path) -> Path:
     """The folder or file to open for a path to a file."""
-    if path.suffix in WEIGHTS and path.is_file():
+    if path.suffix in SUFFIXES and path.is_file():
         return path
     if path.suffix == ".onnx" and path.is_file():
         return path.parent if path.name == GRAPH and is_hooked(path) else path
@@ -78,7 +74,7 @@ def is_hooked(path: Path) -> bool:
             f"{path} is a compiled graph: its interventions are a part of it, and it has no hook points; run it with "
             "onnxruntime, or open the model that it was made of and give it the spec beside it, spec.safetensors"
         )
-    return not names.isdisjoint(OWN)
+    return not names.isdisjoint(OWN_METADATA)
 
 
 def _near_files(path: Path) -> str:
@@ -86,12 +82,8 @@ def _near_files(path: Path) -> str:
 
 
 def file_in(folder: Path, file: str) -> Path:
-    """A file of a folder by its name.
-
-    Raises:
-        ModelError: the folder has no such file.
-    """
-    choices = [path.name for path in folder.glob("*") if path.suffix in (*WEIGHTS, ".onnx")] if folder.is_dir() else []
+    """A file of a folder by its name."""
+    choices = [path.name for path in folder.glob("*") if path.suffix in (*SUFFIXES, ".onnx")] if folder.is_dir() else []
     if Path(file).name != file or not (folder / file).is_file():
         raise ModelError(
             f"{folder} has no file {file!r}; it has {', '.join(sorted(choices)) or 'none'}{nearest(file, choices)}"
@@ -100,11 +92,7 @@ def file_in(folder: Path, file: str) -> Path:
 
 
 def folder_in(folder: Path, subfolder: str) -> Path:
-    """A folder of a model's folder; that itself for "".
-
-    Raises:
-        ModelError: there is none.
-    """
+    """A folder of a model's folder; that itself for ""."""
     if not subfolder:
         return folder
     inner = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
@@ -114,11 +102,7 @@ def folder_in(folder: Path, subfolder: str) -> Path:
 
 
 def missing(name: str, choices: Iterable[str] = ()) -> str:
-    """End of an error message for a missing path: the nearest folder.
-
-    Args:
-        choices: other names that are accepted.
-    """
+    """End of an error message for a missing path: the nearest folder."""
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     while not path.parent.is_dir() and path != path.parent:
         path = path.parent
@@ -135,9 +119,6 @@ def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
     """Find the folder that a mistyped name means: one beside it, but for a few letters.
 
     Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
-
-    Args:
-        choices: other names that are accepted.
     """
     folder = Path(name).parent
     beside = [str(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
@@ -146,7 +127,6 @@ def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
 
 
 def _words(name: str) -> tuple[int, list[str]]:
-    """The number of a name's words, and the numbers in it."""
     return len(re.split(r"[-_. ]", name)), re.findall(r"\d+", name)
 
 

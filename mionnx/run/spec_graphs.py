@@ -25,7 +25,6 @@ def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outp
     """The open graph of a spec that `forward` runs on one text; opened on first use.
 
     Args:
-        hooks: the spec.
         outputs: the model's own outputs to compute; those of `forward` if left out.
 
     Raises:

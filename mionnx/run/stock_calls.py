@@ -46,8 +46,8 @@ from mionnx.machine.caller import caller_level
 from mionnx.machine.files import write_atomic
 from mionnx.machine.once import Once, once_property
 
-RECORD = "stock_calls.json"
-LOCK = f".{RECORD}.lock"
+CALLS_FILE = "stock_calls.json"
+CALLS_LOCK = f".{CALLS_FILE}.lock"
 WAIT = 10.0  # seconds for another process that writes
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -85,7 +85,6 @@ def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
     """Say what speaks against the file's own graph in a kind of call; "" if nothing does.
 
     Args:
-        model, kind: see `serves`.
         trial: the two graphs, where several kinds are tried; nothing is said then but by the result.
     """
     stock = model.stock
@@ -160,9 +159,9 @@ class Trial:
         return make_token_batch(ids, mask, past, sizes)
 
 
-def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
+def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
     """The first output in which two graphs differ by more than rounding, padding left out."""
-    for name, left in found.items():
+    for name, left in actual.items():
         right, of_past = expected[name], name.startswith(KEYS_AND_VALUES.present)
         if left.shape != right.shape:
             return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"
@@ -174,7 +173,6 @@ def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: flo
 
 
 def _recorded(model: HookedModel, kind: int) -> str | None:
-    """The verdict of the record beside a graph on a kind of call; None if it has none."""
     said = _calls(model).get(str(kind))
     return said if isinstance(said, str) else None
 
@@ -183,13 +181,13 @@ def _calls(model: HookedModel) -> dict[str, Any]:
     """The record of this graph: kind -> what speaks against it."""
     record: Any = None
     with suppress(ModelError):
-        record = read_json(model.folder / RECORD)
+        record = read_json(model.folder / CALLS_FILE)
     valid = isinstance(record, dict) and record.get("graph") == model.digest and isinstance(record.get("calls"), dict)
     return record["calls"] if valid else {}
 
 
 def _record(model: HookedModel, kind: int, verdict: str) -> None:
     unwritable = (OSError, Timeout, NotImplementedError, MIError)  # read-only, full, or without locks
-    with suppress(*unwritable), FileLock(model.folder / LOCK, timeout=WAIT):
+    with suppress(*unwritable), FileLock(model.folder / CALLS_LOCK, timeout=WAIT):
         record = {"graph": model.digest, "calls": {**_calls(model), str(kind): verdict}}
-        write_atomic(model.folder / RECORD, json.dumps(record, indent=1).encode())
+        write_atomic(model.folder / CALLS_FILE, json.dumps(record, indent=1).encode())

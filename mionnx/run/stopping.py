@@ -24,9 +24,6 @@ class Stopping:
         min_new_tokens: an end-of-text token cannot be chosen before so many.
         eos_token_ids: a row ends after one of these tokens, which is kept.
         strings: a row ends when its new text contains one of these; the token that completes it is kept.
-
-    Raises:
-        InputError: no integers, a minimum above the maximum, or an empty string.
     """
 
     max_new_tokens: int
@@ -51,11 +48,7 @@ class Stopping:
         return any(string in text for string in self.strings)
 
     def refuse_unreached(self, spec: HookSpec) -> None:
-        """Refuse interventions in the phase "generated" where no generated token is read.
-
-        Raises:
-            InterventionError: there is such an intervention, and `max_new_tokens` is 1.
-        """
+        """Refuse interventions in the phase "generated" where no generated token is read."""
         phases: list[Any] = [edit.positions for _, edit in spec.interventions]
         for state in (*spec.state_knockouts, *spec.state_steerings):
             phases += state.positions_
@@ -70,34 +63,26 @@ def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) 
 
     Args:
         name: of the parameter that asks for it.
-        new: how many tokens each row may get.
-
-    Raises:
-        InputError: naming the number of positions, or how many tokens fit.
     """
-    sizes, given = metadata.sizes, int(batch.lengths.max())
-    longest = given + int(new) - 1  # the last token is never read
+    sizes, length = metadata.sizes, int(batch.lengths.max())
+    longest = length + int(new) - 1  # the last token is never read
     if sizes.max_positions is not None and longest > sizes.max_positions:
         raise InputError(
-            f"{name}={new} after {given} tokens, but the model has positions for {sizes.max_positions} only"
+            f"{name}={new} after {length} tokens, but the model has positions for {sizes.max_positions} only"
         )
     heads = 0 if metadata.recurrent else 2 * sizes.num_layers * (sizes.num_kv_heads or 0) * (sizes.head_dim or 0)
     token = batch.batch * (heads * np.dtype(DTYPES[metadata.dtype]).itemsize + np.dtype(np.int64).itemsize)
     if longest * token > memory.total():
         raise InputError(
-            f"{name}={new} after {given} tokens: their ids, keys and values would take "
+            f"{name}={new} after {length} tokens: their ids, keys and values would take "
             f"{memory.format_bytes(longest * token)}, and this machine has {memory.format_bytes(memory.total())}; "
-            f"at most {max(memory.total() // token - given + 1, 0)} tokens fit"
+            f"at most {max(memory.total() // token - length + 1, 0)} tokens fit"
         )
 
 
-def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple.
-
-    Raises:
-        InputError: an empty one, or no string.
-    """
-    strings = (given,) if isinstance(given, str) else tuple(given or ())
+def stop_texts(stops: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple."""
+    strings = (stops,) if isinstance(stops, str) else tuple(stops or ())
     if not all(isinstance(string, str) and string for string in strings):
-        raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
+        raise InputError(f"stop_strings must be texts of at least one character, got {stops!r}")
     return strings

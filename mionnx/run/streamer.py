@@ -28,7 +28,6 @@ class TextStreamer:
     """Print the continuation of one prompt, token by token.
 
     Args:
-        tokenizer: of the model.
         write: called with each new piece of text; it is printed if left out.
 
     Example:
@@ -43,11 +42,7 @@ class TextStreamer:
         self._written = ""
 
     def put(self, value: NDArray[np.int64]) -> None:
-        """The prompt's ids [1, seq], and then each new token's, [1].
-
-        Raises:
-            InputError: several rows, which cannot be printed at once.
-        """
+        """The prompt's ids [1, seq], and then each new token's, [1]."""
         ids = read_array("ids", value)
         if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
             raise InputError(f"a TextStreamer is given ids [1] or [1, seq], got {ids.dtype} {list(ids.shape)}")
@@ -76,10 +71,6 @@ class TokenCallback(TextStreamer):
     """Call a function with each new token: its id, and the text that it completes.
 
     The text is empty while a character is not whole yet. What never becomes whole comes at the end, with the last id.
-
-    Args:
-        tokenizer: of the model.
-        function: called as (id, text).
     """
 
     def __init__(self, tokenizer: Decoder, function: Callable[[int, str], Any]) -> None:
@@ -108,34 +99,30 @@ class TokenCallback(TextStreamer):
         self.function(self._last, text)
 
 
-def make_streamer(given: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
+def make_streamer(target: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
     """The streamer of a generation, from an object with `put` and `end` or from a function.
 
     Args:
-        given: a streamer; a function of one value, called with each new piece of text; a function of two, called with
+        target: a streamer; a function of one value, called with each new piece of text; a function of two, called with
             each new token's id and its text; or None.
-
-    Raises:
-        InputError: something else, or a function for several texts.
-        TokenizerError: a function, and no tokenizer to make texts with.
     """
-    if given is None or (not isinstance(given, type) and all(_has(given, name) for name in ("put", "end"))):
-        return given
-    if isinstance(given, type) or not callable(given) or inspect.iscoroutinefunction(given):
+    if target is None or (not isinstance(target, type) and all(_has(target, name) for name in ("put", "end"))):
+        return target
+    if isinstance(target, type) or not callable(target) or inspect.iscoroutinefunction(target):
         raise InputError(
-            f"streamer={given!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
+            f"streamer={target!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
             "or of (id, text)"
         )
-    taken = _positional(given)
+    taken = _positional(target)
     if rows != 1:
         raise InputError(f"a function as streamer is told of one text, but {rows} are generated: give put and end")
     if tokenizer is None:
         raise TokenizerError("the model has no tokenizer to make texts of tokens: give a streamer with put and end")
-    return TokenCallback(tokenizer, given) if taken == 2 else TextStreamer(tokenizer, given)
+    return TokenCallback(tokenizer, target) if taken == 2 else TextStreamer(tokenizer, target)
 
 
-def _has(given: Any, method: str) -> bool:
-    return callable(getattr(given, method, None))
+def _has(receiver: Any, method: str) -> bool:
+    return callable(getattr(receiver, method, None))
 
 
 def _positional(function: Callable[..., Any]) -> int:

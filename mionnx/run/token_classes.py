@@ -11,17 +11,13 @@ from mionnx.errors import InputError, nearest
 Ids = NDArray[np.int64]
 Classify = Callable[[Ids], Any]
 By = str | Classify | None
-NAMES = ("position", "token")
+CLASSES = ("position", "token")
 
 
 def check_by(by: Any) -> None:
-    """Refuse what names no classes.
-
-    Raises:
-        InputError: neither None, nor "position", "token" or a function.
-    """
-    if by is not None and not callable(by) and not (isinstance(by, str) and by in NAMES):
-        raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), NAMES)}")
+    """Refuse what names no classes."""
+    if by is not None and not callable(by) and not (isinstance(by, str) and by in CLASSES):
+        raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), CLASSES)}")
 
 
 def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None) -> Ids:
@@ -31,9 +27,6 @@ def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None)
         by: None, "position", "token", or a function: ids [seq] -> integers [seq].
         ids: [seq].
         positions: [seq], counted from 0 if left out.
-
-    Raises:
-        InputError: a function that gives something else.
     """
     if by is None:
         return np.zeros(len(ids), np.int64)

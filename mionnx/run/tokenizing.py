@@ -97,11 +97,7 @@ def ids(model: OpenModel, prompt: Prompt) -> Any:
 
 @typed()
 def check_token(model: OpenModel, token: int) -> int:
-    """Check a token's id.
-
-    Raises:
-        InputError: the id is outside the vocabulary.
-    """
+    """Check a token's id."""
     size = model.hooked.metadata.sizes.vocab_size
     if not 0 <= token < size:
         raise InputError(f"token {token}; the vocabulary is 0 to {size - 1}")

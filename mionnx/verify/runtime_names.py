@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.engine.engines import ENGINES
-from mionnx.engine.options import LEVELS, PROVIDERS, Options, installed_providers, known_providers
+from mionnx.engine.options import OPTIMISATION_LEVELS, PROVIDERS, Options, installed_providers, known_providers
 from mionnx.errors import InputError, nearest
 from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.torch_eager import Eager
@@ -47,14 +47,14 @@ def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
     ort = name.startswith("ort-") or name.endswith(PROVIDER)
     for setting in settings:
         key, _, value = setting.partition("=")
-        if found.keys() & {"level" if setting in LEVELS else key}:
+        if found.keys() & {"level" if setting in OPTIMISATION_LEVELS else key}:
             raise InputError(f"runtime {title!r}: {setting!r} is given after another setting of the same thing")
-        if ort and setting in LEVELS:
+        if ort and setting in OPTIMISATION_LEVELS:
             found["level"] = setting
         elif key == "threads" and value.isdigit() and int(value) and (ort or name in WITH_THREADS):
             found["threads"] = int(value)
         else:
-            known = [*(LEVELS if ort else ()), *(["threads=N"] if ort or name in WITH_THREADS else [])]
+            known = [*(OPTIMISATION_LEVELS if ort else ()), *(["threads=N"] if ort or name in WITH_THREADS else [])]
             raise InputError(
                 f"runtime {title!r}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}"
                 f"{nearest(setting, known)}"

@@ -11,7 +11,7 @@ from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIMod
 from mionnx.engine.cuda_graphs import CudaGraphs, Replay
 from mionnx.engine.device import CPU, DeviceArray, copied, empty, fetch, put
 from mionnx.engine.onnx_runtime import OrtProgram
-from mionnx.run.rolling_steps import rolls
+from mionnx.run.decoding import rolls
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 

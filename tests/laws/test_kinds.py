@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookPoint, Intervention, InterventionError
-from mionnx.bind.splice_check import Site, check_fragment
+from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.graph.builder import edit as editable
 from mionnx.graph.builder import serialise
 from mionnx.graph.fragment import Fragment
@@ -77,7 +77,7 @@ def changed_by_nodes(kind: Kind, point: HookPoint, x: np.ndarray, values: list[n
     )
     fit = None
     if kind.has_fragment:
-        fit = check_fragment(Fragment.of(FRAGMENT), 23, [Site(point.name, point.axes, ("batch", "seq", 5))])
+        fit = check_fragment(Fragment.of(FRAGMENT), 23, [SpliceSite(point.name, point.axes, ("batch", "seq", 5))])
     edit = Edit(point.name, kind, 0, point.axes, fit=fit)
     graph = editable(proto)
     intervene(graph, [edit], Report())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mionnx.errors import InputError
 from mionnx.machine.progress import reported_to
-from mionnx.run.batching import TOKENS, batches_of, check_batch_size, in_batches
+from mionnx.run.batching import PER_BATCH, batches_of, check_batch_size, in_batches
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
 SIZES = st.one_of(st.integers(1, 9), st.just("auto"))
@@ -22,7 +22,7 @@ def test_every_row_runs_once_among_rows_of_like_length(lengths: list[int], size:
         widths = [lengths[row] for row in batch]
         assert 2 * sum(widths) >= len(batch) * max(widths)  # padding is at most half of it
         assert padded or len({*widths}) == 1
-        assert len(batch) <= size if isinstance(size, int) else len(batch) * max(widths) <= max(TOKENS, max(widths))
+        assert len(batch) <= size if isinstance(size, int) else len(batch) * max(widths) <= max(PER_BATCH, max(widths))
 
 
 def test_a_long_row_stands_alone() -> None:

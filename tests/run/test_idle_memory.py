@@ -119,7 +119,7 @@ def test_parts_from_before_a_base_are_opened_again(models, own_store):
 
 def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     """Everything is given back after each call: a sweep, a lens and a forward pass give the same bits again."""
-    monkeypatch.setattr("mionnx.run.idle_memory.LEAST", 0)
+    monkeypatch.setattr("mionnx.run.idle_memory.LEAST_IDLE", 0)
     monkeypatch.setattr("mionnx.run.idle_memory.SHARE", 10**9)
     monkeypatch.setattr("mionnx.run.idle_memory.PAUSE", 0)
     model = MIModel(shipped.hooked, Options(threads=1))
@@ -176,6 +176,6 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     waiting[2]()
     assert released == [1000, 2000], "and once"
     held[0] = 3000
-    monkeypatch.setattr("mionnx.run.idle_memory.LONGEST", 0)
+    monkeypatch.setattr("mionnx.run.idle_memory.LONGEST_WAIT", 0)
     idle.release(10, release, 2)
     assert released == [1000, 2000, 3000], "it does not wait for ever"

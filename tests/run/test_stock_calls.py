@@ -20,7 +20,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, described, packed
 from mionnx.rewrite.plan import STOCK
 from mionnx.run import stock_calls
-from mionnx.run.stock_calls import LOCK, RECORD, StockGraphWarning, Trial, problem, serves
+from mionnx.run.stock_calls import CALLS_FILE, CALLS_LOCK, StockGraphWarning, Trial, problem, serves
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 7))
 WRONG = {ROWS | PAST | SEVERAL, *range(PADDED | PAST, KINDS)}
@@ -63,7 +63,7 @@ def used(model):
 
 
 def kept(folder):
-    return json.loads((folder / RECORD).read_text())["calls"]
+    return json.loads((folder / CALLS_FILE).read_text())["calls"]
 
 
 def falsified(folder):
@@ -82,7 +82,7 @@ def falsified(folder):
 
 
 def test_adoption_tries_none(adopted):
-    assert not (adopted / RECORD).exists()
+    assert not (adopted / CALLS_FILE).exists()
 
 
 def test_a_kind_is_tried_at_its_first_call_and_never_again(folder, trials, monkeypatch):
@@ -142,16 +142,16 @@ def test_verdicts_of_another_graph_are_not_believed(folder, trials, monkeypatch)
         {"graph": hooked.digest, "calls": {str(SEVERAL): 1}},
         [],
     ):
-        (folder / RECORD).write_text(json.dumps(record))
+        (folder / CALLS_FILE).write_text(json.dumps(record))
         assert serves(hooked, SEVERAL)
         forget(monkeypatch)
-    (folder / RECORD).write_text("{")
+    (folder / CALLS_FILE).write_text("{")
     assert serves(hooked, SEVERAL)
     assert trials == [SEVERAL] * 5
     assert kept(folder) == {str(SEVERAL): ""}
 
 
-@pytest.mark.parametrize("obstacle", [RECORD, LOCK])
+@pytest.mark.parametrize("obstacle", [CALLS_FILE, CALLS_LOCK])
 def test_where_nothing_can_be_written_a_verdict_lasts_as_long_as_the_process(folder, trials, obstacle, monkeypatch):
     (folder / obstacle).mkdir()
     before = sorted(path.name for path in folder.iterdir())
@@ -160,7 +160,7 @@ def test_where_nothing_can_be_written_a_verdict_lasts_as_long_as_the_process(fol
         model.forward(IDS)
         assert used(model) == STOCK
     assert trials == [ROWS | SEVERAL]
-    assert sorted({*(path.name for path in folder.iterdir())} - {LOCK}) == sorted({*before} - {LOCK})
+    assert sorted({*(path.name for path in folder.iterdir())} - {CALLS_LOCK}) == sorted({*before} - {CALLS_LOCK})
     forget(monkeypatch)
     assert serves(model.hooked, ROWS | SEVERAL)
     assert len(trials) == 2

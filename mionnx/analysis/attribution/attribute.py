@@ -22,7 +22,7 @@ from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spelling
-from mionnx.run.prompt import Text, each_of, is_list, texts_of, token_of, token_text
+from mionnx.run.prompt import PromptText, each_of, is_list, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -123,7 +123,7 @@ def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> 
 
 
 def _attribution(
-    model: Runner, text: Text, index: int, cache: HookCache, answer: int | None, against: int | None
+    model: Runner, text: PromptText, index: int, cache: HookCache, answer: int | None, against: int | None
 ) -> Attribution:
     """The contributions to a logit of one text."""
     logits = cache.output()[0, 0]

@@ -17,8 +17,8 @@ from mionnx.machine.typed import refusal, typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.nan_logits import ADVICE, has_nan
-from mionnx.run.prompt import Text, is_list, is_stream, streams_of, texts_of, token_of
+from mionnx.run.nan_logits import ON_NAN, has_nan
+from mionnx.run.prompt import PromptText, is_list, is_stream, streams_of, texts_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -131,7 +131,7 @@ def logit_lens(
 
 def _lens_result(
     model: Runner,
-    text: Text,
+    text: PromptText,
     names: list[str],
     indices: list[int],
     streams: NDArray[Any],
@@ -141,7 +141,7 @@ def _lens_result(
     reader = LensReader(model, streams)
     last = reader.last()
     if has_nan(last.top):
-        raise ModelError(f"logits are NaN and the streams are not: {ADVICE}, in the final norm or the head")
+        raise ModelError(f"logits are NaN and the streams are not: {ON_NAN}, in the final norm or the head")
     answers = last.top_ids[0, :, 0]
     followed = np.column_stack([answers, *(np.full(len(indices), token) for token in tracked)])
     pieces = [text.tokens[index] for index in indices]
@@ -159,12 +159,14 @@ def _capturing(hooks: HookSpec | None, names: list[str], positions: int | Sequen
     return spec
 
 
-def _streams(model: Runner, text: Text, hooks: HookSpec | None, names: list[str], cache: HookCache) -> NDArray[Any]:
+def _streams(
+    model: Runner, text: PromptText, hooks: HookSpec | None, names: list[str], cache: HookCache
+) -> NDArray[Any]:
     """The streams of these names, [names, positions, hidden]."""
     streams = np.stack([cache[name][0] for name in names])
     if has_nan(streams):
         model.forward(text.ids, hooks)  # an error that names the first hook point
-        raise ModelError(f"streams of the lens have NaN where the logits have none: {ADVICE}")
+        raise ModelError(f"streams of the lens have NaN where the logits have none: {ON_NAN}")
     return streams
 
 
@@ -190,7 +192,7 @@ def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Seq
     return names
 
 
-def _indices(text: Text, positions: int | Sequence[int] | None) -> list[int]:
+def _indices(text: PromptText, positions: int | Sequence[int] | None) -> list[int]:
     """The positions to read, counted from the start."""
     if positions is None:
         return list(range(len(text)))

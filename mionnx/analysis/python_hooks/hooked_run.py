@@ -138,7 +138,7 @@ def run_batches(
         return run_segments(part, spec, functions, logits, state, rows)
 
     request = ListRequest(inputs.tokens, spec, batch_size, inputs.attention_mask, past, inputs.prompt_length, logits)
-    rows = map_rows(model, request, lambda _, cache: cache, "run", run=run, kept=True)
+    rows = map_rows(model, request, lambda _, cache: cache, "run", run=run, keep=True)
     return joined(rows, bind_pass(model.binder, spec, logits, False), inputs.batch)
 
 

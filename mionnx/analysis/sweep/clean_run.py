@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.sweep.corruption import Corruption
 from mionnx.errors import ModelError
 from mionnx.rewrite.plan import Edit
-from mionnx.run.nan_logits import ADVICE, has_nan
+from mionnx.run.nan_logits import ON_NAN, has_nan
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
 
@@ -111,7 +111,7 @@ def _refuse_nan(graphs: Segments, rows: Rows, run: CleanRun) -> NoReturn:
     stream = Arrays()
     for layer in range(EMBEDDING, graphs.layers):
         if any(has_nan(array) for array in stream.values()):
-            raise ModelError(f"logits are NaN without a patch; first at the input of layer {layer}: {ADVICE}")
+            raise ModelError(f"logits are NaN without a patch; first at the input of layer {layer}: {ON_NAN}")
         stream, _ = graphs.layer(layer, rows, stream, run.corrupted(layer, rows))
     where = "the output of the last layer" if any(has_nan(array) for array in stream.values()) else "the logits"
-    raise ModelError(f"logits are NaN without a patch; first at {where}: {ADVICE}")
+    raise ModelError(f"logits are NaN without a patch; first at {where}: {ON_NAN}")
