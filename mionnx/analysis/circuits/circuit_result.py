@@ -111,14 +111,14 @@ class Circuit(Shown):
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
         names = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
+        numbers = {name: getattr(self, name) for name in names}
+        return {**numbers, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
 
     def _columns(self) -> Columns:
         """One row for each pair and circuit."""
         pairs, circuits = self.by_pair.shape
-        found = {"pair": np.repeat(np.arange(pairs), circuits), "edges": np.tile(self.sizes, pairs)}
-        return {**found, "value": self.by_pair.ravel()}
+        pair, edges = np.repeat(np.arange(pairs), circuits), np.tile(self.sizes, pairs)
+        return {"pair": pair, "edges": edges, "value": self.by_pair.ravel()}
 
     def view(self) -> View:
         """Faithfulness over the number of edges, and the circuit of each size as nodes and lines."""
@@ -171,13 +171,13 @@ class Circuit(Shown):
         readers = {
             f"{name.partition('.')[0]}.h{head}": name for name in names if ".kv" in name for head in range(heads)
         }
-        made = []
+        shared = []
         for reader in readers:
             layer, _, head = reader.partition(".h")
             keys = f"{layer}.kv{int(head) * groups // heads}"
             if reader in names and keys in names:
-                made.append((keys, reader))
-        return made
+                shared.append((keys, reader))
+        return shared
 
     def drawn(self) -> int:
         """Number of edges of a figure: those of a faithfulness of 0.8, if few reach it."""

@@ -85,9 +85,9 @@ class Normed(Writes):
         """The attention's output for each different mask."""
         some, which = np.unique(kept, axis=0, return_inverse=True)
         mixed = np.where(some[:, None, :, None], self.now[circuit], self.corrupted)
-        made: Floats = self.parts.write([self.layer], {self.layer: mixed})[self.layer] - self.written
-        made[~some.any(axis=1)] = 0
-        return made[which.ravel()]
+        change: Floats = self.parts.write([self.layer], {self.layer: mixed})[self.layer] - self.written
+        change[~some.any(axis=1)] = 0
+        return change[which.ravel()]
 
 
 @dataclass

@@ -35,23 +35,23 @@ class NodeValues:
 
     def of(self, name: str, row: int) -> Floats:
         """A value of one of the two prompts, without the batch axis."""
-        made: Floats = self.values[name][row].astype(np.float32, copy=False)
-        return made
+        value: Floats = self.values[name][row].astype(np.float32, copy=False)
+        return value
 
     def changes(self, parts: Parts) -> Floats:
         """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden].
 
         A head's change is that of its attention's output when this head alone has the other's value.
         """
-        nodes, made = parts.nodes, []
+        nodes, changes = parts.nodes, []
         heads = _heads_alone(self, parts)
         for node in nodes.senders:
             if node.head is not None:
-                made.append(heads[node.hook][node.head])
+                changes.append(heads[node.hook][node.head])
             else:
                 name = str(HookPoint.ResidPre(0)) if node.layer is None else node.hook
-                made.append(self.of(name, 1) - self.of(name, 0))
-        return np.stack(made)
+                changes.append(self.of(name, 1) - self.of(name, 0))
+        return np.stack(changes)
 
 
 def _heads_alone(values: NodeValues, parts: Parts) -> dict[str, Floats]:

@@ -79,8 +79,8 @@ class Saliency(Shown):
 
     def _lines(self) -> Iterator[str]:
         for one in self.texts:
-            told = (f"{token!r} [{at}] {score:+.3g}" for at, token, score in one.top())
-            yield f"{self.metric} {one.metric:.4g}: {', '.join(told)}"
+            scores = (f"{token!r} [{at}] {score:+.3g}" for at, token, score in one.top())
+            yield f"{self.metric} {one.metric:.4g}: {', '.join(scores)}"
 
     def to_dict(self) -> dict[str, Any]:
         """As lists, one entry a text."""

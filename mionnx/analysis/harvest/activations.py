@@ -45,16 +45,16 @@ class Activations(Brief, Mapping[str, TokenArray]):
             SpecFileError: there is no harvest, it is damaged, or it is not finished.
         """
         self.folder = Path(folder)
-        found = read_manifest(self.folder)
-        if found is None:
+        manifest = read_manifest(self.folder)
+        if manifest is None:
             raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {MANIFEST}")
-        if not found.complete:
+        if not manifest.complete:
             shards = count(len(finished(self.folder)), "shard")
             raise SpecFileError(
                 f"{self.folder} was not finished: {shards}; harvest again with the same settings, and it goes on"
             )
-        self._manifest = found
-        self.settings = found.settings
+        self._manifest = manifest
+        self.settings = manifest.settings
 
     @property
     def tokens(self) -> int:

@@ -89,7 +89,7 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
     Raises:
         HookError: a hook point without one value of fixed size a token.
     """
-    found = []
+    columns = []
     for node, own in ((capture.node, capture.dtype) for capture in captures):
         if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
             raise HookError(
@@ -98,8 +98,8 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
         axis, value = sequence_axis(node.axes), cache[node.output]
         shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
         written = np.dtype(np.int32) if own == np.int64 else own
-        found.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
-    return found
+        columns.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
+    return columns
 
 
 def token_columns(row: Row) -> dict[str, NDArray[Any]]:

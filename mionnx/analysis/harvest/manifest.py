@@ -71,8 +71,8 @@ class Manifest:
             SpecFileError: the folder cannot be written to.
         """
         rows = sum(shard.rows for shard in self.shards)
-        told = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
-        write_atomic(folder / MANIFEST, (json.dumps(told, indent=1) + "\n").encode())
+        contents = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
+        write_atomic(folder / MANIFEST, (json.dumps(contents, indent=1) + "\n").encode())
         if self.complete:
             shutil.rmtree(folder / PROGRESS, ignore_errors=True)
 
@@ -85,14 +85,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST
     try:
-        told = json.loads(path.read_text())
-        if told.get(FORMAT) != VERSION:
+        contents = json.loads(path.read_text())
+        if contents.get(FORMAT) != VERSION:
             raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
-        columns = {name: _column(*column) for name, column in told["columns"].items()}
-        shards = [Shard(**entry) for entry in told["shards"]]
-        return Manifest(
-            told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])
-        )
+        columns = {name: _column(*column) for name, column in contents["columns"].items()}
+        shards = [Shard(**entry) for entry in contents["shards"]]
+        texts, dropped = int(contents["texts"]), int(contents["dropped_tokens"])
+        return Manifest(contents["settings"], columns, shards, contents["complete"], texts, dropped)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -140,15 +139,15 @@ def _note(folder: Path, number: int) -> Path:
     return folder / PROGRESS / f"{number:05}.json"
 
 
-def refuse_other(folder: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def refuse_other(folder: Path, others: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse a folder whose activations were made in another way.
 
     Raises:
         SpecFileError: naming the first setting that differs.
     """
-    for name in sorted({*found, *settings}):
-        if found.get(name) != settings.get(name):
+    for name in sorted({*others, *settings}):
+        if others.get(name) != settings.get(name):
             raise SpecFileError(
-                f"{folder} holds activations made with {name}={found.get(name)!r}, this harvest has "
+                f"{folder} holds activations made with {name}={others.get(name)!r}, this harvest has "
                 f"{settings.get(name)!r}: choose another folder"
             )

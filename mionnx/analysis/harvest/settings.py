@@ -141,9 +141,9 @@ def cast_spec(spec: HookSpec, bound: BoundSpec, dtype: str | None) -> HookSpec:
         bound: the same, bound.
         dtype: of fractions; their own if None.
     """
-    made = HookSpec().extend(spec)
-    made.captures = []
+    same = HookSpec().extend(spec)
+    same.captures = []
     for one in bound.captures:
         cast = None if one.dtype.kind in "iub" else dtype
-        made.captures.append(replace(one.request, what=one.node.hook, dtype=cast))
-    return made
+        same.captures.append(replace(one.request, what=one.node.hook, dtype=cast))
+    return same

@@ -104,19 +104,19 @@ class ShardMaker:
             SpecFileError: it was made of other texts, or cannot be written.
             InputError: a number that the dtype cannot hold.
         """
-        whole = [row for row in rows if self.format != "saelens" or len(row) == self.context]
-        texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, whole))
-        known, tokens, damage = noted(self.folder, number) or self.known.get(number), digest(whole), None
-        if known is not None:
-            if known.digest != tokens:
+        windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
+        texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
+        earlier, tokens, damage = noted(self.folder, number) or self.known.get(number), digest(windows), None
+        if earlier is not None:
+            if earlier.digest != tokens:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")
-            damage = self._damage(known)
+            damage = self._damage(earlier)
             if damage is None:
-                return Made(number, known, texts, dropped)
-        made = self._write(number, whole)
-        names = FORMATS[self.format](self.folder, number, made, open_shard(made), self.context or 0)
+                return Made(number, earlier, texts, dropped)
+        path = self._write(number, windows)
+        names = FORMATS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
-        shard = Shard(files, sum(row.kept for row in whole), len(whole), tokens)
+        shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
         return Made(number, shard, texts, dropped, damage)
 
@@ -144,8 +144,8 @@ class ShardMaker:
 
     def _put(self, file: StreamedFile, rows: Sequence[Row], places: Sequence[int]) -> None:
         """Run one batch, and write what is wanted of it."""
-        for name, found in self._values(rows).items():
-            for place, values in zip(places, found, strict=True):
+        for name, by_row in self._values(rows).items():
+            for place, values in zip(places, by_row, strict=True):
                 file.put(name, place, values)
         for place, row in zip(places, rows, strict=True):
             for name, values in token_columns(row).items():
@@ -156,10 +156,10 @@ class ShardMaker:
 
         Where the graph's casts give infinite or no numbers, the exact values say whether a number was too large.
         """
-        found = _cut(self.columns, forward(self.model, rows, self.cast), rows)
-        if any(column.lost(found[column.name]) for column in self.columns):
+        values = _cut(self.columns, forward(self.model, rows, self.cast), rows)
+        if any(column.lost(values[column.name]) for column in self.columns):
             return _cut(self.columns, forward(self.model, rows, self.exact), rows)
-        return found
+        return values
 
 
 def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:

@@ -24,13 +24,13 @@ def shuffled(count: int, size: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """
     random = np.random.default_rng(seed)
     order = random.permutation(-(-count // BLOCK))
-    held = np.empty(0, np.int64)
+    waiting = np.empty(0, np.int64)
     for begin in range(0, len(order), MIXED):
         chosen = order[begin : begin + MIXED, None] * BLOCK + np.arange(BLOCK)
         mixed = random.permutation(chosen[chosen < count])
-        held = np.concatenate([held, mixed])
-        full = len(held) // size * size
-        yield from held[:full].reshape(-1, size)
-        held = held[full:]
-    if len(held):
-        yield held
+        waiting = np.concatenate([waiting, mixed])
+        full = len(waiting) // size * size
+        yield from waiting[:full].reshape(-1, size)
+        waiting = waiting[full:]
+    if len(waiting):
+        yield waiting

@@ -37,8 +37,8 @@ class CleanRun:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        held: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
-        return sum(array.nbytes for arrays in held for array in arrays.values())
+        parts: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
+        return sum(array.nbytes for arrays in parts for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
         """One of the rows, [1, ...]."""

@@ -218,11 +218,11 @@ def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]
     }
 
 
-def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
+def _unknown(model: HookedModel, request: str, names: list[str]) -> HookError:
     short = sorted({HookPoint.parse(name).short for name in names})
-    near = nearest(given, names) if "." in given else nearest(given.removeprefix("hook_"), short)
+    near = nearest(request, names) if "." in request else nearest(request.removeprefix("hook_"), short)
     return HookError(
-        f"this {model.metadata.family} model has no hook point {given!r} in its layers to sweep over; it has "
+        f"this {model.metadata.family} model has no hook point {request!r} in its layers to sweep over; it has "
         f"{', '.join(short)}{near}"
     )
 

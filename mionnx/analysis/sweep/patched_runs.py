@@ -54,13 +54,13 @@ class Shortcuts:
     skip: bool = True
 
 
-def shortcuts_for(model: HookedModel, asked: Shortcuts | None) -> Shortcuts:
+def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
     """The savings asked for, or all that leave results as they are.
 
     Where activations are rounded with one scale for a call, a call is one cell at all of its positions.
     """
     apart = model.rounds_by_call
-    return asked or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    return shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
 
 
 class PatchedRuns:
@@ -222,15 +222,15 @@ class PatchedRuns:
 
 def first_difference(grid: Grid, base: CleanRun, donors: Mapping[str, NDArray[Any]]) -> int:
     """The first position at which a donor differs from the base, else the last one."""
-    found = base.ids.shape[1] - 1
+    first = base.ids.shape[1] - 1
     for hook in map(grid.hook, grid.layers):
         if not has_sequence(grid.axes):
             return 0
         changed = (base.values[hook] != np.broadcast_to(donors[hook], base.values[hook].shape)).swapaxes(
             0, sequence_axis(grid.axes)
         )
-        found = min([found, *np.flatnonzero(changed.reshape(len(changed), -1).any(axis=1))[:1].tolist()])
-    return int(found)
+        first = min([first, *np.flatnonzero(changed.reshape(len(changed), -1).any(axis=1))[:1].tolist()])
+    return int(first)
 
 
 class LayerPass:
@@ -310,10 +310,10 @@ class LayerPass:
             return logits[:, -1]
         self.join(last)
         order, border = self.graphs.model.order, self.graphs.model.order[halves[0]]
-        early = {edit: given for edit, given in self.edits(last).items() if order[edit.hook] <= border}
+        early = {edit: inputs for edit, inputs in self.edits(last).items() if order[edit.hook] <= border}
         values = graphs.run(self.rows(), self.stream, halves, early)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in values.items()}
         rows = graphs.last_position(self.rows())
-        narrow = {edit: given for edit, given in self.edits(last, narrow=True).items() if order[edit.hook] > border}
+        narrow = {edit: inputs for edit, inputs in self.edits(last, narrow=True).items() if order[edit.hook] > border}
         narrow |= self.patched.base.corrupted(graphs.layers, rows)
         return graphs.logits(rows, ends, narrow, tokens=tokens)[:, -1]

@@ -82,8 +82,8 @@ class PathPatchedRuns(PatchedRuns):
         receivers: the hook points that read the change.
     """
 
-    def __init__(self, receivers: Receivers, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, receivers: Receivers, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.receivers = receivers
         self.layer_pass = partial(_PathPass, receivers)
 

@@ -39,7 +39,7 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
     columns = [_each(name, place, len(ids)) for name, place in positions.items()]
     return [
         tuple(
-            _found(f"prompt {number}: position {name!r}", column[number], texts[number], len(row))
+            _place_of(f"prompt {number}: position {name!r}", column[number], texts[number], len(row))
             for name, column in zip(positions, columns, strict=True)
         )
         for number, row in enumerate(ids)
@@ -66,7 +66,7 @@ def _each(name: str, place: Any, count: int) -> list[Any]:
     return entries
 
 
-def _found(what: str, place: Any, text: Tokens | None, length: int) -> tuple[int, ...]:
+def _place_of(what: str, place: Any, text: Tokens | None, length: int) -> tuple[int, ...]:
     if isinstance(place, str):
         if text is None:
             raise InputError(f"{what}: {place!r} is found in a text, and this prompt came as ids")

@@ -139,10 +139,10 @@ class SweepResult(Shown):
         """A sentence on what 1 and 0 mean in pictures."""
         if self.corrupted is None or self.clean == self.corrupted:
             return f"A number is the change of {self.metric} by this cell alone; 0: it stays {self.base:.4g}."
-        given, to = ("clean", "restores") if self.patching == "denoising" else ("corrupted", "brings about")
+        source, to = ("clean", "restores") if self.patching == "denoising" else ("corrupted", "brings about")
         other = self.clean if self.patching == "denoising" else self.corrupted
         return (
-            f"1: the {given} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
+            f"1: the {source} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
             f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
         )
 
