@@ -16,11 +16,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.circuits.node_values import LAST, NodeValues
+from mionnx.analysis.circuits.node_values import NodeValues
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
-from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
-from mionnx.analysis.gradients.first_order import Seed, with_metric
+from mionnx.analysis.circuits.parts import Floats, Parts
+from mionnx.analysis.gradients.first_order import LAST_LOGITS, Seed, with_metric
 from mionnx.analysis.sweep.comparison import Pair, Pairs
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -29,7 +30,7 @@ from mionnx.spec.intervention import Intervention
 
 Receives = tuple[str, int | None]  # a receiver's hook point and head
 Gradient = NDArray[np.float64]  # [seq, hidden]
-WIDE = 4 * TOKENS  # tokens of all layers in one call of the graphs that read
+WIDE = 4 * CALL_TOKENS  # tokens of all layers in one call of the graphs that read
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class EdgeGradients:
         pair, total = self.compared.pairs[number], dict[Receives, Any]()
         reads = self.compared.reads(self.model, number, *values.logits)
         shares = (np.arange(self.steps) + 1) / self.steps
-        most = max(1, TOKENS // len(pair.base))
+        most = max(1, CALL_TOKENS // len(pair.base))
         for begin in range(0, self.steps, most):
             cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
             for key, value in _read_back(parts, cache, self.rules):
@@ -85,7 +86,7 @@ class EdgeGradients:
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
-        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
+        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST_LOGITS)
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:

@@ -15,8 +15,8 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Table, View
 
-TOLD = 5  # edges of a printed result
-MOST = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
+PRINTED_EDGES = 5  # edges of a printed result
+SHOWN_NODES = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
 Edge = tuple[str, str]  # labels of sender and receiver
 
 
@@ -111,7 +111,7 @@ class EdgeAttribution(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield self.facts()
-        for sender, receiver, score in self.top(TOLD):
+        for sender, receiver, score in self.top(PRINTED_EDGES):
             yield f"{decimal(score, 3):>9}  {sender} -> {receiver}"
 
     def facts(self) -> str:
@@ -151,7 +151,9 @@ class EdgeAttribution(Shown):
     def _leading(self, axis: int) -> list[int]:
         """Senders (0) or receivers (1) of the leading edges, in their order."""
         ends: list[int] = [*dict.fromkeys(self.ranked()[:, axis].tolist())]
-        return sorted(ends[:MOST]) if self.scores.shape[axis] > MOST else [*range(self.scores.shape[axis])]
+        return (
+            sorted(ends[:SHOWN_NODES]) if self.scores.shape[axis] > SHOWN_NODES else [*range(self.scores.shape[axis])]
+        )
 
     def _columns(self) -> Columns:
         """One row for each edge, the largest score by size first."""

@@ -9,15 +9,14 @@ from numpy.typing import NDArray
 from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.circuits.separate import differing
+from mionnx.analysis.gradients.first_order import LAST_LOGITS
 from mionnx.analysis.sweep.comparison import Pair
-from mionnx.bind.logit_selection import Logits
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
-LAST = Logits(positions=-1)
 OFF = 1e-3  # by which a stream may differ from its sum, as a share of its largest number; float16 rounds by as much
 
 
@@ -90,7 +89,7 @@ def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
         InputError: a stream that is not the sum of what is written to it.
     """
     ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
-    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST)
+    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST_LOGITS)
     values = NodeValues(numbers(cache), cache.output()[:, 0])
     _refuse_other_sums(model, nodes, values)
     return values

@@ -15,7 +15,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Table
 
-LEAST = 2  # cells that a correlation needs
+CORRELATED = 2  # cells that a correlation needs
 
 Numbers = NDArray[np.float64]
 
@@ -129,6 +129,6 @@ class AttributedSweep(SweepResult):
 
 
 def _pearson(one: Numbers, other: Numbers) -> float:
-    if len(one) < LEAST or not np.ptp(one) or not np.ptp(other):
+    if len(one) < CORRELATED or not np.ptp(one) or not np.ptp(other):
         return float("nan")
     return float(np.corrcoef(one, other)[0, 1])

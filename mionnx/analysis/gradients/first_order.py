@@ -11,6 +11,7 @@ from mionnx.analysis.gradients.gradients import Seed, metric_name
 from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import Measure
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -21,8 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 Arrays = dict[str, NDArray[Any]]
-LAST = Logits(positions=-1)
-TOKENS = 4096  # most tokens of one call along a path
+LAST_LOGITS = Logits(positions=-1)
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class FirstOrder:
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
         if compared.metric.needs_logits:
-            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST).output()[:, 0]
+            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST_LOGITS).output()[:, 0]
         reads = compared.reads(self.model, number, *both)
         spec = _corrupted(pair, [0]).capture([*self.hooks]).gradient([*self.hooks])
-        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST)
+        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST_LOGITS)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
         gradients = self._along(pair, differences, reads) if self.steps > 1 else self._at(cache.grad or {})
@@ -83,7 +83,7 @@ class FirstOrder:
         A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
         """
         shares = (np.arange(self.steps) + 0.5) / self.steps
-        most = max(1, TOKENS // len(pair.base))
+        most = max(1, CALL_TOKENS // len(pair.base))
         parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
         gradients = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
         for hook in self.hooks:
@@ -101,7 +101,7 @@ class FirstOrder:
             moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
             spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
         spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
-        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
+        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
         return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
 
@@ -194,5 +194,5 @@ def with_metric(
     if callable(cotangent):
         plain = HookSpec()
         plain.interventions += spec.interventions
-        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST).output()[:, 0])
+        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST_LOGITS).output()[:, 0])
     return spec.set_metric("cotangent", cotangent=np.asarray(cotangent), rules=rules)

@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS
-from mionnx.analysis.harvest.manifest import MANIFEST, finished, read_manifest
+from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST, finished, read_manifest
 from mionnx.analysis.harvest.shard_file import open_shard, sha256_of
 from mionnx.analysis.harvest.shuffled import blocks, shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
@@ -47,7 +47,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         self.folder = Path(folder)
         manifest = read_manifest(self.folder)
         if manifest is None:
-            raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {MANIFEST}")
+            raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {HARVEST_MANIFEST}")
         if not manifest.complete:
             shards = count(len(finished(self.folder)), "shard")
             raise SpecFileError(

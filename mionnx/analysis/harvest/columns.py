@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.harvest.rows import Row
+from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.bind.plan import BoundCapture
 from mionnx.errors import HookError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -44,7 +44,7 @@ class Column:
         """Size of one token's value."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def rows(self, value: NDArray[Any], rows: Sequence[Row]) -> list[NDArray[Any]]:
+    def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
         """Cut the wanted tokens of each row, [tokens, ...], out of a captured array.
 
         Args:
@@ -102,7 +102,7 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
     return columns
 
 
-def token_columns(row: Row) -> dict[str, NDArray[Any]]:
+def token_columns(row: HarvestRow) -> dict[str, NDArray[Any]]:
     """Ids, texts and positions of the wanted tokens of a row."""
     parts = (row.ids, row.text, row.position)
     return {name: part[row.keep].astype(kind) for (name, kind), part in zip(TOKEN_COLUMNS.items(), parts, strict=True)}

@@ -79,7 +79,7 @@ def finish_saelens(folder: Path, hooks: list[str], shards: int) -> None:
         (folder / hook / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
 
 
-FORMATS: dict[str, Writer] = {"safetensors": safetensors, "parquet": parquet, "saelens": saelens}
+WRITERS: dict[str, Writer] = {"safetensors": safetensors, "parquet": parquet, "saelens": saelens}
 NUMPY_ONLY = ("bfloat16",)  # dtypes that arrow does not have
 
 
@@ -90,8 +90,8 @@ def check_format(name: str, dtype: str | None, packed: bool) -> None:
         InputError: naming it.
         RuntimeMissingError: a library that it needs is not installed.
     """
-    if name not in FORMATS:
-        raise InputError(f"format={name!r}; one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
+    if name not in WRITERS:
+        raise InputError(f"format={name!r}; one of {', '.join(WRITERS)}{nearest(name, WRITERS)}")
     if name != "safetensors" and dtype in NUMPY_ONLY:
         raise InputError(f"format={name!r} has no {dtype}: float32 or float16, or format='safetensors'")
     if name == "saelens" and not packed:

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.rows import Positions, Rows, separator_of
+from mionnx.analysis.harvest.rows import HarvestRows, Positions, separator_of
 from mionnx.analysis.harvest.settings import Settings, exact_spec
 from mionnx.analysis.harvest.shard_maker import Make, in_turn
 from mionnx.analysis.harvest.shard_writer import ShardWriter
@@ -26,7 +26,7 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 
-LOCK = ".harvest.lock"
+HARVEST_LOCK = ".harvest.lock"
 HOOKS_ONLY = Outputs(logits=False, carried=False)
 
 
@@ -106,7 +106,7 @@ def open_writer(
     bound = model.binder.bind(spec, HOOKS_ONLY)
     separator = separator_of(model, settings.packed, settings.separator)
     dataset = Texts(texts, settings.column)
-    rows = Rows(model, dataset, settings.context, settings.packed, separator, settings.positions)
+    rows = HarvestRows(model, dataset, settings.context, settings.packed, separator, settings.positions)
     changes = HookSpec().extend(spec)
     changes.captures = []
     identity = {
@@ -154,7 +154,7 @@ def _alone(folder: Path) -> Iterator[None]:
         SpecFileError: one is going on there.
     """
     try:
-        with FileLock(folder / LOCK, timeout=0):
+        with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield
     except Timeout as error:
         raise SpecFileError(f"another process harvests into {folder}: wait for it, or choose another folder") from error

@@ -18,9 +18,9 @@ from typing import Any
 from mionnx.errors import SpecFileError
 from mionnx.machine.files import atomic_path, make_folder, write_atomic
 
-MANIFEST, PROGRESS = "_manifest.json", "_progress"
+HARVEST_MANIFEST, PROGRESS = "_manifest.json", "_progress"
 FORMAT = "mionnx_activations"
-VERSION = 1
+MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Manifest:
             SpecFileError: the folder cannot be written to.
         """
         rows = sum(shard.rows for shard in self.shards)
-        contents = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
-        write_atomic(folder / MANIFEST, (json.dumps(contents, indent=1) + "\n").encode())
+        contents = {FORMAT: MANIFEST_VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
+        write_atomic(folder / HARVEST_MANIFEST, (json.dumps(contents, indent=1) + "\n").encode())
         if self.complete:
             shutil.rmtree(folder / PROGRESS, ignore_errors=True)
 
@@ -83,11 +83,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         SpecFileError: it is damaged, or of another version.
     """
-    path = folder / MANIFEST
+    path = folder / HARVEST_MANIFEST
     try:
         contents = json.loads(path.read_text())
-        if contents.get(FORMAT) != VERSION:
-            raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
+        if contents.get(FORMAT) != MANIFEST_VERSION:
+            raise SpecFileError(f"{path} is no manifest of activations of version {MANIFEST_VERSION}")
         columns = {name: _column(*column) for name, column in contents["columns"].items()}
         shards = [Shard(**entry) for entry in contents["shards"]]
         texts, dropped = int(contents["texts"]), int(contents["dropped_tokens"])

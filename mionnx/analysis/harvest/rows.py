@@ -21,7 +21,7 @@ Positions = int | Sequence[int] | str | Chooser
 
 
 @dataclass(frozen=True)
-class Row:
+class HarvestRow:
     """Tokens that run together.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rows:
+class HarvestRows:
     """The rows of a dataset, the same at every call.
 
     Attributes:
@@ -65,18 +65,18 @@ class Rows:
     separator: int | None
     positions: Positions | None
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[HarvestRow]:
         return self._windows() if self.packed else (self._row(n, text) for n, text in enumerate(self.texts))
 
-    def _row(self, number: int, text: Any) -> Row:
+    def _row(self, number: int, text: Any) -> HarvestRow:
         """One text, cut to the context."""
         ids, tokens = self._ids(number, text)
         length = min(len(ids), self.context or len(ids))
         try:
-            keep = kept(ids[:length], tokens, self.positions)
+            keep = keep_mask(ids[:length], tokens, self.positions)
         except (InputError, TokenizerError) as error:
             raise type(error)(f"text {number}: {error}") from error
-        return Row(ids[:length], np.full(length, number), np.arange(length), keep)
+        return HarvestRow(ids[:length], np.full(length, number), np.arange(length), keep)
 
     def _ids(self, number: int, text: Any) -> tuple[Integers, Tokens | None]:
         """The ids of a text, and what is known of its letters."""
@@ -87,7 +87,7 @@ class Rows:
         except (InputError, TokenizerError) as error:
             raise type(error)(f"text {number}: {error}") from error
 
-    def _windows(self) -> Iterator[Row]:
+    def _windows(self) -> Iterator[HarvestRow]:
         """All texts one after the other, cut into windows; the last one may be shorter."""
         size, waiting = self.context or 0, [np.empty((0, 3), np.int64)]
         for number, text in enumerate(self.texts):
@@ -108,12 +108,12 @@ class Rows:
             ids, place = np.r_[self.separator, ids], np.r_[-1, place]
         return np.stack([ids, np.full(len(ids), number), place], axis=1)
 
-    def _window(self, columns: Integers) -> Row:
+    def _window(self, columns: Integers) -> HarvestRow:
         ids, text, position = np.ascontiguousarray(columns.T)
-        return Row(ids, text, position, kept(ids, None, self.positions))
+        return HarvestRow(ids, text, position, keep_mask(ids, None, self.positions))
 
 
-def kept(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
+def keep_mask(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
     """The tokens of a row that positions mean, [seq] bool.
 
     Raises:
@@ -165,7 +165,7 @@ def separator_of(model: Runner, packed: bool, separator: int | str | None) -> in
     return None if separator is None else token_of(model, separator)
 
 
-def digest(rows: Iterable[Row]) -> str:
+def digest(rows: Iterable[HarvestRow]) -> str:
     """SHA-256 of the tokens of rows and of what is wanted of them, hexadecimal."""
     sha256 = hashlib.sha256()
     for row in rows:

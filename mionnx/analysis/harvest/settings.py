@@ -20,8 +20,8 @@ from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-DTYPES = ("float32", "float16", "bfloat16")
-TOP_K = 32  # features of a token, if nothing is said
+HARVEST_DTYPES = ("float32", "float16", "bfloat16")
+TOP_FEATURES = 32  # features of a token, if nothing is said
 
 
 @typed(leave=["positions"])
@@ -52,8 +52,8 @@ class Settings:
         if self.context is not None or self.packed:
             at_least("context (tokens of a window)", self.context or 0, 1)
         check_format(self.format, self.dtype, self.packed and self.positions is None)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"dtype={self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in HARVEST_DTYPES:
+            raise InputError(f"dtype={self.dtype!r}; one of {', '.join(HARVEST_DTYPES)}")
         if self.k is not None and self.sae is None:
             raise InputError("k= is how many features of an autoencoder are written: give sae=")
         if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
@@ -62,7 +62,7 @@ class Settings:
     @property
     def features(self) -> int | None:
         """Features of a token that are written; None without an autoencoder."""
-        return None if self.sae is None else TOP_K if self.k is None else self.k
+        return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
     def told(self, separator: int | None) -> dict[str, Any]:
         """Them, as JSON can hold them.

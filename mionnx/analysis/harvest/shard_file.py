@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mionnx.errors import SpecFileError
 from mionnx.machine.streamed_file import TYPE_NAMES, Kind, StreamedFile, streamed
 
-DTYPES = {short: name for name, short in TYPE_NAMES.items()}
+NUMPY_NAMES = {short: name for name, short in TYPE_NAMES.items()}
 
 
 def new_shard(path: Path, kinds: Mapping[str, Kind]) -> AbstractContextManager[StreamedFile]:
@@ -46,7 +46,7 @@ def open_shard(path: Path) -> dict[str, NDArray[Any]]:
 
 def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
     begin, end = entry["data_offsets"]
-    dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    dtype, shape = np.dtype(NUMPY_NAMES[entry["dtype"]]), tuple(entry["shape"])
     if end - begin != prod(shape) * dtype.itemsize or start + end > path.stat().st_size:
         raise ValueError("its arrays do not fit into it")
     if not prod(shape):

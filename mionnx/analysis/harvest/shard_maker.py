@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, token_columns
-from mionnx.analysis.harvest.formats import FORMATS
+from mionnx.analysis.harvest.formats import WRITERS
 from mionnx.analysis.harvest.manifest import Shard, note, noted
-from mionnx.analysis.harvest.rows import Row, digest
+from mionnx.analysis.harvest.rows import HarvestRow, digest
 from mionnx.analysis.harvest.shard_file import new_shard, open_shard, sha256_of
 from mionnx.errors import MIError, SpecFileError
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
@@ -22,8 +22,8 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
-PARTIAL = ".shard-*.partial"  # names of files that are being written
-Task = tuple[int, list[Row]]  # number of a shard, and its rows
+PARTIAL_SHARD = ".shard-*.partial"  # names of files that are being written
+Task = tuple[int, list[HarvestRow]]  # number of a shard, and its rows
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Groups:
         shard_bytes: size of a shard, about.
     """
 
-    rows: Iterable[Row]
+    rows: Iterable[HarvestRow]
     bytes_a_token: int
     shard_bytes: int
 
     def __iter__(self) -> Iterator[Task]:
-        group: list[Row] = []
+        group: list[HarvestRow] = []
         number = size = 0
         for row in self.rows:
             group.append(row)
@@ -97,7 +97,7 @@ class ShardMaker:
     context: int | None
     known: Mapping[int, Shard] = field(default_factory=dict)
 
-    def shard(self, number: int, rows: Sequence[Row]) -> Made:
+    def shard(self, number: int, rows: Sequence[HarvestRow]) -> Made:
         """A shard: as it is there, or made now.
 
         Raises:
@@ -114,7 +114,7 @@ class ShardMaker:
             if damage is None:
                 return Made(number, earlier, texts, dropped)
         path = self._write(number, windows)
-        names = FORMATS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
+        names = WRITERS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
         shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
@@ -130,9 +130,9 @@ class ShardMaker:
                 return str(error)
         return None
 
-    def _write(self, number: int, rows: Sequence[Row]) -> Path:
+    def _write(self, number: int, rows: Sequence[HarvestRow]) -> Path:
         """Run rows, and write their activations in the order of the texts."""
-        path = self.folder / PARTIAL.replace("*", f"{number:05}.{uuid4().hex}")
+        path = self.folder / PARTIAL_SHARD.replace("*", f"{number:05}.{uuid4().hex}")
         count, places = sum(row.kept for row in rows), np.cumsum([0, *(row.kept for row in rows)]).tolist()
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
@@ -142,7 +142,7 @@ class ShardMaker:
                 self._put(file, [rows[n] for n in batch], [places[n] for n in batch])
         return path
 
-    def _put(self, file: StreamedFile, rows: Sequence[Row], places: Sequence[int]) -> None:
+    def _put(self, file: StreamedFile, rows: Sequence[HarvestRow], places: Sequence[int]) -> None:
         """Run one batch, and write what is wanted of it."""
         for name, by_row in self._values(rows).items():
             for place, values in zip(places, by_row, strict=True):
@@ -151,7 +151,7 @@ class ShardMaker:
             for name, values in token_columns(row).items():
                 file.put(name, place, values)
 
-    def _values(self, rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
+    def _values(self, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
         """The wanted values of one batch, by column, an array a row.
 
         Where the graph's casts give infinite or no numbers, the exact values say whether a number was too large.
@@ -162,11 +162,11 @@ class ShardMaker:
         return values
 
 
-def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
+def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
     return {column.name: column.rows(cache[column.name], rows) for column in columns}
 
 
-def forward(model: Runner, rows: Sequence[Row], spec: HookSpec) -> HookCache:
+def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCache:
     """Run rows up to the last capture.
 
     Raises:

@@ -10,9 +10,9 @@ from typing import Any
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, columns_of
 from mionnx.analysis.harvest.formats import finish_saelens
 from mionnx.analysis.harvest.manifest import Manifest, finished, read_manifest, refuse_other
-from mionnx.analysis.harvest.rows import Rows
+from mionnx.analysis.harvest.rows import HarvestRows
 from mionnx.analysis.harvest.settings import Settings, cast_spec
-from mionnx.analysis.harvest.shard_maker import PARTIAL, Groups, Made, Make, ShardMaker, forward
+from mionnx.analysis.harvest.shard_maker import PARTIAL_SHARD, Groups, Made, Make, ShardMaker, forward
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.arrays import read_dtype
@@ -42,7 +42,7 @@ class ShardWriter:
     model: Runner
     spec: HookSpec
     bound: BoundSpec
-    rows: Rows
+    rows: HarvestRows
     settings: Settings
     told: dict[str, Any]
     folder: Path
@@ -107,7 +107,7 @@ class ShardWriter:
 
     def _remove_partial(self) -> None:
         """Remove what a killed process or worker was writing."""
-        for path in self.folder.glob(PARTIAL):
+        for path in self.folder.glob(PARTIAL_SHARD):
             path.unlink(missing_ok=True)
 
     def _finish(self, manifest: Manifest, shards: Sequence[Made]) -> None:

@@ -28,7 +28,7 @@ from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 
 AT_ONCE = 256  # texts that are read ahead, to run those of like length together
-ROWS = 65_536  # tokens of harvested activations at a time
+TOKENS_AT_ONCE = 65_536  # tokens of harvested activations at a time
 
 
 @typed(leave=["texts", "points", "by"])
@@ -120,7 +120,7 @@ def statistics_of(
     moments = Statistics(by)
     moments.texts = activations.texts
     names = [*activations] if points is None else [*points]
-    for batch in activations.batches(ROWS, shuffle=False, points=names):
+    for batch in activations.batches(TOKENS_AT_ONCE, shuffle=False, points=names):
         classes = classes_of(by, batch["token_ids"], batch["positions"])
         for name in names:
             moments.add(name, Moments.of(batch[name], classes, covariance))

@@ -30,7 +30,7 @@ from mionnx.run.segments import Arrays, Segments
 from mionnx.run.token_classes import By, check_by, classes_of
 from mionnx.run.tokenizing import Prompt
 
-KINDS = ("zero", "mean", "resample")
+ABLATIONS = ("zero", "mean", "resample")
 
 
 @compares
@@ -107,8 +107,8 @@ def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: in
 
 def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeats: int | None) -> None:
     check_by(by)
-    if kind not in KINDS:
-        raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+    if kind not in ABLATIONS:
+        raise InputError(f"ablation {kind!r}; one of {', '.join(ABLATIONS)}{nearest(str(kind), ABLATIONS)}")
     if kind == "zero" and reference is not None:
         raise InputError("a zero ablation has no use for reference prompts")
     if kind != "resample" and seed is not None:

@@ -24,7 +24,7 @@ from mionnx.run.segments import EMBEDDING, Arrays, Rows
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-BEFORE = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
+EMBEDDINGS = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
 ALONE = Outputs(carried=False)
 
 
@@ -48,7 +48,7 @@ class Corruption:
     def _places(self) -> list[int]:
         """Layer of each edit; `EMBEDDING` before the layers, the number of layers behind them."""
         points = [HookPoint.parse(edit.hook) for edit, _ in self.edits]
-        behind = [EMBEDDING if point.name in BEFORE else self.layers for point in points]
+        behind = [EMBEDDING if point.name in EMBEDDINGS else self.layers for point in points]
         return [other if point.layer is None else point.layer for point, other in zip(points, behind, strict=True)]
 
     def count(self, hook: str) -> int:

@@ -16,7 +16,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.ranges import listed
 
 Places = tuple[tuple[int, ...], ...]
-AXES = ("layer", "position", "head", "source", "neuron")
+SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def make_grid(
         model: the hooked model.
         hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
             layer, which is then the only one.
-        over: names of axes, of `AXES`.
+        over: names of axes, of `SWEEP_AXES`.
         layers: of those that the hook means; by default all of them.
         seq: positions of the prompts; None if they differ in length.
         places: named positions of one of the prompts; None if an entry of the position axis is a position.
@@ -142,7 +142,7 @@ def make_grid(
     variant = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
-        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
+        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(SWEEP_AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(listed("over", over))
     valid = axes_to_go_over(variant)
     for name in names:
@@ -177,7 +177,7 @@ def axes_to_go_over(point: HookPoint) -> list[str]:
     axes = point.axes or ()
     has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
     has |= {"source": "seq_k" in axes, "neuron": neurons_axis(axes) is not None and CHOSEN not in axes}
-    return [axis for axis in AXES if has[axis]]
+    return [axis for axis in SWEEP_AXES if has[axis]]
 
 
 def _advice(model: HookedModel, name: str, point: HookPoint) -> str:

@@ -19,7 +19,7 @@ Token = int | str
 Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-NAMES = ("logit_diff", "probability", "log_probability", "kl", "rank")
+METRICS = ("logit_diff", "probability", "log_probability", "kl", "rank")
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class MetricRequest:
     versus: Tokens = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.measure, str) and self.measure not in NAMES:
+        if isinstance(self.measure, str) and self.measure not in METRICS:
             raise InputError(
-                f"no metric {self.measure!r}; there are {', '.join(NAMES)}, or give a function of the logits"
-                + nearest(self.measure, NAMES)
+                f"no metric {self.measure!r}; there are {', '.join(METRICS)}, or give a function of the logits"
+                + nearest(self.measure, METRICS)
             )
         if self.answer is not None and (callable(self.measure) or self.measure == "kl"):
             raise InputError(f"metric {self.name} reads no answer")

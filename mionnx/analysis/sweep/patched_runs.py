@@ -29,7 +29,7 @@ from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 
-TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
+CALL_TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
 FEW = 512  # a call with fewer tokens is filled with rows that start later
 SHARE = 4  # a call may take this part of the free memory: a quarter
 Cells = NDArray[np.int64]
@@ -89,7 +89,7 @@ class PatchedRuns:
         self.graphs, self.grid, self.shortcuts = graphs, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq, self.read = base.ids.shape[1], read
-        self.rows = min(TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
+        self.rows = min(CALL_TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
         self._windowed = self.shortcuts.window and bool(base.past)
 
@@ -183,7 +183,7 @@ class PatchedRuns:
         """The cells of the next call, of those waiting in the order of their starts."""
         starts = self._start(waiting)
         width = self.seq - int(starts[0])
-        most = max(1, min(self.rows, TOKENS // width))
+        most = max(1, min(self.rows, CALL_TOKENS // width))
         filled = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
         return waiting[: min(most, max(filled, FEW // width, 1))]
 

@@ -17,9 +17,9 @@ from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form
 
 Numbers = NDArray[np.float64]
-TOLD = 5  # cells of a printed result
+PRINTED_CELLS = 5  # cells of a printed result
 TWO = 2  # pairs from which on there is a spread
-TOKENS = ("position", "source")  # axes whose labels are tokens
+NAMED_BY_TOKEN = ("position", "source")  # axes whose labels are tokens
 
 
 @dataclass(repr=False)
@@ -162,7 +162,7 @@ class SweepResult(Shown):
 
     def _entry(self, axis: str, index: int) -> int | str:
         """Layer, head, position or neuron of an entry; a position's name if it has one."""
-        if axis in TOKENS:
+        if axis in NAMED_BY_TOKEN:
             return self.labels[axis][index] if self.named and axis == "position" else index
         return int(self.labels[axis][index])
 
@@ -171,7 +171,7 @@ class SweepResult(Shown):
         axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
         for axis in self.over:
             entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]
-            token = axis in TOKENS and not (self.named and axis == "position")
+            token = axis in NAMED_BY_TOKEN and not (self.named and axis == "position")
             named = [*zip(entries, self.labels[axis], strict=True)]
             axes |= {f"{axis}, {axis}_token": named} if token else {axis: entries}
         return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
@@ -189,7 +189,7 @@ class SweepResult(Shown):
         what, numbers = self.shown
         yield self.facts()
         yield f"{what}, the largest effects:"
-        for cell in self._largest(TOLD):
+        for cell in self._largest(PRINTED_CELLS):
             yield f"{self._with_error(numbers, cell):>7}  {', '.join(self._places(cell))}"
 
     def _with_error(self, numbers: Numbers, cell: tuple[int, ...], places: int = 2) -> str:
@@ -201,7 +201,7 @@ class SweepResult(Shown):
     def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
         for name, index in zip(self.over, cell, strict=True):
             label = self.labels[name][index]
-            token = name in TOKENS and not (self.named and name == "position")
+            token = name in NAMED_BY_TOKEN and not (self.named and name == "position")
             yield f"{name} {index} {label!r}" if token else f"{name} {label}"
 
     def _named(self, cell: tuple[int, ...]) -> dict[str, str]:
