@@ -32,7 +32,6 @@ class Circuit(Shown):
         values: float64 [circuits]: the metric, mean over pairs.
         by_pair: float64 [pairs, circuits].
         clean, corrupted: the metric of the two runs, mean over pairs.
-        metric: its name.
         about: a line for pictures.
         cost: numbers of "circuits", "pairs" and "seconds".
     """
@@ -68,20 +67,12 @@ class Circuit(Shown):
         return f"Circuits of the leading edges ({self.attribution.how})"
 
     def kept(self, edges: int) -> list[tuple[str, str, float]]:
-        """The edges of the circuit of a size: sender, receiver, score.
-
-        Raises:
-            InputError: more edges than there are, or fewer than none.
-        """
+        """The edges of the circuit of a size: sender, receiver, score."""
         at_most("edges", edges, self.attribution.count)
         return self.attribution.top(edges)
 
     def smallest(self, faithfulness: float = GOOD) -> int | None:
-        """Number of edges of the smallest of these circuits as faithful; None if none is.
-
-        Raises:
-            InputError: a share below 0.
-        """
+        """Number of edges of the smallest of these circuits as faithful; None if none is."""
         at_least("faithfulness", faithfulness, 0)
         reached = self.sizes[self.faithfulness >= faithfulness]
         return int(reached[0]) if len(reached) else None

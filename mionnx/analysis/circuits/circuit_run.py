@@ -37,12 +37,7 @@ class Writes(ABC):
 
     @abstractmethod
     def sums(self, circuit: int, kept: Masks) -> Floats:
-        """[masks, seq, hidden]: the change of the stream by those that are kept.
-
-        Args:
-            circuit: its row.
-            kept: [masks, these senders].
-        """
+        """[masks, seq, hidden]: the change of a circuit's stream by kept senders, [masks, these senders]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ class Shares(Writes):
     """Senders whose changes add up.
 
     Attributes:
-        senders: their numbers.
         changes: [circuits, these senders, seq, hidden].
     """
 
@@ -68,8 +62,6 @@ class Normed(Writes):
     """Heads whose outputs are normed together.
 
     Attributes:
-        senders: their numbers.
-        parts, layer: of the model.
         now, corrupted: what the heads read, [circuits, seq, n_heads, head_dim], and on the corrupted prompt.
         written: the attention's output there, [seq, hidden].
     """
@@ -95,7 +87,6 @@ class CircuitRun:
     """Some circuits on one pair of prompts.
 
     Attributes:
-        parts: the parts of the model.
         values: what nodes write on the clean prompt, and on the corrupted one.
         masks: [circuits, senders, receivers]: the kept edges.
         writes: of the senders so far.

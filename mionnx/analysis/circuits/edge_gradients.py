@@ -38,10 +38,7 @@ class EdgeGradients:
     """Gradients by what receivers read, ready for pairs of prompts.
 
     Attributes:
-        model: the model.
-        compared: the prompts and their metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the backward rules.
         steps: points between the two prompts' embeddings; 1 for the base alone.
     """
 
@@ -53,10 +50,6 @@ class EdgeGradients:
 
     def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
         """The gradient of one pair's metric by what each receiver reads: the mean over steps.
-
-        Args:
-            parts, values: the parts of the model, and their values on the pair.
-            number: the number of the pair.
 
         Returns:
             [receivers, seq, hidden].
@@ -110,10 +103,8 @@ def _by_head(
     """The gradients by the streams as single heads read them.
 
     Args:
-        parts: of the model.
         cache: streams, and gradients by `hooks`, [steps, n_heads, seq, head_dim].
         hooks: hook point of a layer's queries, keys or values -> the stream that it reads.
-        rules: of going back.
     """
     seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}

@@ -74,11 +74,7 @@ class EdgeAttribution(Shown):
         return f"Edge attribution ({self.how}, {self.patching})"
 
     def top(self, k: int = 10) -> list[tuple[str, str, float]]:
-        """The k edges with the largest scores by size: sender, receiver, score.
-
-        Raises:
-            InputError: k is negative.
-        """
+        """The k edges with the largest scores by size: sender, receiver, score."""
         at_least("k", k, 0)
         return [
             (self.senders[sender], self.receivers[receiver], float(self.scores[sender, receiver]))
@@ -92,11 +88,7 @@ class EdgeAttribution(Shown):
         return ranked
 
     def score(self, sender: str, receiver: str) -> float:
-        """The score of one edge, by labels.
-
-        Raises:
-            InputError: no such node, or no edge: the receiver comes before the sender.
-        """
+        """The score of one edge, by labels."""
         for label, labels, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
             if label not in labels:
                 raise InputError(f"no {what} {label!r} among {', '.join(labels[:6])}, ..")

@@ -82,12 +82,7 @@ def captures(nodes: Nodes) -> list[str]:
 
 
 def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
-    """Run both prompts of a pair.
-
-    Raises:
-        ModelError: a value is NaN.
-        InputError: a stream that is not the sum of what is written to it.
-    """
+    """Run both prompts of a pair."""
     ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
     cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST_LOGITS)
     values = NodeValues(numbers(cache), cache.output()[:, 0])

@@ -58,10 +58,7 @@ class Parts:
 
         Args:
             of: names of the values; each depends on one of the streams.
-            by: names of the streams.
-            streams: by name.
             seeds: value -> the numbers, of its shape.
-            rules: the name of the rules of going back.
         """
         request = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
         piece = self.segments.open(by, of, gradients=request)

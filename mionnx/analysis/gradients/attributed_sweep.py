@@ -47,7 +47,6 @@ class AttributedSweep(SweepResult):
     """First-order estimates of a sweep: the metric without a patch, plus each cell's effect.
 
     Attributes:
-        rules: the rules of going back, "gradient" or propagation rules.
         linearize_at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between
             them.
         steps: gradients that are averaged along the path; 1 without one.
@@ -75,7 +74,7 @@ class AttributedSweep(SweepResult):
 
         Args:
             exact: `patch_sweep` over the same cells; those that `confirm` computed if left out.
-            top: leading cells, by the size of the effect, of which the common ones are counted; by default 10, and of
+            k: leading cells, by the size of the effect, of which the common ones are counted; by default 10, and of
                 cells that `confirm` computed the leading half.
 
         Raises:

@@ -30,12 +30,8 @@ class FirstOrder:
     """First-order effects, ready for pairs of prompts.
 
     Attributes:
-        model: the model.
-        hooks: hook points.
         compared: corrupted prompts, into which clean ones are patched, and the metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the backward rules.
-        linearize_at: "corrupted", "clean" or "mean".
         steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
     """
 
@@ -135,7 +131,6 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
     """Sum effects over each cell of a grid.
 
     Args:
-        grid: the cells.
         effects: hook point -> the effect of each number, without the batch axis.
 
     Returns:
@@ -153,16 +148,7 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
 
 
 def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:
-    """Refuse a metric without a gradient.
-
-    Args:
-        metric, cotangent: of the verb.
-        estimated: the verb whose exact numbers are estimated.
-
-    Raises:
-        GradientError, InputError: a function without a cotangent, a cotangent without a function, or no metric of that
-            verb.
-    """
+    """Refuse a metric without a gradient; `estimated` is the verb with the exact numbers."""
     if callable(metric) and cotangent is not None:
         return
     if cotangent is not None:
@@ -180,15 +166,7 @@ def with_metric(
     rules: str,
     ids: NDArray[np.int64],
 ) -> HookSpec:
-    """Set the metric; a cotangent that is a function is called with the logits of these rows.
-
-    Args:
-        model, spec: what runs.
-        metric, cotangent: what is measured, and the derivative of a metric that is a function.
-        reads: tokens or reference of the metric.
-        rules: the name of the rules of going back.
-        ids: the rows, [batch, seq].
-    """
+    """Set the metric; a cotangent that is a function is called with the logits of these rows."""
     if not callable(metric):
         return spec.set_metric(metric, **reads, rules=rules)
     if callable(cotangent):

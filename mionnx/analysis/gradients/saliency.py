@@ -22,7 +22,6 @@ class SalientText(Brief, Storable):
     Attributes:
         tokens: [seq], the text of each token.
         scores: [seq], float64: what each token carries of the metric.
-        metric: of the text.
         baseline: the metric of the baseline; None where there is none.
     """
 

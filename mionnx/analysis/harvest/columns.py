@@ -26,7 +26,6 @@ class Column:
     """One hook point's values, an entry a token.
 
     Attributes:
-        name: of the capture.
         axis: of the captured array, with one entry a token.
         shape: of one token's value.
         dtype: as it is written.
@@ -45,12 +44,7 @@ class Column:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
-        """Cut the wanted tokens of each row, [tokens, ...], out of a captured array.
-
-        Args:
-            value: the array; its rows are padded on the left.
-            rows: its rows.
-        """
+        """Cut the chosen tokens of each row, [tokens, ...], out of a captured array that is padded on the left."""
         by_token = np.moveaxis(value, self.axis, 1)
         width = by_token.shape[1]
         cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))
@@ -64,11 +58,7 @@ class Column:
         return any(bool(((one.view(np.uint16) & infinity) == infinity).any()) for one in values)
 
     def _cast(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values in the dtype that is written.
-
-        Raises:
-            InputError: a number is too large for it.
-        """
+        """Values in the dtype that is written."""
         if values.dtype == self.dtype:
             return values
         with np.errstate(over="ignore"):
@@ -82,8 +72,6 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
     """The columns of captures, from one pass.
 
     Args:
-        captures: the captures, in the dtypes of the model.
-        cache: of the pass.
         dtype: of fractions, as they are written; their own if None.
 
     Raises:

@@ -84,12 +84,7 @@ NUMPY_ONLY = ("bfloat16",)  # dtypes that arrow does not have
 
 
 def check_format(name: str, dtype: str | None, packed: bool) -> None:
-    """Refuse an unknown format, or one that cannot hold these values.
-
-    Raises:
-        InputError: naming it.
-        RuntimeMissingError: a library that it needs is not installed.
-    """
+    """Refuse an unknown format, or one that cannot hold these values."""
     if name not in WRITERS:
         raise InputError(f"format={name!r}; one of {', '.join(WRITERS)}{nearest(name, WRITERS)}")
     if name != "safetensors" and dtype in NUMPY_ONLY:

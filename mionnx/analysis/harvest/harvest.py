@@ -95,12 +95,7 @@ def harvest(
 def open_writer(
     model: Runner, texts: Source, points: Hooks | None, hooks: HookSpec | None, folder: str | Path, settings: Settings
 ) -> ShardWriter:
-    """Check a harvest; nothing is written yet.
-
-    Raises:
-        HookError: no hook point.
-        InputError: texts that cannot be read, or a spec with something else than captures and interventions.
-    """
+    """Check a harvest; nothing is written yet."""
     model = _settled(model)
     spec = exact_spec(points, hooks, settings)
     bound = model.binder.bind(spec, HOOKS_ONLY)
@@ -130,16 +125,7 @@ def _settled(model: Runner) -> Runner:
 
 
 def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations:
-    """Write the folder of a harvest.
-
-    Args:
-        writer: the harvest.
-        make: makes its shards, here or elsewhere.
-        progress: see `harvest`.
-
-    Raises:
-        SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
-    """
+    """Write the folder of a harvest."""
     make_folder(writer.folder)
     with _alone(writer.folder), shown(progress) as show:
         writer.run(make, show)
@@ -148,11 +134,7 @@ def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other harvests out of a folder.
-
-    Raises:
-        SpecFileError: one is going on there.
-    """
+    """Keep other harvests out of a folder."""
     try:
         with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield

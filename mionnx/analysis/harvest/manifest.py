@@ -44,7 +44,6 @@ class Manifest:
     """Settings of a harvest, and its shards.
 
     Attributes:
-        settings: of the harvest.
         columns: name -> dtype and shape of one token's value, in execution order.
         shards: in the order of the texts; none while it is not complete.
         complete: whether all texts were gone through.
@@ -65,11 +64,7 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Write it; `_progress` goes when it is complete.
-
-        Raises:
-            SpecFileError: the folder cannot be written to.
-        """
+        """Write it; `_progress` goes when it is complete."""
         rows = sum(shard.rows for shard in self.shards)
         contents = {FORMAT: MANIFEST_VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
         write_atomic(folder / HARVEST_MANIFEST, (json.dumps(contents, indent=1) + "\n").encode())
@@ -108,11 +103,7 @@ def finished(folder: Path) -> list[int]:
 
 
 def noted(folder: Path, number: int) -> Shard | None:
-    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one.
-
-    Raises:
-        SpecFileError: its note cannot be read.
-    """
+    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one."""
     path = _note(folder, number)
     try:
         return Shard(**json.loads(path.read_text()))
@@ -123,11 +114,7 @@ def noted(folder: Path, number: int) -> Shard | None:
 
 
 def note(folder: Path, number: int, shard: Shard) -> None:
-    """Note a finished shard.
-
-    Raises:
-        SpecFileError: the folder cannot be written to.
-    """
+    """Note a finished shard."""
     make_folder(folder / PROGRESS)
     with atomic_path(_note(folder, number)) as partial, partial.open("w") as file:
         file.write(json.dumps(asdict(shard)))
@@ -140,11 +127,7 @@ def _note(folder: Path, number: int) -> Path:
 
 
 def refuse_other(folder: Path, others: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a folder whose activations were made in another way.
-
-    Raises:
-        SpecFileError: naming the first setting that differs.
-    """
+    """Refuse a folder whose activations were made in another way."""
     for name in sorted({*others, *settings}):
         if others.get(name) != settings.get(name):
             raise SpecFileError(

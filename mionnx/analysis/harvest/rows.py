@@ -50,8 +50,6 @@ class HarvestRows:
     """The rows of a dataset, the same at every call.
 
     Attributes:
-        model: tokenises.
-        texts: the dataset.
         context: tokens of a window, or the most of a text; a text's own length if None.
         packed: whether windows go over the ends of texts.
         separator: the id of a token before each text, of packed windows.
@@ -114,13 +112,7 @@ class HarvestRows:
 
 
 def keep_mask(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
-    """The tokens of a row that positions mean, [seq] bool.
-
-    Raises:
-        InputError: a position that the row does not have, letters of a row that came as ids, or a function that gives
-            no mask.
-        TokenizerError: the text does not contain the string.
-    """
+    """The tokens of a row that positions mean, [seq] bool."""
     if positions is None:
         return np.ones(len(ids), bool)
     if callable(positions):
@@ -143,11 +135,7 @@ def keep_mask(ids: Integers, tokens: Tokens | None, positions: Positions | None)
 
 
 def integers(positions: Any) -> list[int]:
-    """Positions by number.
-
-    Raises:
-        InputError: something else than integers.
-    """
+    """Positions by number."""
     several = listed("positions", positions) if isinstance(positions, Iterable) else [positions]
     if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in several):
         raise InputError(f"positions are integers, a string, or a function of ids, not {positions!r:.60}")
@@ -155,11 +143,7 @@ def integers(positions: Any) -> list[int]:
 
 
 def separator_of(model: Runner, packed: bool, separator: int | str | None) -> int | None:
-    """The id of the token between packed texts.
-
-    Raises:
-        InputError: rows that are not packed have none.
-    """
+    """The id of the token between packed texts."""
     if separator is not None and not packed:
         raise InputError("separator= stands between packed texts: give packed=True")
     return None if separator is None else token_of(model, separator)

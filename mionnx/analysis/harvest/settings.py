@@ -27,12 +27,7 @@ TOP_FEATURES = 32  # features of a token, if nothing is said
 @typed(leave=["positions"])
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a harvest; `harvest` says what each of them means.
-
-    Raises:
-        InputError: settings that exclude one another, or an unknown format.
-        RuntimeMissingError: a library that the format needs is not installed.
-    """
+    """Settings of a harvest; `harvest` says what each of them means."""
 
     context: int | None = None
     packed: bool = False
@@ -65,11 +60,7 @@ class Settings:
         return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
     def told(self, separator: int | None) -> dict[str, Any]:
-        """Them, as JSON can hold them.
-
-        Args:
-            separator: the id of the token between packed texts.
-        """
+        """Them, as JSON can hold them."""
         by = self.positions
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
         return {
@@ -87,11 +78,7 @@ class Settings:
 
 
 def capturing(points: Hooks | None, hooks: HookSpec | None) -> HookSpec:
-    """A spec in force that captures further hook points.
-
-    Raises:
-        HookError: no hook points, or a spec in their place.
-    """
+    """A spec in force that captures further hook points."""
     if isinstance(points, HookSpec):
         raise HookError("points= are names of hook points, globs or functions of the name; a HookSpec goes in hooks=")
     spec = HookSpec().extend(hooks or HookSpec())
@@ -134,13 +121,7 @@ def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
 
 
 def cast_spec(spec: HookSpec, bound: BoundSpec, dtype: str | None) -> HookSpec:
-    """The same passes, whose graph casts fractions to a dtype.
-
-    Args:
-        spec: of the passes.
-        bound: the same, bound.
-        dtype: of fractions; their own if None.
-    """
+    """The same passes, whose graph casts fractions to a dtype; None leaves them their own."""
     same = HookSpec().extend(spec)
     same.captures = []
     for one in bound.captures:

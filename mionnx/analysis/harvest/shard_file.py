@@ -18,11 +18,7 @@ NUMPY_NAMES = {short: name for name, short in TYPE_NAMES.items()}
 
 
 def new_shard(path: Path, kinds: Mapping[str, Kind]) -> AbstractContextManager[StreamedFile]:
-    """Write a shard under a temporary path, which stays when the body is done.
-
-    Raises:
-        SpecFileError: no room, or a folder that cannot be written to.
-    """
+    """Write a shard under a temporary path, which stays when the body is done."""
     return streamed(path, kinds, SpecFileError)
 
 
@@ -55,11 +51,7 @@ def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal.
-
-    Raises:
-        SpecFileError: it cannot be read.
-    """
+    """SHA-256 of a file, hexadecimal."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -31,8 +31,6 @@ class Groups:
     """The rows of each shard: a shard ends with the row that makes it large enough.
 
     Attributes:
-        rows: of the dataset.
-        bytes_a_token: of a token, in all columns.
         shard_bytes: size of a shard, about.
     """
 
@@ -58,8 +56,6 @@ class Made:
     """A shard that is there.
 
     Attributes:
-        number: of the shard.
-        shard: its files.
         texts: number of texts up to its end.
         dropped: tokens of rows that the format has no place for.
         damage: of the file that was there before, if it had any.
@@ -77,12 +73,8 @@ class ShardMaker:
     """Makes shards, each from its rows alone: any process with the model can make any of them.
 
     Attributes:
-        folder: where the shards go.
-        model: the model.
         cast: of the passes; the graph casts what leaves it.
         exact: the same without casts.
-        columns: of the shards.
-        format, batch_size: as `harvest` has them.
         context: tokens of a window; None where a row is a text.
         known: shards of a complete harvest, by number.
     """
@@ -167,11 +159,7 @@ def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[HarvestRow]
 
 
 def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCache:
-    """Run rows up to the last capture.
-
-    Raises:
-        MIError: as the pass raises it, with the texts named.
-    """
+    """Run rows up to the last capture."""
     try:
         return model.forward([row.ids for row in rows], spec, logits=False)
     except MIError as error:

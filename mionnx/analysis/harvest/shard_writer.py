@@ -30,13 +30,8 @@ class ShardWriter:
     """A harvest that is going on.
 
     Attributes:
-        model: the model.
         spec: of the passes.
-        bound: the same, bound.
-        rows: the dataset.
-        settings: of the harvest.
         told: everything that determines the activations, as the manifest has it.
-        folder: where the shards go.
     """
 
     model: Runner
@@ -48,12 +43,7 @@ class ShardWriter:
     folder: Path
 
     def run(self, make: Make, progress: Progress) -> None:
-        """Write all shards that are not there yet, and the manifest.
-
-        Args:
-            make: makes the shards, in any order.
-            progress: shows how far it is.
-        """
+        """Write all shards that are not there yet, and the manifest."""
         left = iter(self.rows)
         first = next(left, None)
         if first is None:

@@ -62,11 +62,7 @@ class Texts:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of a dataset, in the order of their texts.
-
-    Raises:
-        InputError: there is none, or of no known kind.
-    """
+    """The files of a dataset, in the order of their texts."""
     try:
         if source.is_file():
             return [_checked(source)]
@@ -142,11 +138,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 
 def arrow(module: str, what: str) -> Any:
-    """A module of pyarrow or of Hugging Face's `datasets`.
-
-    Raises:
-        RuntimeMissingError: it is not installed.
-    """
+    """A module of pyarrow or of Hugging Face's `datasets`."""
     try:
         return import_module(module)
     except ImportError as error:

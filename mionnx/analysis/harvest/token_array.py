@@ -21,7 +21,6 @@ class TokenArray:
     along the others; `np.asarray` reads all of it.
 
     Attributes:
-        name: of the array.
         shape, dtype, ndim: as of a numpy array.
     """
 
@@ -71,11 +70,7 @@ class TokenArray:
         return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _tokens(self, index: Any) -> NDArray[Any]:
-        """The numbers or the mask of an index.
-
-        Raises:
-            InputError: something else.
-        """
+        """The numbers or the mask of an index."""
         try:
             tokens = to_array(index)
         except ValueError as error:
@@ -85,12 +80,7 @@ class TokenArray:
         return tokens
 
     def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """The entries of some tokens, in their order.
-
-        Raises:
-            InputError: a mask of another length.
-            NoTokenError: a token that there is not.
-        """
+        """The entries of some tokens, in their order."""
         if tokens.dtype == bool:
             if tokens.shape != (len(self),):
                 raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")

@@ -38,11 +38,7 @@ class Labelled:
 def read_labels(
     activations: Activations, labels: Any, per: str | None, kind: str | None, groups: Any = None
 ) -> Labelled:
-    """Labels of the tokens of a harvest; arguments as for `probe`.
-
-    Raises:
-        InputError: neither one a text nor one a token, no label, one class only, or numbers that are none.
-    """
+    """Labels of the tokens of a harvest; arguments as for `probe`."""
     for name, choice, allowed in (("per", per, PER), ("kind", kind, PROBE_KINDS)):
         if choice is not None and choice not in allowed:
             raise InputError(f"{name}={choice!r}; {' or '.join(allowed)}{nearest(choice, allowed)}")

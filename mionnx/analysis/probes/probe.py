@@ -100,11 +100,7 @@ def _scikit_learn() -> Iterator[None]:
 
 
 def _folds(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Tokens to fit on and tokens to score, by texts.
-
-    Raises:
-        InputError: fewer texts than folds, or a fold without one of the classes to fit on.
-    """
+    """Tokens to fit on and tokens to score, by texts."""
     from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
 
     texts = len(np.unique(labelled.groups))

@@ -72,11 +72,7 @@ class ProbeResult(Shown):
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Hook point -> held-out accuracy, mean over folds.
-
-        Raises:
-            InputError: values were predicted.
-        """
+        """Hook point -> held-out accuracy, mean over folds."""
         return self.score("accuracy")
 
     @property
@@ -90,11 +86,7 @@ class ProbeResult(Shown):
         return self.score("r2")
 
     def score(self, metric: str) -> dict[str, float]:
-        """Hook point -> a held-out score, mean over the folds that have it.
-
-        Raises:
-            InputError: no such score.
-        """
+        """Hook point -> a held-out score, mean over the folds that have it."""
         names = [*next(iter(self.fits.values())).scores]
         if metric not in names:
             raise InputError(f"no score {metric!r} of these probes, only {', '.join(names)}")
@@ -118,7 +110,6 @@ class ProbeResult(Shown):
         prediction) by 1: it is w / |w|^2, w being the weights for activations as they are.
 
         Args:
-            hook: the hook point.
             label: the class; left out for values, and for two classes the second one.
 
         Raises:

@@ -128,11 +128,7 @@ def statistics_of(
 
 
 def _captured(model: Runner, spec: HookSpec) -> list[str]:
-    """The captured hook points, each with one value a token.
-
-    Raises:
-        HookError: none, or one without.
-    """
+    """The captured hook points, each with one value a token."""
     if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
         raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
     names = [capture.node.hook for capture in model.binder.bind(spec).captures]

@@ -73,11 +73,7 @@ class Statistics(Brief, Stored):
         self._moments[name] = self._moments[name].merged(moments) if name in self._moments else moments
 
     def merged(self, other: Statistics) -> Statistics:
-        """The statistics of both parts of a dataset together, as if they had been one.
-
-        Raises:
-            InputError: other hook points or other classes.
-        """
+        """The statistics of both parts of a dataset together, as if they had been one."""
         names = [FUNCTION if callable(one.by) else one.by for one in (self, other)]
         if names[0] != names[1] or self._moments.keys() != other._moments.keys():
             raise InputError(f"statistics of {self} and of {other} have other hook points or classes: not merged")
@@ -120,11 +116,7 @@ class Statistics(Brief, Stored):
         return np.asarray(moments.products / (moments.count[0] - ddof))
 
     def at(self, hook: Hook, ids: NDArray[Any]) -> Numbers:
-        """The mean for each token of a text by its class, [seq, ...].
-
-        Args:
-            hook: the hook point.
-            ids: [seq].
+        """The mean for each token of a text, ids [seq], by its class: [seq, ...].
 
         Raises:
             InputError: a token of a class that did not occur, or classes of a function that a file does not hold.
@@ -162,9 +154,8 @@ class Statistics(Brief, Stored):
         """The interventions that put means in place of activations (mean ablation), by class.
 
         Args:
-            model: for its tokenizer and hook points.
             prompts: the prompts that the spec is for, in the order in which they run.
-            hooks: hook points; all of these statistics if left out.
+            points: hook points; all of these statistics if left out.
             positions, heads, rows, neurons: limits of the interventions; see `Intervention`.
 
         Raises:

@@ -129,9 +129,6 @@ def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = N
     """Mean of each head and feature over the tokens of some prompts, of each class apart.
 
     Args:
-        graphs: the model.
-        grid: the cells.
-        prompts: [seq] each.
         by: classes of tokens; see `token_classes.classes_of`.
 
     Returns:
@@ -178,11 +175,7 @@ def _places(moments: Moments, classes: Ids, by: By) -> Ids:
 
 
 def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
-    """Draw for each prompt another one; a longer one is cut to its length.
-
-    Raises:
-        InputError: no other prompt of that length or above, or a seed that is no natural number.
-    """
+    """Draw for each prompt another one; a longer one is cut to its length."""
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"seed={seed!r}: an integer of 0 or above")
     draw = np.random.default_rng(seed)

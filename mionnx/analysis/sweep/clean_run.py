@@ -67,14 +67,9 @@ def run_clean(
     A call has all prompts as its rows, or one where rows would change each other (`rounds_by_call`).
 
     Args:
-        graphs: the model.
         ids: [rows, seq].
         layers: layers at which patched runs start.
-        hooks: hook points whose values are stored.
         corruption: interventions in force.
-
-    Raises:
-        ModelError: the logits are NaN.
     """
     if graphs.model.rounds_by_call and len(ids) > 1:
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])

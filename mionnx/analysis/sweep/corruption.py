@@ -36,7 +36,6 @@ class Corruption:
         spec: its interventions.
         interventions: the same, each at one hook point.
         edits: each intervention's structure, and its inputs for one row and all positions.
-        layers: number of layers of the model.
     """
 
     spec: HookSpec
@@ -76,12 +75,7 @@ def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start:
 
 
 def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
-    """Bind a spec to one prompt.
-
-    Args:
-        model: the model.
-        spec: interventions at hook points of the model.
-        ids: [seq], the clean prompt.
+    """Bind a spec to one prompt, [seq].
 
     Raises:
         InputError: a spec without interventions, with captures or gradients, with state interventions, or with splices

@@ -27,7 +27,6 @@ class Grid:
         over: names of the axes, in the order of the result's.
         template: the hook point with `{i}` for the layer.
         layers: patched layers, ascending.
-        axes: of the value.
         sizes: number of entries of each axis in `over`.
         places: token positions of each entry of the position axis, in one prompt; None: an entry is a position.
     """
@@ -67,7 +66,6 @@ class Grid:
         """Mask of the entries that cells select.
 
         Args:
-            cells: numbers of cells.
             shape: of the value.
             first: the position at which the value's sequence starts.
 
@@ -123,7 +121,6 @@ def make_grid(
     """Make the grid of a sweep over a hook point.
 
     Args:
-        model: the hooked model.
         hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
             layer, which is then the only one.
         over: names of axes, of `SWEEP_AXES`.
@@ -196,11 +193,7 @@ def _advice(model: HookedModel, name: str, point: HookPoint) -> str:
 
 
 def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]]:
-    """The kinds of hook points that a name means: template -> its layers in the model.
-
-    Raises:
-        HookError: none.
-    """
+    """The kinds of hook points that a name means: template -> its layers in the model."""
     names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
     pattern_text = str(hook).replace("{i}", "*")
     short = pattern_text.removeprefix("hook_")
@@ -228,7 +221,6 @@ def _unknown(model: HookedModel, request: str, names: list[str]) -> HookError:
 
 
 def _layers(template: str, available: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Check the chosen layers."""
     if layers is None:
         return tuple(available)
     try:

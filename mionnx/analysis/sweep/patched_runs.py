@@ -94,7 +94,6 @@ class PatchedRuns:
         self._windowed = self.shortcuts.window and bool(base.past)
 
     def _rows_in_memory(self) -> int:
-        """Number of rows for which memory has room."""
         return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
 
     def row_bytes(self, width: int) -> int:
@@ -146,16 +145,7 @@ class PatchedRuns:
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
-        """Compute cells.
-
-        Args:
-            cells: their numbers.
-            metric: what is measured.
-            done: called with the computed cells and their values.
-
-        Raises:
-            InputError: too little memory for a single cell.
-        """
+        """Compute cells; `done` is called with those of each batch and their values."""
         for chunk, _ in self.batches(cells):
             try:
                 values = metric(self._logits(chunk, metric))

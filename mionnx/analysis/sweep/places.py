@@ -28,10 +28,6 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
 
     Returns:
         for each prompt, for each name, ascending positions from 0.
-
-    Raises:
-        InputError: another number of positions than of prompts, an index that a prompt does not have, a string and
-            no text to find it in, or a string that is not there once.
     """
     if not isinstance(positions, Mapping) or not positions:
         raise InputError(f"positions={positions!r} names none; {{'subject': ['France', 'Spain'], 'last': -1}} does")

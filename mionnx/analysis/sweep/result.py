@@ -1,6 +1,6 @@
 """`SweepResult`: a number for every cell, with table, figure and page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
 
-from mionnx.analysis.sweep.leading import find_leading
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
@@ -20,6 +19,7 @@ Numbers = NDArray[np.float64]
 PRINTED_CELLS = 5  # cells of a printed result
 TWO = 2  # pairs from which on there is a spread
 NAMED_BY_TOKEN = ("position", "source")  # axes whose labels are tokens
+PICTURED_NEURONS = 64  # a picture cannot show some thousands of them
 
 
 @dataclass(repr=False)
@@ -150,9 +150,6 @@ class SweepResult(Shown):
         """The k cells with the largest effect: their layer, head, position by axis, and the effect.
 
         A position is its name where positions were named.
-
-        Raises:
-            InputError: k is negative.
         """
         at_least("k", k, 0)
         return [
@@ -253,3 +250,42 @@ class SweepResult(Shown):
     def _above(self, what: str) -> str:
         """The title of a table: the swept hook point, and its numbers."""
         return escape(f"{self.title}\n{what}")
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The entries of each axis that a picture shows: all, and of many neurons the leading ones.
+
+    Attributes:
+        entries: of each axis, ascending.
+        sizes: of each axis in the whole sweep.
+    """
+
+    over: tuple[str, ...]
+    entries: tuple[list[int], ...]
+    sizes: tuple[int, ...]
+
+    def of(self, numbers: Numbers) -> Numbers:
+        """The numbers of these entries."""
+        return numbers[np.ix_(*self.entries)]
+
+    def labels(self, labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """The names of these entries."""
+        return {name: [labels[name][i] for i in own] for name, own in zip(self.over, self.entries, strict=True)}
+
+    def __str__(self) -> str:
+        axes = [*zip(self.over, map(len, self.entries), self.sizes, strict=True)]
+        return "; ".join(f"the {n} {name}s with the largest numbers, of {size}" for name, n, size in axes if n < size)
+
+
+def find_leading(numbers: Numbers, over: Sequence[str]) -> Leading:
+    """Choose the entries that a picture shows; the axes of `numbers` are in the order of `over`."""
+    entries = []
+    for axis, (name, size) in enumerate(zip(over, numbers.shape, strict=True)):
+        shown = np.arange(size)
+        if name == "neuron" and size > PICTURED_NEURONS:
+            others = tuple(other for other in range(numbers.ndim) if other != axis)
+            largest = np.abs(np.nan_to_num(numbers)).max(axis=others)
+            shown = np.sort(np.argsort(-largest, kind="stable")[:PICTURED_NEURONS])
+        entries.append(shown.tolist())
+    return Leading(tuple(over), tuple(entries), numbers.shape)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mionnx import InputError, MIModel, SpecFileError, TokenizerError
-from mionnx.analysis.harvest import shuffled
+from mionnx.analysis.harvest import activations
+from mionnx.analysis.harvest.activations import blocks
 from mionnx.analysis.harvest.manifest import FORMAT, HARVEST_MANIFEST, PROGRESS, Manifest, Shard, read_manifest
 from mionnx.analysis.harvest.rows import HarvestRows, digest, integers, keep_mask, separator_of
-from mionnx.analysis.harvest.shuffled import blocks
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 TEXTS = st.lists(st.lists(st.integers(3, 30), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -99,10 +99,10 @@ def test_the_digest_of_rows_sees_every_part(shipped: MIModel) -> None:
 @quick
 def test_any_order_has_each_token_once(count: int, size: int, block: int, mixed: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffled, "BLOCK", block)
-        patch.setattr(shuffled, "MIXED", mixed)
-        pieces = [*shuffled.shuffled(count, size, seed)]
-        again = [*shuffled.shuffled(count, size, seed)]
+        patch.setattr(activations, "BLOCK", block)
+        patch.setattr(activations, "MIXED", mixed)
+        pieces = [*activations.shuffled(count, size, seed)]
+        again = [*activations.shuffled(count, size, seed)]
     assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in again]
     assert sorted(token for piece in pieces for token in piece.tolist()) == [*range(count)]
     assert all(len(piece) == size for piece in pieces[:-1])
