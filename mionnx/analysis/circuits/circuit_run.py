@@ -37,7 +37,7 @@ class Writes(ABC):
 
     @abstractmethod
     def sums(self, circuit: int, kept: Masks) -> Floats:
-        """[masks, seq, hidden]: the change of a circuit's stream by kept senders, [masks, these senders]."""
+        """[masks, seq, hidden]: the stream's change by kept senders, [masks, these senders]."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,11 @@ class EdgeAttribution(Shown):
         return ranked
 
     def score(self, sender: str, receiver: str) -> float:
-        """The score of one edge, by labels."""
+        """The score of one edge, by labels.
+
+        Raises:
+            InputError: no such node, or no edge: the receiver comes before the sender.
+        """
         for label, labels, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
             if label not in labels:
                 raise InputError(f"no {what} {label!r} among {', '.join(labels[:6])}, ..")

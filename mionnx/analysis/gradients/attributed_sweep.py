@@ -47,6 +47,7 @@ class AttributedSweep(SweepResult):
     """First-order estimates of a sweep: the metric without a patch, plus each cell's effect.
 
     Attributes:
+        rules: the rules of going back, "gradient" or propagation rules.
         linearize_at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between
             them.
         steps: gradients that are averaged along the path; 1 without one.

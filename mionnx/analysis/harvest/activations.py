@@ -135,6 +135,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
         Returns:
             {hook point: [size, ...]}, with "token_ids", "text_index" and "positions" besides.
 
+        Raises:
+            HookError: a hook point that was not harvested.
+
         Example:
             for batch in made.batches(4096, seed=1, convert=torch.from_numpy):
                 ...
@@ -180,7 +183,7 @@ def blocks(count: int, size: int) -> Iterator[slice]:
 
 
 def shuffled(count: int, size: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Pieces of `size` tokens in a random order, each of `count` once; the last piece may have fewer."""
+    """Pieces of `size` tokens in a random order, each of `count` once; the last may be shorter."""
     random = np.random.default_rng(seed)
     order = random.permutation(-(-count // BLOCK))
     waiting = np.empty(0, np.int64)

@@ -44,7 +44,7 @@ class Column:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
-        """Cut the chosen tokens of each row, [tokens, ...], out of a captured array that is padded on the left."""
+        """Cut the chosen tokens of each row out of a captured array, padded on the left."""
         by_token = np.moveaxis(value, self.axis, 1)
         width = by_token.shape[1]
         cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))

@@ -109,7 +109,7 @@ def open_writer(
         "hooks": [capture.node.output for capture in bound.captures],
         "interventions_sha256": changes.sha256,
     }
-    return ShardWriter(model, spec, bound, rows, settings, identity | settings.told(separator), Path(folder))
+    return ShardWriter(model, spec, bound, rows, settings, identity | settings.record(separator), Path(folder))
 
 
 def _settled(model: Runner) -> Runner:

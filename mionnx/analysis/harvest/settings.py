@@ -59,8 +59,8 @@ class Settings:
         """Features of a token that are written; None without an autoencoder."""
         return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
-    def told(self, separator: int | None) -> dict[str, Any]:
-        """Them, as JSON can hold them."""
+    def record(self, separator: int | None) -> dict[str, Any]:
+        """The settings, as JSON can hold them."""
         by = self.positions
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
         return {

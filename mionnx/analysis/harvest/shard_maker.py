@@ -76,7 +76,7 @@ class ShardMaker:
         cast: of the passes; the graph casts what leaves it.
         exact: the same without casts.
         context: tokens of a window; None where a row is a text.
-        known: shards of a complete harvest, by number.
+        earlier: shards of a complete harvest, by number.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class ShardMaker:
     format: str
     batch_size: int | str
     context: int | None
-    known: Mapping[int, Shard] = field(default_factory=dict)
+    earlier: Mapping[int, Shard] = field(default_factory=dict)
 
     def shard(self, number: int, rows: Sequence[HarvestRow]) -> Made:
         """A shard: as it is there, or made now.
@@ -98,7 +98,7 @@ class ShardMaker:
         """
         windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
         texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
-        earlier, tokens, damage = noted(self.folder, number) or self.known.get(number), digest(windows), None
+        earlier, tokens, damage = noted(self.folder, number) or self.earlier.get(number), digest(windows), None
         if earlier is not None:
             if earlier.digest != tokens:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")

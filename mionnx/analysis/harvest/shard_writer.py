@@ -31,7 +31,7 @@ class ShardWriter:
 
     Attributes:
         spec: of the passes.
-        told: everything that determines the activations, as the manifest has it.
+        identity: everything that determines the activations, as the manifest has it.
     """
 
     model: Runner
@@ -39,7 +39,7 @@ class ShardWriter:
     bound: BoundSpec
     rows: HarvestRows
     settings: Settings
-    told: dict[str, Any]
+    identity: dict[str, Any]
     folder: Path
 
     def run(self, make: Make, progress: Progress) -> None:
@@ -77,7 +77,7 @@ class ShardWriter:
                 warnings.warn(f"{one.damage}: it was made again", DamagedShardWarning, stacklevel=2)
             shards[one.number], texts = one, max(texts, one.texts)
             progress("harvest", texts, self.rows.texts.count)
-        count = max([-1, *finished(self.folder), *maker.known]) + 1
+        count = max([-1, *finished(self.folder), *maker.earlier]) + 1
         if count > len(shards):
             raise SpecFileError(f"{self.folder} holds {count} shards, and these texts make {len(shards)}")
         return [shards[number] for number in range(len(shards))]
@@ -87,11 +87,11 @@ class ShardWriter:
         self._remove_partial()
         earlier = read_manifest(self.folder)
         if earlier is not None:
-            refuse_other(self.folder, earlier.settings, self.told)
+            refuse_other(self.folder, earlier.settings, self.identity)
             return earlier
         if others := [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]:
             raise SpecFileError(f"{self.folder} holds other files ({others[0]}): choose an empty or a new folder")
-        manifest = Manifest(self.told, {column.name: (column.dtype.name, column.shape) for column in columns})
+        manifest = Manifest(self.identity, {column.name: (column.dtype.name, column.shape) for column in columns})
         manifest.write(self.folder)
         return manifest
 

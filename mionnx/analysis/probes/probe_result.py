@@ -86,7 +86,11 @@ class ProbeResult(Shown):
         return self.score("r2")
 
     def score(self, metric: str) -> dict[str, float]:
-        """Hook point -> a held-out score, mean over the folds that have it."""
+        """Hook point -> a held-out score, mean over the folds that have it.
+
+        Raises:
+            InputError: no such score.
+        """
         names = [*next(iter(self.fits.values())).scores]
         if metric not in names:
             raise InputError(f"no score {metric!r} of these probes, only {', '.join(names)}")

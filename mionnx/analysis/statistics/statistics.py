@@ -73,7 +73,11 @@ class Statistics(Brief, Stored):
         self._moments[name] = self._moments[name].merged(moments) if name in self._moments else moments
 
     def merged(self, other: Statistics) -> Statistics:
-        """The statistics of both parts of a dataset together, as if they had been one."""
+        """The statistics of both parts of a dataset together, as if they had been one.
+
+        Raises:
+            InputError: other hook points or other classes.
+        """
         names = [FUNCTION if callable(one.by) else one.by for one in (self, other)]
         if names[0] != names[1] or self._moments.keys() != other._moments.keys():
             raise InputError(f"statistics of {self} and of {other} have other hook points or classes: not merged")

@@ -55,6 +55,9 @@ class Comparison(Brief):
             stands for all of its tokens together, or a list with one for each pair; so pairs of different lengths
             have an axis in common: `{"subject": ["France", "New Zealand"], "last": -1}`. By default all positions.
 
+    Raises:
+        InputError: an unknown metric or direction of patching, or tokens that the metric does not read.
+
     Example:
         comparison = Comparison("The capital of France is", "The capital of Italy is", answer="Paris", versus="Rome")
         model.patch_sweep(comparison, hook="z").top(3), model.circuit(comparison).faithfulness
