@@ -111,7 +111,7 @@ def b_U(model: Runner) -> NDArray[Any]:
 
 
 def W_O(model: Runner) -> NDArray[Any]:
-    """The heads' output projections [n_layers, n_heads, head_dim, hidden]; a recurrent model has none."""
+    """The heads' output projections [n_layers, n_heads, head_dim, hidden]; of transformers."""
     return matrices.output_projections(model.hooked)
 
 
