@@ -10,7 +10,7 @@ from typing import Any
 
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.harvest import open_writer, write
-from mionnx.analysis.harvest.rows import Row
+from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.analysis.harvest.settings import Settings
 from mionnx.analysis.harvest.shard_maker import Groups, Made, ShardMaker
 from mionnx.analysis.harvest.texts import Source
@@ -77,6 +77,6 @@ class _ShardWork:
 
     maker: ShardMaker
 
-    def __call__(self, task: tuple[int, Sequence[Row]]) -> Made:
+    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> Made:
         number, rows = task
         return self.maker.shard(number, rows)

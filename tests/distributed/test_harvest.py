@@ -25,7 +25,7 @@ from mionnx import (
     TokenizerError,
     distributed,
 )
-from mionnx.analysis.harvest.harvest import LOCK
+from mionnx.analysis.harvest.harvest import HARVEST_LOCK
 from mionnx.analysis.harvest.manifest import finished
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
@@ -59,7 +59,7 @@ def ray() -> Iterator[object]:
 
 def files(folder: Path) -> list[str]:
     """The files of a finished harvest."""
-    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    return sorted(path.name for path in folder.iterdir() if path.name != HARVEST_LOCK)
 
 
 def same(one: Path, other: Path) -> bool:

@@ -32,7 +32,6 @@ class Circuit(Shown):
         values: float64 [circuits]: the metric, mean over pairs.
         by_pair: float64 [pairs, circuits].
         clean, corrupted: the metric of the two runs, mean over pairs.
-        metric: its name.
         about: a line for pictures.
         cost: numbers of "circuits", "pairs" and "seconds".
     """
@@ -68,20 +67,12 @@ class Circuit(Shown):
         return f"Circuits of the leading edges ({self.attribution.how})"
 
     def kept(self, edges: int) -> list[tuple[str, str, float]]:
-        """The edges of the circuit of a size: sender, receiver, score.
-
-        Raises:
-            InputError: more edges than there are, or fewer than none.
-        """
+        """The edges of the circuit of a size: sender, receiver, score."""
         at_most("edges", edges, self.attribution.count)
         return self.attribution.top(edges)
 
     def smallest(self, faithfulness: float = GOOD) -> int | None:
-        """Number of edges of the smallest of these circuits as faithful; None if none is.
-
-        Raises:
-            InputError: a share below 0.
-        """
+        """Number of edges of the smallest of these circuits as faithful; None if none is."""
         at_least("faithfulness", faithfulness, 0)
         reached = self.sizes[self.faithfulness >= faithfulness]
         return int(reached[0]) if len(reached) else None
@@ -111,14 +102,14 @@ class Circuit(Shown):
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
         names = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
+        numbers = {name: getattr(self, name) for name in names}
+        return {**numbers, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
 
     def _columns(self) -> Columns:
         """One row for each pair and circuit."""
         pairs, circuits = self.by_pair.shape
-        found = {"pair": np.repeat(np.arange(pairs), circuits), "edges": np.tile(self.sizes, pairs)}
-        return {**found, "value": self.by_pair.ravel()}
+        pair, edges = np.repeat(np.arange(pairs), circuits), np.tile(self.sizes, pairs)
+        return {"pair": pair, "edges": edges, "value": self.by_pair.ravel()}
 
     def view(self) -> View:
         """Faithfulness over the number of edges, and the circuit of each size as nodes and lines."""
@@ -171,13 +162,13 @@ class Circuit(Shown):
         readers = {
             f"{name.partition('.')[0]}.h{head}": name for name in names if ".kv" in name for head in range(heads)
         }
-        made = []
+        shared = []
         for reader in readers:
             layer, _, head = reader.partition(".h")
             keys = f"{layer}.kv{int(head) * groups // heads}"
             if reader in names and keys in names:
-                made.append((keys, reader))
-        return made
+                shared.append((keys, reader))
+        return shared
 
     def drawn(self) -> int:
         """Number of edges of a figure: those of a faithfulness of 0.8, if few reach it."""

@@ -37,12 +37,7 @@ class Writes(ABC):
 
     @abstractmethod
     def sums(self, circuit: int, kept: Masks) -> Floats:
-        """[masks, seq, hidden]: the change of the stream by those that are kept.
-
-        Args:
-            circuit: its row.
-            kept: [masks, these senders].
-        """
+        """[masks, seq, hidden]: the stream's change by kept senders, [masks, these senders]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ class Shares(Writes):
     """Senders whose changes add up.
 
     Attributes:
-        senders: their numbers.
         changes: [circuits, these senders, seq, hidden].
     """
 
@@ -68,8 +62,6 @@ class Normed(Writes):
     """Heads whose outputs are normed together.
 
     Attributes:
-        senders: their numbers.
-        parts, layer: of the model.
         now, corrupted: what the heads read, [circuits, seq, n_heads, head_dim], and on the corrupted prompt.
         written: the attention's output there, [seq, hidden].
     """
@@ -85,9 +77,9 @@ class Normed(Writes):
         """The attention's output for each different mask."""
         some, which = np.unique(kept, axis=0, return_inverse=True)
         mixed = np.where(some[:, None, :, None], self.now[circuit], self.corrupted)
-        made: Floats = self.parts.write([self.layer], {self.layer: mixed})[self.layer] - self.written
-        made[~some.any(axis=1)] = 0
-        return made[which.ravel()]
+        change: Floats = self.parts.write([self.layer], {self.layer: mixed})[self.layer] - self.written
+        change[~some.any(axis=1)] = 0
+        return change[which.ravel()]
 
 
 @dataclass
@@ -95,7 +87,6 @@ class CircuitRun:
     """Some circuits on one pair of prompts.
 
     Attributes:
-        parts: the parts of the model.
         values: what nodes write on the clean prompt, and on the corrupted one.
         masks: [circuits, senders, receivers]: the kept edges.
         writes: of the senders so far.

@@ -16,11 +16,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.circuits.node_values import LAST, NodeValues
+from mionnx.analysis.circuits.node_values import NodeValues
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
-from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
-from mionnx.analysis.gradients.first_order import Seed, with_metric
+from mionnx.analysis.circuits.parts import Floats, Parts
+from mionnx.analysis.gradients.first_order import LAST_LOGITS, Seed, with_metric
 from mionnx.analysis.sweep.comparison import Pair, Pairs
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -29,7 +30,7 @@ from mionnx.spec.intervention import Intervention
 
 Receives = tuple[str, int | None]  # a receiver's hook point and head
 Gradient = NDArray[np.float64]  # [seq, hidden]
-WIDE = 4 * TOKENS  # tokens of all layers in one call of the graphs that read
+WIDE = 4 * CALL_TOKENS  # tokens of all layers in one call of the graphs that read
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,7 @@ class EdgeGradients:
     """Gradients by what receivers read, ready for pairs of prompts.
 
     Attributes:
-        model: the model.
-        compared: the prompts and their metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the backward rules.
         steps: points between the two prompts' embeddings; 1 for the base alone.
     """
 
@@ -53,17 +51,13 @@ class EdgeGradients:
     def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
         """The gradient of one pair's metric by what each receiver reads: the mean over steps.
 
-        Args:
-            parts, values: the parts of the model, and their values on the pair.
-            number: the number of the pair.
-
         Returns:
             [receivers, seq, hidden].
         """
         pair, total = self.compared.pairs[number], dict[Receives, Any]()
         reads = self.compared.reads(self.model, number, *values.logits)
         shares = (np.arange(self.steps) + 1) / self.steps
-        most = max(1, TOKENS // len(pair.base))
+        most = max(1, CALL_TOKENS // len(pair.base))
         for begin in range(0, self.steps, most):
             cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
             for key, value in _read_back(parts, cache, self.rules):
@@ -85,7 +79,7 @@ class EdgeGradients:
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
-        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
+        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST_LOGITS)
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:
@@ -109,10 +103,8 @@ def _by_head(
     """The gradients by the streams as single heads read them.
 
     Args:
-        parts: of the model.
         cache: streams, and gradients by `hooks`, [steps, n_heads, seq, head_dim].
         hooks: hook point of a layer's queries, keys or values -> the stream that it reads.
-        rules: of going back.
     """
     seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}

@@ -15,8 +15,8 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Table, View
 
-TOLD = 5  # edges of a printed result
-MOST = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
+PRINTED_EDGES = 5  # edges of a printed result
+SHOWN_NODES = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
 Edge = tuple[str, str]  # labels of sender and receiver
 
 
@@ -74,11 +74,7 @@ class EdgeAttribution(Shown):
         return f"Edge attribution ({self.how}, {self.patching})"
 
     def top(self, k: int = 10) -> list[tuple[str, str, float]]:
-        """The k edges with the largest scores by size: sender, receiver, score.
-
-        Raises:
-            InputError: k is negative.
-        """
+        """The k edges with the largest scores by size: sender, receiver, score."""
         at_least("k", k, 0)
         return [
             (self.senders[sender], self.receivers[receiver], float(self.scores[sender, receiver]))
@@ -87,9 +83,8 @@ class EdgeAttribution(Shown):
 
     def ranked(self) -> NDArray[np.int64]:
         """[edges, 2]: sender and receiver of every edge, the largest score by size first."""
-        found = np.argwhere(self.edges)
         order = np.argsort(-np.abs(self.scores[self.edges]), kind="stable")
-        ranked: NDArray[np.int64] = found[order]
+        ranked: NDArray[np.int64] = np.argwhere(self.edges)[order]
         return ranked
 
     def score(self, sender: str, receiver: str) -> float:
@@ -98,9 +93,9 @@ class EdgeAttribution(Shown):
         Raises:
             InputError: no such node, or no edge: the receiver comes before the sender.
         """
-        for label, known, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
-            if label not in known:
-                raise InputError(f"no {what} {label!r} among {', '.join(known[:6])}, ..")
+        for label, labels, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
+            if label not in labels:
+                raise InputError(f"no {what} {label!r} among {', '.join(labels[:6])}, ..")
         at = self.senders.index(sender), self.receivers.index(receiver)
         if not self.edges[at]:
             raise InputError(f"no edge from {sender} to {receiver}: the receiver comes before the sender")
@@ -112,7 +107,7 @@ class EdgeAttribution(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield self.facts()
-        for sender, receiver, score in self.top(TOLD):
+        for sender, receiver, score in self.top(PRINTED_EDGES):
             yield f"{decimal(score, 3):>9}  {sender} -> {receiver}"
 
     def facts(self) -> str:
@@ -132,8 +127,8 @@ class EdgeAttribution(Shown):
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
         names = ("senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "patching", "rules")
-        found = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
-        return {"title": self.title, **found, "top": self.top(50)}
+        attributes = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
+        return {"title": self.title, **attributes, "top": self.top(50)}
 
     def view(self) -> View:
         """Heat map of senders and receivers; if more than 128, those of the leading edges."""
@@ -151,21 +146,23 @@ class EdgeAttribution(Shown):
 
     def _leading(self, axis: int) -> list[int]:
         """Senders (0) or receivers (1) of the leading edges, in their order."""
-        found: list[int] = [*dict.fromkeys(self.ranked()[:, axis].tolist())]
-        return sorted(found[:MOST]) if self.scores.shape[axis] > MOST else [*range(self.scores.shape[axis])]
+        ends: list[int] = [*dict.fromkeys(self.ranked()[:, axis].tolist())]
+        return (
+            sorted(ends[:SHOWN_NODES]) if self.scores.shape[axis] > SHOWN_NODES else [*range(self.scores.shape[axis])]
+        )
 
     def _columns(self) -> Columns:
         """One row for each edge, the largest score by size first."""
         senders, receivers = self.ranked().T.tolist()
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for end, chosen, labels, hooks in (
             ("sender", senders, self.senders, self.hooks),
             ("receiver", receivers, self.receivers, self.receiving),
         ):
-            found[end] = [labels[i] for i in chosen]
-            found[f"{end}_layer"] = [layer_of(hooks[i][0]) for i in chosen]
-            found[f"{end}_head"] = [hooks[i][1] for i in chosen]
-        return {**found, "score": self.scores[senders, receivers]}
+            columns[end] = [labels[i] for i in chosen]
+            columns[f"{end}_layer"] = [layer_of(hooks[i][0]) for i in chosen]
+            columns[f"{end}_head"] = [hooks[i][1] for i in chosen]
+        return {**columns, "score": self.scores[senders, receivers]}
 
     def table(self, k: int = 10) -> Table:
         """Table for a terminal: the leading edges."""

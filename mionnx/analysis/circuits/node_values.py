@@ -9,15 +9,14 @@ from numpy.typing import NDArray
 from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.circuits.separate import differing
+from mionnx.analysis.gradients.first_order import LAST_LOGITS
 from mionnx.analysis.sweep.comparison import Pair
-from mionnx.bind.logit_selection import Logits
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
-LAST = Logits(positions=-1)
 OFF = 1e-3  # by which a stream may differ from its sum, as a share of its largest number; float16 rounds by as much
 
 
@@ -35,23 +34,23 @@ class NodeValues:
 
     def of(self, name: str, row: int) -> Floats:
         """A value of one of the two prompts, without the batch axis."""
-        made: Floats = self.values[name][row].astype(np.float32, copy=False)
-        return made
+        value: Floats = self.values[name][row].astype(np.float32, copy=False)
+        return value
 
     def changes(self, parts: Parts) -> Floats:
         """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden].
 
         A head's change is that of its attention's output when this head alone has the other's value.
         """
-        nodes, made = parts.nodes, []
+        nodes, changes = parts.nodes, []
         heads = _heads_alone(self, parts)
         for node in nodes.senders:
             if node.head is not None:
-                made.append(heads[node.hook][node.head])
+                changes.append(heads[node.hook][node.head])
             else:
                 name = str(HookPoint.ResidPre(0)) if node.layer is None else node.hook
-                made.append(self.of(name, 1) - self.of(name, 0))
-        return np.stack(made)
+                changes.append(self.of(name, 1) - self.of(name, 0))
+        return np.stack(changes)
 
 
 def _heads_alone(values: NodeValues, parts: Parts) -> dict[str, Floats]:
@@ -83,14 +82,9 @@ def captures(nodes: Nodes) -> list[str]:
 
 
 def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
-    """Run both prompts of a pair.
-
-    Raises:
-        ModelError: a value is NaN.
-        InputError: a stream that is not the sum of what is written to it.
-    """
+    """Run both prompts of a pair."""
     ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
-    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST)
+    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST_LOGITS)
     values = NodeValues(numbers(cache), cache.output()[:, 0])
     _refuse_other_sums(model, nodes, values)
     return values

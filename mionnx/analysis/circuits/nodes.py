@@ -55,8 +55,7 @@ class Nodes:
     """The nodes of a model, in execution order.
 
     Attributes:
-        senders, receivers: the nodes.
-        layers, parallel: number of layers, and whether attention and MLP of a layer read the same stream.
+        parallel: whether attention and MLP of a layer read the same stream.
     """
 
     senders: tuple[Node, ...]
@@ -84,12 +83,7 @@ class Nodes:
 
 
 def all_nodes(model: HookedModel) -> Nodes:
-    """All nodes of a model.
-
-    Raises:
-        HookError: a recurrent model.
-        InputError: a model whose stream is no sum of what its parts write, or whose parts read more than the stream.
-    """
+    """All nodes of a model."""
     receiving = make_receivers(model, "all")
     refuse_inseparable(model, receiving.parallel)
     layers, parallel = receiving.layers, receiving.parallel
@@ -124,11 +118,7 @@ def _heads(model: HookedModel, name: str) -> int:
 
 
 def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoint | Iterable[Receiver]) -> list[int]:
-    """The numbers of the receivers that a request means; see `path_patch`.
-
-    Raises:
-        HookError, InputError: as there.
-    """
+    """The numbers of the receivers that a request means; see `path_patch`."""
     reading = make_receivers(model, receivers)
     of = {**reading.heads, **({str(getattr(HookPoint, FINAL)): None} if reading.final else {})}
 
@@ -143,13 +133,8 @@ def chosen_senders(nodes: Nodes, senders: str | HookPoint | Iterable[Receiver]) 
     """The numbers of the senders that a request means.
 
     Args:
-        nodes: of the model.
         senders: "all"; or hook points, short names ("z", "mlp_out", "embed") and globs, with heads as pairs
             `("blocks.3.attn.hook_z", [0, 5])`. `attn.hook_result` is what `hook_z` sends.
-
-    Raises:
-        HookError: a hook point that sends nothing.
-        InputError: no senders, or heads that do not exist.
     """
     if isinstance(senders, str | HookPoint):
         entries: list[Receiver] = ["*" if senders == "all" else senders]

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
 from mionnx.analysis.circuits.separate import writes_linearly
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.plan import GradientNode, Gradients, gradient_name
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Arrays, Rows, Segments
 
-TOKENS = 4096  # most tokens of one call
 Floats = NDArray[np.float32]
 
 
@@ -58,10 +58,7 @@ class Parts:
 
         Args:
             of: names of the values; each depends on one of the streams.
-            by: names of the streams.
-            streams: by name.
             seeds: value -> the numbers, of its shape.
-            rules: the name of the rules of going back.
         """
         request = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
         piece = self.segments.open(by, of, gradients=request)
@@ -79,7 +76,7 @@ class Parts:
         return chunks[0] if len(chunks) == 1 else {name: np.concatenate([one[name] for one in chunks]) for name in ends}
 
     def _chunks(self, values: Mapping[str, Floats]) -> Iterator[tuple[Rows, Arrays]]:
-        count, most = len(next(iter(values.values()))), max(1, TOKENS // self.seq)
+        count, most = len(next(iter(values.values()))), max(1, CALL_TOKENS // self.seq)
         for begin in range(0, count, most):
             some = slice(begin, begin + most)
             feeds = {name: np.ascontiguousarray(value[some]) for name, value in values.items()}

@@ -14,10 +14,6 @@ Way = tuple[str, tuple[str, ...]]  # a value, and those that it may be computed 
 def refuse_inseparable(model: HookedModel, parallel: bool) -> None:
     """Refuse a model whose parts read something besides the stream, by its graph's structure.
 
-    Args:
-        model: a transformer.
-        parallel: whether attention and MLP of a layer read the same stream.
-
     Raises:
         InputError: a hook point that is missing, or a value that is computed from the tokens by a further way; or
             activations that are rounded with one scale for all rows of a call.

@@ -15,7 +15,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Table
 
-LEAST = 2  # cells that a correlation needs
+CORRELATED = 2  # cells that a correlation needs
 
 Numbers = NDArray[np.float64]
 
@@ -75,7 +75,7 @@ class AttributedSweep(SweepResult):
 
         Args:
             exact: `patch_sweep` over the same cells; those that `confirm` computed if left out.
-            top: leading cells, by the size of the effect, of which the common ones are counted; by default 10, and of
+            k: leading cells, by the size of the effect, of which the common ones are counted; by default 10, and of
                 cells that `confirm` computed the leading half.
 
         Raises:
@@ -90,15 +90,15 @@ class AttributedSweep(SweepResult):
             raise InputError(
                 f"a sweep over other cells: {exact.hook} {exact.over}; this one is {self.hook} {self.over}"
             )
-        known = np.isfinite(values) if values.shape == self.values.shape else np.zeros(self.values.shape, bool)
-        if not known.any():
+        compared = np.isfinite(values) if values.shape == self.values.shape else np.zeros(self.values.shape, bool)
+        if not compared.any():
             raise InputError("no cell was computed exactly: give confirm=10, or a patch_sweep to compare with")
-        found, truth = self.effect[known], values[known] - (self.base if exact is None else exact.base)
-        whole = min(10, len(found)) if exact is not None else max(1, len(found) // 2)
-        at_least("top", whole if k is None else k, 1)
-        count = min(whole if k is None else k, len(found))
-        leading = [{*np.argsort(-np.abs(one), kind="stable")[:count].tolist()} for one in (found, truth)]
-        return Agreement(len(found), _pearson(found, truth), count, len(leading[0] & leading[1]))
+        estimates, truth = self.effect[compared], values[compared] - (self.base if exact is None else exact.base)
+        default = min(10, len(estimates)) if exact is not None else max(1, len(estimates) // 2)
+        at_least("top", default if k is None else k, 1)
+        count = min(default if k is None else k, len(estimates))
+        leading = [{*np.argsort(-np.abs(one), kind="stable")[:count].tolist()} for one in (estimates, truth)]
+        return Agreement(len(estimates), _pearson(estimates, truth), count, len(leading[0] & leading[1]))
 
     def confirmed(self) -> Table:
         """The cells that were computed exactly, the largest exact effect first: estimated and exact.
@@ -115,8 +115,8 @@ class AttributedSweep(SweepResult):
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch, and the agreement with exact cells."""
-        told = f"; {self.agreement()}" if np.isfinite(self.exact).any() else ""
-        return f"{super().facts()}; {self.how}{told}"
+        agreement = f"; {self.agreement()}" if np.isfinite(self.exact).any() else ""
+        return f"{super().facts()}; {self.how}{agreement}"
 
     def _facts(self) -> Iterator[str]:
         yield from super()._facts()
@@ -129,6 +129,6 @@ class AttributedSweep(SweepResult):
 
 
 def _pearson(one: Numbers, other: Numbers) -> float:
-    if len(one) < LEAST or not np.ptp(one) or not np.ptp(other):
+    if len(one) < CORRELATED or not np.ptp(one) or not np.ptp(other):
         return float("nan")
     return float(np.corrcoef(one, other)[0, 1])

@@ -11,6 +11,7 @@ from mionnx.analysis.gradients.gradients import Seed, metric_name
 from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import Measure
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -21,8 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 Arrays = dict[str, NDArray[Any]]
-LAST = Logits(positions=-1)
-TOKENS = 4096  # most tokens of one call along a path
+LAST_LOGITS = Logits(positions=-1)
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,8 @@ class FirstOrder:
     """First-order effects, ready for pairs of prompts.
 
     Attributes:
-        model: the model.
-        hooks: hook points.
         compared: corrupted prompts, into which clean ones are patched, and the metric.
         cotangent: the derivative of a metric of one's own by the logits.
-        rules: the name of the backward rules.
-        linearize_at: "corrupted", "clean" or "mean".
         steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
     """
 
@@ -58,10 +54,10 @@ class FirstOrder:
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
         if compared.metric.needs_logits:
-            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST).output()[:, 0]
+            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST_LOGITS).output()[:, 0]
         reads = compared.reads(self.model, number, *both)
         spec = _corrupted(pair, [0]).capture([*self.hooks]).gradient([*self.hooks])
-        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST)
+        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST_LOGITS)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
         gradients = self._along(pair, differences, reads) if self.steps > 1 else self._at(cache.grad or {})
@@ -83,7 +79,7 @@ class FirstOrder:
         A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
         """
         shares = (np.arange(self.steps) + 0.5) / self.steps
-        most = max(1, TOKENS // len(pair.base))
+        most = max(1, CALL_TOKENS // len(pair.base))
         parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
         gradients = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
         for hook in self.hooks:
@@ -101,7 +97,7 @@ class FirstOrder:
             moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
             spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
         spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
-        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
+        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
         return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
 
@@ -135,7 +131,6 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
     """Sum effects over each cell of a grid.
 
     Args:
-        grid: the cells.
         effects: hook point -> the effect of each number, without the batch axis.
 
     Returns:
@@ -153,16 +148,7 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
 
 
 def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:
-    """Refuse a metric without a gradient.
-
-    Args:
-        metric, cotangent: of the verb.
-        estimated: the verb whose exact numbers are estimated.
-
-    Raises:
-        GradientError, InputError: a function without a cotangent, a cotangent without a function, or no metric of that
-            verb.
-    """
+    """Refuse a metric without a gradient; `estimated` is the verb with the exact numbers."""
     if callable(metric) and cotangent is not None:
         return
     if cotangent is not None:
@@ -180,19 +166,11 @@ def with_metric(
     rules: str,
     ids: NDArray[np.int64],
 ) -> HookSpec:
-    """Set the metric; a cotangent that is a function is called with the logits of these rows.
-
-    Args:
-        model, spec: what runs.
-        metric, cotangent: what is measured, and the derivative of a metric that is a function.
-        reads: tokens or reference of the metric.
-        rules: the name of the rules of going back.
-        ids: the rows, [batch, seq].
-    """
+    """Set the metric; a cotangent that is a function is called with the logits of these rows."""
     if not callable(metric):
         return spec.set_metric(metric, **reads, rules=rules)
     if callable(cotangent):
         plain = HookSpec()
         plain.interventions += spec.interventions
-        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST).output()[:, 0])
+        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST_LOGITS).output()[:, 0])
     return spec.set_metric("cotangent", cotangent=np.asarray(cotangent), rules=rules)

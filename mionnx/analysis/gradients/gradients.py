@@ -117,11 +117,7 @@ def gradients(
 
 
 def _refuse_unread(what: str, **arguments: Any) -> None:
-    """Refuse arguments that nothing reads beside another one.
-
-    Raises:
-        GradientError: one of them.
-    """
+    """Refuse arguments that nothing reads beside another one."""
     unread = [f"{name}=" for name, value in arguments.items() if value is not None]
     if unread:
         raise GradientError(f"{what} takes the place of a metric of the logits, and reads no {', '.join(unread)}")
@@ -152,11 +148,7 @@ def _of_value(
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:
-    """The name of a metric that the graph computes.
-
-    Raises:
-        GradientError: a function, which no graph has.
-    """
+    """The name of a metric that the graph computes."""
     if isinstance(metric, str):
         if metric == "cotangent":
             raise GradientError("metric 'cotangent' is the one of cotangent=, the derivative by the logits: give that")

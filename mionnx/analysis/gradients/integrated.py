@@ -140,7 +140,7 @@ def gradient_times_input(
         position=position,
         batch_size=batch_size,
     )
-    grad, numbers = _found(cache, point)
+    grad, numbers = _gradient(cache, point)
     scores = _by_position(grad * cache[point.name], point)
     each = zip(texts, scores, numbers, strict=True)
     done = [SalientText(_words(model, ids), score[-len(ids) :], float(number)) for ids, score, number in each]
@@ -202,7 +202,7 @@ def _integrated(
         total += _along(model, ids, point, spec, request, start, value, alphas)[0].sum(axis=0)
     _, (from_, *_) = _along(model, ids, point, spec, request, start, value, np.zeros(1))
     scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
-    return SalientText(_words(model, ids), scores, float(_found(first, point)[1][0]), float(from_))
+    return SalientText(_words(model, ids), scores, float(_gradient(first, point)[1][0]), float(from_))
 
 
 def _along(
@@ -219,10 +219,10 @@ def _along(
     shares = alphas.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
     moved = HookSpec().extend(spec).intervene(point, Intervention.Replace(start + shares * (value - start)))
     rows = np.repeat(ids[None], len(alphas), axis=0)
-    return _found(gradients(model, rows, point, hooks=moved, **request), point)
+    return _gradient(gradients(model, rows, point, hooks=moved, **request), point)
 
 
-def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+def _gradient(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """The gradient by a hook point's value, and the metric [batch]."""
     return cast(HookCache, cache.grad)[point.name].astype(np.float64), cast(NDArray[np.float32], cache.metric)
 

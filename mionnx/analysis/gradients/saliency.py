@@ -22,7 +22,6 @@ class SalientText(Brief, Storable):
     Attributes:
         tokens: [seq], the text of each token.
         scores: [seq], float64: what each token carries of the metric.
-        metric: of the text.
         baseline: the metric of the baseline; None where there is none.
     """
 
@@ -79,8 +78,8 @@ class Saliency(Shown):
 
     def _lines(self) -> Iterator[str]:
         for one in self.texts:
-            told = (f"{token!r} [{at}] {score:+.3g}" for at, token, score in one.top())
-            yield f"{self.metric} {one.metric:.4g}: {', '.join(told)}"
+            scores = (f"{token!r} [{at}] {score:+.3g}" for at, token, score in one.top())
+            yield f"{self.metric} {one.metric:.4g}: {', '.join(scores)}"
 
     def to_dict(self) -> dict[str, Any]:
         """As lists, one entry a text."""

@@ -5,12 +5,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS
-from mionnx.analysis.harvest.manifest import MANIFEST, finished, read_manifest
+from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST, finished, read_manifest
 from mionnx.analysis.harvest.shard_file import open_shard, sha256_of
-from mionnx.analysis.harvest.shuffled import blocks, shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
 from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint
@@ -18,6 +18,8 @@ from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 
+BLOCK = 1024  # neighbours that stay together: a disk reads them in one piece
+MIXED = 64  # blocks that are mixed at a time
 Batch = dict[str, Any]
 
 
@@ -45,16 +47,16 @@ class Activations(Brief, Mapping[str, TokenArray]):
             SpecFileError: there is no harvest, it is damaged, or it is not finished.
         """
         self.folder = Path(folder)
-        found = read_manifest(self.folder)
-        if found is None:
-            raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {MANIFEST}")
-        if not found.complete:
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {HARVEST_MANIFEST}")
+        if not manifest.complete:
             shards = count(len(finished(self.folder)), "shard")
             raise SpecFileError(
                 f"{self.folder} was not finished: {shards}; harvest again with the same settings, and it goes on"
             )
-        self._manifest = found
-        self.settings = found.settings
+        self._manifest = manifest
+        self.settings = manifest.settings
 
     @property
     def tokens(self) -> int:
@@ -127,7 +129,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
             shuffle: whether the order is random. Blocks of 1,024 neighbours are drawn in a random order over all shards
                 and mixed 64 at a time, so that the disk is read in long pieces.
             seed: of that order; 0 if left out.
-            hooks: the hook points that are read; all if left out.
+            points: the hook points that are read; all if left out.
             convert: applied to each array, `torch.from_numpy` for one.
 
         Returns:
@@ -173,3 +175,24 @@ class Activations(Brief, Mapping[str, TokenArray]):
 def _read(arrays: Mapping[str, TokenArray], chosen: Any, convert: Callable[[NDArray[Any]], Any] | None) -> Batch:
     read = {name: array[chosen] for name, array in arrays.items()}
     return read if convert is None else {name: convert(array) for name, array in read.items()}
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Pieces of `size` tokens, one after the other."""
+    yield from (slice(at, min(at + size, count)) for at in range(0, count, size))
+
+
+def shuffled(count: int, size: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Pieces of `size` tokens in a random order, each of `count` once; the last may be shorter."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(-(-count // BLOCK))
+    waiting = np.empty(0, np.int64)
+    for begin in range(0, len(order), MIXED):
+        chosen = order[begin : begin + MIXED, None] * BLOCK + np.arange(BLOCK)
+        mixed = random.permutation(chosen[chosen < count])
+        waiting = np.concatenate([waiting, mixed])
+        full = len(waiting) // size * size
+        yield from waiting[:full].reshape(-1, size)
+        waiting = waiting[full:]
+    if len(waiting):
+        yield waiting

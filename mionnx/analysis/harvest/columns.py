@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.harvest.rows import Row
+from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.bind.plan import BoundCapture
 from mionnx.errors import HookError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -26,7 +26,6 @@ class Column:
     """One hook point's values, an entry a token.
 
     Attributes:
-        name: of the capture.
         axis: of the captured array, with one entry a token.
         shape: of one token's value.
         dtype: as it is written.
@@ -44,13 +43,8 @@ class Column:
         """Size of one token's value."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def rows(self, value: NDArray[Any], rows: Sequence[Row]) -> list[NDArray[Any]]:
-        """Cut the wanted tokens of each row, [tokens, ...], out of a captured array.
-
-        Args:
-            value: the array; its rows are padded on the left.
-            rows: its rows.
-        """
+    def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
+        """Cut the chosen tokens of each row out of a captured array, padded on the left."""
         by_token = np.moveaxis(value, self.axis, 1)
         width = by_token.shape[1]
         cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))
@@ -64,11 +58,7 @@ class Column:
         return any(bool(((one.view(np.uint16) & infinity) == infinity).any()) for one in values)
 
     def _cast(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values in the dtype that is written.
-
-        Raises:
-            InputError: a number is too large for it.
-        """
+        """Values in the dtype that is written."""
         if values.dtype == self.dtype:
             return values
         with np.errstate(over="ignore"):
@@ -82,14 +72,12 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
     """The columns of captures, from one pass.
 
     Args:
-        captures: the captures, in the dtypes of the model.
-        cache: of the pass.
         dtype: of fractions, as they are written; their own if None.
 
     Raises:
         HookError: a hook point without one value of fixed size a token.
     """
-    found = []
+    columns = []
     for node, own in ((capture.node, capture.dtype) for capture in captures):
         if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
             raise HookError(
@@ -98,11 +86,11 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
         axis, value = sequence_axis(node.axes), cache[node.output]
         shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
         written = np.dtype(np.int32) if own == np.int64 else own
-        found.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
-    return found
+        columns.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
+    return columns
 
 
-def token_columns(row: Row) -> dict[str, NDArray[Any]]:
+def token_columns(row: HarvestRow) -> dict[str, NDArray[Any]]:
     """Ids, texts and positions of the wanted tokens of a row."""
     parts = (row.ids, row.text, row.position)
     return {name: part[row.keep].astype(kind) for (name, kind), part in zip(TOKEN_COLUMNS.items(), parts, strict=True)}

@@ -19,14 +19,14 @@ Arrays = Mapping[str, NDArray[Any]]
 Writer = Callable[[Path, int, Path, Arrays, int], list[str]]
 
 
-def safetensors(folder: Path, number: int, made: Path, arrays: Arrays, context: int) -> list[str]:
+def safetensors(folder: Path, number: int, written: Path, arrays: Arrays, context: int) -> list[str]:
     """The file that was written, under its name."""
     name = f"shard-{number:05}.safetensors"
-    made.replace(folder / name)
+    written.replace(folder / name)
     return [name]
 
 
-def parquet(folder: Path, number: int, made: Path, arrays: Arrays, context: int) -> list[str]:
+def parquet(folder: Path, number: int, written: Path, arrays: Arrays, context: int) -> list[str]:
     """A table with a row a token; a value of several numbers is a list of fixed size, flattened."""
     pyarrow, table_file = arrow("pyarrow", "parquet files"), arrow("pyarrow.parquet", "parquet files")
     name = f"shard-{number:05}.parquet"
@@ -36,11 +36,11 @@ def parquet(folder: Path, number: int, made: Path, arrays: Arrays, context: int)
             for piece in _pieces(len(next(iter(arrays.values()))), PIECE):
                 columns = [_arrow_column(pyarrow, array[piece]) for array in arrays.values()]
                 writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema))
-    made.unlink()
+    written.unlink()
     return [name]
 
 
-def saelens(folder: Path, number: int, made: Path, arrays: Arrays, context: int) -> list[str]:
+def saelens(folder: Path, number: int, written: Path, arrays: Arrays, context: int) -> list[str]:
     """A dataset for each hook point, as SAELens caches activations: a row is a window."""
     datasets, writing = arrow("datasets", "SAELens' folders"), arrow("datasets.arrow_writer", "SAELens' folders")
     names = []
@@ -59,7 +59,7 @@ def saelens(folder: Path, number: int, made: Path, arrays: Arrays, context: int)
                 writer.write_batch({hook: windows, "token_ids": arrays["token_ids"][tokens].reshape(-1, context)})
             writer.finalize()
         names.append(name)
-    made.unlink()
+    written.unlink()
     return names
 
 
@@ -79,19 +79,14 @@ def finish_saelens(folder: Path, hooks: list[str], shards: int) -> None:
         (folder / hook / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
 
 
-FORMATS: dict[str, Writer] = {"safetensors": safetensors, "parquet": parquet, "saelens": saelens}
+WRITERS: dict[str, Writer] = {"safetensors": safetensors, "parquet": parquet, "saelens": saelens}
 NUMPY_ONLY = ("bfloat16",)  # dtypes that arrow does not have
 
 
 def check_format(name: str, dtype: str | None, packed: bool) -> None:
-    """Refuse an unknown format, or one that cannot hold these values.
-
-    Raises:
-        InputError: naming it.
-        RuntimeMissingError: a library that it needs is not installed.
-    """
-    if name not in FORMATS:
-        raise InputError(f"format={name!r}; one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
+    """Refuse an unknown format, or one that cannot hold these values."""
+    if name not in WRITERS:
+        raise InputError(f"format={name!r}; one of {', '.join(WRITERS)}{nearest(name, WRITERS)}")
     if name != "safetensors" and dtype in NUMPY_ONLY:
         raise InputError(f"format={name!r} has no {dtype}: float32 or float16, or format='safetensors'")
     if name == "saelens" and not packed:

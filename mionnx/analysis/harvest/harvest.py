@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.rows import Positions, Rows, separator_of
+from mionnx.analysis.harvest.rows import HarvestRows, Positions, separator_of
 from mionnx.analysis.harvest.settings import Settings, exact_spec
 from mionnx.analysis.harvest.shard_maker import Make, in_turn
 from mionnx.analysis.harvest.shard_writer import ShardWriter
@@ -26,7 +26,7 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 
-LOCK = ".harvest.lock"
+HARVEST_LOCK = ".harvest.lock"
 HOOKS_ONLY = Outputs(logits=False, carried=False)
 
 
@@ -95,18 +95,13 @@ def harvest(
 def open_writer(
     model: Runner, texts: Source, points: Hooks | None, hooks: HookSpec | None, folder: str | Path, settings: Settings
 ) -> ShardWriter:
-    """Check a harvest; nothing is written yet.
-
-    Raises:
-        HookError: no hook point.
-        InputError: texts that cannot be read, or a spec with something else than captures and interventions.
-    """
+    """Check a harvest; nothing is written yet."""
     model = _settled(model)
     spec = exact_spec(points, hooks, settings)
     bound = model.binder.bind(spec, HOOKS_ONLY)
     separator = separator_of(model, settings.packed, settings.separator)
     dataset = Texts(texts, settings.column)
-    rows = Rows(model, dataset, settings.context, settings.packed, separator, settings.positions)
+    rows = HarvestRows(model, dataset, settings.context, settings.packed, separator, settings.positions)
     changes = HookSpec().extend(spec)
     changes.captures = []
     identity = {
@@ -114,7 +109,7 @@ def open_writer(
         "hooks": [capture.node.output for capture in bound.captures],
         "interventions_sha256": changes.sha256,
     }
-    return ShardWriter(model, spec, bound, rows, settings, identity | settings.told(separator), Path(folder))
+    return ShardWriter(model, spec, bound, rows, settings, identity | settings.record(separator), Path(folder))
 
 
 def _settled(model: Runner) -> Runner:
@@ -130,16 +125,7 @@ def _settled(model: Runner) -> Runner:
 
 
 def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations:
-    """Write the folder of a harvest.
-
-    Args:
-        writer: the harvest.
-        make: makes its shards, here or elsewhere.
-        progress: see `harvest`.
-
-    Raises:
-        SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
-    """
+    """Write the folder of a harvest."""
     make_folder(writer.folder)
     with _alone(writer.folder), shown(progress) as show:
         writer.run(make, show)
@@ -148,13 +134,9 @@ def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other harvests out of a folder.
-
-    Raises:
-        SpecFileError: one is going on there.
-    """
+    """Keep other harvests out of a folder."""
     try:
-        with FileLock(folder / LOCK, timeout=0):
+        with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield
     except Timeout as error:
         raise SpecFileError(f"another process harvests into {folder}: wait for it, or choose another folder") from error

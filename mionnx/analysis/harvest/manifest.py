@@ -18,9 +18,9 @@ from typing import Any
 from mionnx.errors import SpecFileError
 from mionnx.machine.files import atomic_path, make_folder, write_atomic
 
-MANIFEST, PROGRESS = "_manifest.json", "_progress"
+HARVEST_MANIFEST, PROGRESS = "_manifest.json", "_progress"
 FORMAT = "mionnx_activations"
-VERSION = 1
+MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Manifest:
     """Settings of a harvest, and its shards.
 
     Attributes:
-        settings: of the harvest.
         columns: name -> dtype and shape of one token's value, in execution order.
         shards: in the order of the texts; none while it is not complete.
         complete: whether all texts were gone through.
@@ -65,14 +64,10 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Write it; `_progress` goes when it is complete.
-
-        Raises:
-            SpecFileError: the folder cannot be written to.
-        """
+        """Write it; `_progress` goes when it is complete."""
         rows = sum(shard.rows for shard in self.shards)
-        told = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
-        write_atomic(folder / MANIFEST, (json.dumps(told, indent=1) + "\n").encode())
+        contents = {FORMAT: MANIFEST_VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
+        write_atomic(folder / HARVEST_MANIFEST, (json.dumps(contents, indent=1) + "\n").encode())
         if self.complete:
             shutil.rmtree(folder / PROGRESS, ignore_errors=True)
 
@@ -83,16 +78,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         SpecFileError: it is damaged, or of another version.
     """
-    path = folder / MANIFEST
+    path = folder / HARVEST_MANIFEST
     try:
-        told = json.loads(path.read_text())
-        if told.get(FORMAT) != VERSION:
-            raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
-        columns = {name: _column(*column) for name, column in told["columns"].items()}
-        shards = [Shard(**entry) for entry in told["shards"]]
-        return Manifest(
-            told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])
-        )
+        contents = json.loads(path.read_text())
+        if contents.get(FORMAT) != MANIFEST_VERSION:
+            raise SpecFileError(f"{path} is no manifest of activations of version {MANIFEST_VERSION}")
+        columns = {name: _column(*column) for name, column in contents["columns"].items()}
+        shards = [Shard(**entry) for entry in contents["shards"]]
+        texts, dropped = int(contents["texts"]), int(contents["dropped_tokens"])
+        return Manifest(contents["settings"], columns, shards, contents["complete"], texts, dropped)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,11 +103,7 @@ def finished(folder: Path) -> list[int]:
 
 
 def noted(folder: Path, number: int) -> Shard | None:
-    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one.
-
-    Raises:
-        SpecFileError: its note cannot be read.
-    """
+    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one."""
     path = _note(folder, number)
     try:
         return Shard(**json.loads(path.read_text()))
@@ -124,11 +114,7 @@ def noted(folder: Path, number: int) -> Shard | None:
 
 
 def note(folder: Path, number: int, shard: Shard) -> None:
-    """Note a finished shard.
-
-    Raises:
-        SpecFileError: the folder cannot be written to.
-    """
+    """Note a finished shard."""
     make_folder(folder / PROGRESS)
     with atomic_path(_note(folder, number)) as partial, partial.open("w") as file:
         file.write(json.dumps(asdict(shard)))
@@ -140,15 +126,11 @@ def _note(folder: Path, number: int) -> Path:
     return folder / PROGRESS / f"{number:05}.json"
 
 
-def refuse_other(folder: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a folder whose activations were made in another way.
-
-    Raises:
-        SpecFileError: naming the first setting that differs.
-    """
-    for name in sorted({*found, *settings}):
-        if found.get(name) != settings.get(name):
+def refuse_other(folder: Path, others: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a folder whose activations were made in another way."""
+    for name in sorted({*others, *settings}):
+        if others.get(name) != settings.get(name):
             raise SpecFileError(
-                f"{folder} holds activations made with {name}={found.get(name)!r}, this harvest has "
+                f"{folder} holds activations made with {name}={others.get(name)!r}, this harvest has "
                 f"{settings.get(name)!r}: choose another folder"
             )

@@ -21,7 +21,7 @@ Positions = int | Sequence[int] | str | Chooser
 
 
 @dataclass(frozen=True)
-class Row:
+class HarvestRow:
     """Tokens that run together.
 
     Attributes:
@@ -46,12 +46,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rows:
+class HarvestRows:
     """The rows of a dataset, the same at every call.
 
     Attributes:
-        model: tokenises.
-        texts: the dataset.
         context: tokens of a window, or the most of a text; a text's own length if None.
         packed: whether windows go over the ends of texts.
         separator: the id of a token before each text, of packed windows.
@@ -65,62 +63,56 @@ class Rows:
     separator: int | None
     positions: Positions | None
 
-    def __iter__(self) -> Iterator[Row]:
-        return self._windows() if self.packed else (self._row(n, given) for n, given in enumerate(self.texts))
+    def __iter__(self) -> Iterator[HarvestRow]:
+        return self._windows() if self.packed else (self._row(n, text) for n, text in enumerate(self.texts))
 
-    def _row(self, number: int, given: Any) -> Row:
+    def _row(self, number: int, text: Any) -> HarvestRow:
         """One text, cut to the context."""
-        ids, tokens = self._ids(number, given)
+        ids, tokens = self._ids(number, text)
         length = min(len(ids), self.context or len(ids))
         try:
-            keep = kept(ids[:length], tokens, self.positions)
+            keep = keep_mask(ids[:length], tokens, self.positions)
         except (InputError, TokenizerError) as error:
             raise type(error)(f"text {number}: {error}") from error
-        return Row(ids[:length], np.full(length, number), np.arange(length), keep)
+        return HarvestRow(ids[:length], np.full(length, number), np.arange(length), keep)
 
-    def _ids(self, number: int, given: Any) -> tuple[Integers, Tokens | None]:
+    def _ids(self, number: int, text: Any) -> tuple[Integers, Tokens | None]:
         """The ids of a text, and what is known of its letters."""
         try:
-            if isinstance(given, str):
-                given = self.model.tokenize(given)
-            return one_prompt(self.model, given), given if isinstance(given, Tokens) else None
+            if isinstance(text, str):
+                text = self.model.tokenize(text)
+            return one_prompt(self.model, text), text if isinstance(text, Tokens) else None
         except (InputError, TokenizerError) as error:
             raise type(error)(f"text {number}: {error}") from error
 
-    def _windows(self) -> Iterator[Row]:
+    def _windows(self) -> Iterator[HarvestRow]:
         """All texts one after the other, cut into windows; the last one may be shorter."""
-        size, held = self.context or 0, [np.empty((0, 3), np.int64)]
-        for number, given in enumerate(self.texts):
-            held.append(self._columns(number, given))
-            if sum(map(len, held)) >= size:
-                whole = np.concatenate(held)
-                full = len(whole) // size * size
-                yield from (self._window(whole[at : at + size]) for at in range(0, full, size))
-                held = [whole[full:]]
-        if sum(map(len, held)):
-            yield self._window(np.concatenate(held))
+        size, waiting = self.context or 0, [np.empty((0, 3), np.int64)]
+        for number, text in enumerate(self.texts):
+            waiting.append(self._columns(number, text))
+            if sum(map(len, waiting)) >= size:
+                tokens = np.concatenate(waiting)
+                full = len(tokens) // size * size
+                yield from (self._window(tokens[at : at + size]) for at in range(0, full, size))
+                waiting = [tokens[full:]]
+        if sum(map(len, waiting)):
+            yield self._window(np.concatenate(waiting))
 
-    def _columns(self, number: int, given: Any) -> Integers:
+    def _columns(self, number: int, text: Any) -> Integers:
         """Ids, text and positions of a text's tokens, [seq, 3]."""
-        ids, _ = self._ids(number, given)
+        ids, _ = self._ids(number, text)
         place = np.arange(len(ids))
         if self.separator is not None and ids[0] != self.separator:
             ids, place = np.r_[self.separator, ids], np.r_[-1, place]
         return np.stack([ids, np.full(len(ids), number), place], axis=1)
 
-    def _window(self, columns: Integers) -> Row:
+    def _window(self, columns: Integers) -> HarvestRow:
         ids, text, position = np.ascontiguousarray(columns.T)
-        return Row(ids, text, position, kept(ids, None, self.positions))
+        return HarvestRow(ids, text, position, keep_mask(ids, None, self.positions))
 
 
-def kept(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
-    """The tokens of a row that positions mean, [seq] bool.
-
-    Raises:
-        InputError: a position that the row does not have, letters of a row that came as ids, or a function that gives
-            no mask.
-        TokenizerError: the text does not contain the string.
-    """
+def keep_mask(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
+    """The tokens of a row that positions mean, [seq] bool."""
     if positions is None:
         return np.ones(len(ids), bool)
     if callable(positions):
@@ -134,20 +126,16 @@ def kept(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> N
         chosen = [at for at in tokens.positions_of(positions) if at < len(ids)]
     else:
         chosen = integers(positions)
-    made = np.zeros(len(ids), bool)
+    mask = np.zeros(len(ids), bool)
     for at in chosen:
         if not -len(ids) <= at < len(ids):
             raise InputError(f"position {at} of a row of {len(ids)} tokens")
-        made[at] = True
-    return made
+        mask[at] = True
+    return mask
 
 
 def integers(positions: Any) -> list[int]:
-    """Positions by number.
-
-    Raises:
-        InputError: something else than integers.
-    """
+    """Positions by number."""
     several = listed("positions", positions) if isinstance(positions, Iterable) else [positions]
     if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in several):
         raise InputError(f"positions are integers, a string, or a function of ids, not {positions!r:.60}")
@@ -155,20 +143,16 @@ def integers(positions: Any) -> list[int]:
 
 
 def separator_of(model: Runner, packed: bool, separator: int | str | None) -> int | None:
-    """The id of the token between packed texts.
-
-    Raises:
-        InputError: rows that are not packed have none.
-    """
+    """The id of the token between packed texts."""
     if separator is not None and not packed:
         raise InputError("separator= stands between packed texts: give packed=True")
     return None if separator is None else token_of(model, separator)
 
 
-def digest(rows: Iterable[Row]) -> str:
+def digest(rows: Iterable[HarvestRow]) -> str:
     """SHA-256 of the tokens of rows and of what is wanted of them, hexadecimal."""
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for row in rows:
         for part in (row.ids, row.text, row.position, row.keep):
-            made.update(np.int64(len(part)).tobytes() + np.ascontiguousarray(part).tobytes())
-    return made.hexdigest()
+            sha256.update(np.int64(len(part)).tobytes() + np.ascontiguousarray(part).tobytes())
+    return sha256.hexdigest()

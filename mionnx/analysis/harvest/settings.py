@@ -20,19 +20,14 @@ from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-DTYPES = ("float32", "float16", "bfloat16")
-TOP_K = 32  # features of a token, if nothing is said
+HARVEST_DTYPES = ("float32", "float16", "bfloat16")
+TOP_FEATURES = 32  # features of a token, if nothing is said
 
 
 @typed(leave=["positions"])
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a harvest; `harvest` says what each of them means.
-
-    Raises:
-        InputError: settings that exclude one another, or an unknown format.
-        RuntimeMissingError: a library that the format needs is not installed.
-    """
+    """Settings of a harvest; `harvest` says what each of them means."""
 
     context: int | None = None
     packed: bool = False
@@ -52,8 +47,8 @@ class Settings:
         if self.context is not None or self.packed:
             at_least("context (tokens of a window)", self.context or 0, 1)
         check_format(self.format, self.dtype, self.packed and self.positions is None)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"dtype={self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in HARVEST_DTYPES:
+            raise InputError(f"dtype={self.dtype!r}; one of {', '.join(HARVEST_DTYPES)}")
         if self.k is not None and self.sae is None:
             raise InputError("k= is how many features of an autoencoder are written: give sae=")
         if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
@@ -62,14 +57,10 @@ class Settings:
     @property
     def features(self) -> int | None:
         """Features of a token that are written; None without an autoencoder."""
-        return None if self.sae is None else TOP_K if self.k is None else self.k
+        return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
-    def told(self, separator: int | None) -> dict[str, Any]:
-        """Them, as JSON can hold them.
-
-        Args:
-            separator: the id of the token between packed texts.
-        """
+    def record(self, separator: int | None) -> dict[str, Any]:
+        """The settings, as JSON can hold them."""
         by = self.positions
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
         return {
@@ -87,11 +78,7 @@ class Settings:
 
 
 def capturing(points: Hooks | None, hooks: HookSpec | None) -> HookSpec:
-    """A spec in force that captures further hook points.
-
-    Raises:
-        HookError: no hook points, or a spec in their place.
-    """
+    """A spec in force that captures further hook points."""
     if isinstance(points, HookSpec):
         raise HookError("points= are names of hook points, globs or functions of the name; a HookSpec goes in hooks=")
     spec = HookSpec().extend(hooks or HookSpec())
@@ -134,16 +121,10 @@ def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
 
 
 def cast_spec(spec: HookSpec, bound: BoundSpec, dtype: str | None) -> HookSpec:
-    """The same passes, whose graph casts fractions to a dtype.
-
-    Args:
-        spec: of the passes.
-        bound: the same, bound.
-        dtype: of fractions; their own if None.
-    """
-    made = HookSpec().extend(spec)
-    made.captures = []
+    """The same passes, whose graph casts fractions to a dtype; None leaves them their own."""
+    same = HookSpec().extend(spec)
+    same.captures = []
     for one in bound.captures:
         cast = None if one.dtype.kind in "iub" else dtype
-        made.captures.append(replace(one.request, what=one.node.hook, dtype=cast))
-    return made
+        same.captures.append(replace(one.request, what=one.node.hook, dtype=cast))
+    return same

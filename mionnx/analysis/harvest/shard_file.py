@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 from mionnx.errors import SpecFileError
 from mionnx.machine.streamed_file import TYPE_NAMES, Kind, StreamedFile, streamed
 
-DTYPES = {short: name for name, short in TYPE_NAMES.items()}
+NUMPY_NAMES = {short: name for name, short in TYPE_NAMES.items()}
 
 
 def new_shard(path: Path, kinds: Mapping[str, Kind]) -> AbstractContextManager[StreamedFile]:
-    """Write a shard under a temporary path, which stays when the body is done.
-
-    Raises:
-        SpecFileError: no room, or a folder that cannot be written to.
-    """
+    """Write a shard under a temporary path, which stays when the body is done."""
     return streamed(path, kinds, SpecFileError)
 
 
@@ -46,7 +42,7 @@ def open_shard(path: Path) -> dict[str, NDArray[Any]]:
 
 def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
     begin, end = entry["data_offsets"]
-    dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    dtype, shape = np.dtype(NUMPY_NAMES[entry["dtype"]]), tuple(entry["shape"])
     if end - begin != prod(shape) * dtype.itemsize or start + end > path.stat().st_size:
         raise ValueError("its arrays do not fit into it")
     if not prod(shape):
@@ -55,11 +51,7 @@ def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal.
-
-    Raises:
-        SpecFileError: it cannot be read.
-    """
+    """SHA-256 of a file, hexadecimal."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, token_columns
-from mionnx.analysis.harvest.formats import FORMATS
+from mionnx.analysis.harvest.formats import WRITERS
 from mionnx.analysis.harvest.manifest import Shard, note, noted
-from mionnx.analysis.harvest.rows import Row, digest
+from mionnx.analysis.harvest.rows import HarvestRow, digest
 from mionnx.analysis.harvest.shard_file import new_shard, open_shard, sha256_of
 from mionnx.errors import MIError, SpecFileError
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
@@ -22,8 +22,8 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
-PARTIAL = ".shard-*.partial"  # names of files that are being written
-Task = tuple[int, list[Row]]  # number of a shard, and its rows
+PARTIAL_SHARD = ".shard-*.partial"  # names of files that are being written
+Task = tuple[int, list[HarvestRow]]  # number of a shard, and its rows
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,15 @@ class Groups:
     """The rows of each shard: a shard ends with the row that makes it large enough.
 
     Attributes:
-        rows: of the dataset.
-        bytes_a_token: of a token, in all columns.
         shard_bytes: size of a shard, about.
     """
 
-    rows: Iterable[Row]
+    rows: Iterable[HarvestRow]
     bytes_a_token: int
     shard_bytes: int
 
     def __iter__(self) -> Iterator[Task]:
-        group: list[Row] = []
+        group: list[HarvestRow] = []
         number = size = 0
         for row in self.rows:
             group.append(row)
@@ -58,8 +56,6 @@ class Made:
     """A shard that is there.
 
     Attributes:
-        number: of the shard.
-        shard: its files.
         texts: number of texts up to its end.
         dropped: tokens of rows that the format has no place for.
         damage: of the file that was there before, if it had any.
@@ -77,14 +73,10 @@ class ShardMaker:
     """Makes shards, each from its rows alone: any process with the model can make any of them.
 
     Attributes:
-        folder: where the shards go.
-        model: the model.
         cast: of the passes; the graph casts what leaves it.
         exact: the same without casts.
-        columns: of the shards.
-        format, batch_size: as `harvest` has them.
         context: tokens of a window; None where a row is a text.
-        known: shards of a complete harvest, by number.
+        earlier: shards of a complete harvest, by number.
     """
 
     folder: Path
@@ -95,28 +87,28 @@ class ShardMaker:
     format: str
     batch_size: int | str
     context: int | None
-    known: Mapping[int, Shard] = field(default_factory=dict)
+    earlier: Mapping[int, Shard] = field(default_factory=dict)
 
-    def shard(self, number: int, rows: Sequence[Row]) -> Made:
+    def shard(self, number: int, rows: Sequence[HarvestRow]) -> Made:
         """A shard: as it is there, or made now.
 
         Raises:
             SpecFileError: it was made of other texts, or cannot be written.
             InputError: a number that the dtype cannot hold.
         """
-        whole = [row for row in rows if self.format != "saelens" or len(row) == self.context]
-        texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, whole))
-        known, tokens, damage = noted(self.folder, number) or self.known.get(number), digest(whole), None
-        if known is not None:
-            if known.digest != tokens:
+        windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
+        texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
+        earlier, tokens, damage = noted(self.folder, number) or self.earlier.get(number), digest(windows), None
+        if earlier is not None:
+            if earlier.digest != tokens:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")
-            damage = self._damage(known)
+            damage = self._damage(earlier)
             if damage is None:
-                return Made(number, known, texts, dropped)
-        made = self._write(number, whole)
-        names = FORMATS[self.format](self.folder, number, made, open_shard(made), self.context or 0)
+                return Made(number, earlier, texts, dropped)
+        path = self._write(number, windows)
+        names = WRITERS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
-        shard = Shard(files, sum(row.kept for row in whole), len(whole), tokens)
+        shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
         return Made(number, shard, texts, dropped, damage)
 
@@ -130,9 +122,9 @@ class ShardMaker:
                 return str(error)
         return None
 
-    def _write(self, number: int, rows: Sequence[Row]) -> Path:
+    def _write(self, number: int, rows: Sequence[HarvestRow]) -> Path:
         """Run rows, and write their activations in the order of the texts."""
-        path = self.folder / PARTIAL.replace("*", f"{number:05}.{uuid4().hex}")
+        path = self.folder / PARTIAL_SHARD.replace("*", f"{number:05}.{uuid4().hex}")
         count, places = sum(row.kept for row in rows), np.cumsum([0, *(row.kept for row in rows)]).tolist()
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
@@ -142,36 +134,32 @@ class ShardMaker:
                 self._put(file, [rows[n] for n in batch], [places[n] for n in batch])
         return path
 
-    def _put(self, file: StreamedFile, rows: Sequence[Row], places: Sequence[int]) -> None:
+    def _put(self, file: StreamedFile, rows: Sequence[HarvestRow], places: Sequence[int]) -> None:
         """Run one batch, and write what is wanted of it."""
-        for name, found in self._values(rows).items():
-            for place, values in zip(places, found, strict=True):
+        for name, by_row in self._values(rows).items():
+            for place, values in zip(places, by_row, strict=True):
                 file.put(name, place, values)
         for place, row in zip(places, rows, strict=True):
             for name, values in token_columns(row).items():
                 file.put(name, place, values)
 
-    def _values(self, rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
+    def _values(self, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
         """The wanted values of one batch, by column, an array a row.
 
         Where the graph's casts give infinite or no numbers, the exact values say whether a number was too large.
         """
-        found = _cut(self.columns, forward(self.model, rows, self.cast), rows)
-        if any(column.lost(found[column.name]) for column in self.columns):
+        values = _cut(self.columns, forward(self.model, rows, self.cast), rows)
+        if any(column.lost(values[column.name]) for column in self.columns):
             return _cut(self.columns, forward(self.model, rows, self.exact), rows)
-        return found
+        return values
 
 
-def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
+def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
     return {column.name: column.rows(cache[column.name], rows) for column in columns}
 
 
-def forward(model: Runner, rows: Sequence[Row], spec: HookSpec) -> HookCache:
-    """Run rows up to the last capture.
-
-    Raises:
-        MIError: as the pass raises it, with the texts named.
-    """
+def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCache:
+    """Run rows up to the last capture."""
     try:
         return model.forward([row.ids for row in rows], spec, logits=False)
     except MIError as error:

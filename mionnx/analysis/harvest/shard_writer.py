@@ -10,9 +10,9 @@ from typing import Any
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, columns_of
 from mionnx.analysis.harvest.formats import finish_saelens
 from mionnx.analysis.harvest.manifest import Manifest, finished, read_manifest, refuse_other
-from mionnx.analysis.harvest.rows import Rows
+from mionnx.analysis.harvest.rows import HarvestRows
 from mionnx.analysis.harvest.settings import Settings, cast_spec
-from mionnx.analysis.harvest.shard_maker import PARTIAL, Groups, Made, Make, ShardMaker, forward
+from mionnx.analysis.harvest.shard_maker import PARTIAL_SHARD, Groups, Made, Make, ShardMaker, forward
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.arrays import read_dtype
@@ -30,30 +30,20 @@ class ShardWriter:
     """A harvest that is going on.
 
     Attributes:
-        model: the model.
         spec: of the passes.
-        bound: the same, bound.
-        rows: the dataset.
-        settings: of the harvest.
-        told: everything that determines the activations, as the manifest has it.
-        folder: where the shards go.
+        identity: everything that determines the activations, as the manifest has it.
     """
 
     model: Runner
     spec: HookSpec
     bound: BoundSpec
-    rows: Rows
+    rows: HarvestRows
     settings: Settings
-    told: dict[str, Any]
+    identity: dict[str, Any]
     folder: Path
 
     def run(self, make: Make, progress: Progress) -> None:
-        """Write all shards that are not there yet, and the manifest.
-
-        Args:
-            make: makes the shards, in any order.
-            progress: shows how far it is.
-        """
+        """Write all shards that are not there yet, and the manifest."""
         left = iter(self.rows)
         first = next(left, None)
         if first is None:
@@ -74,47 +64,47 @@ class ShardWriter:
         return self.model.variants.engine.casts
 
     def _maker(self, cast: HookSpec, columns: Sequence[Column], manifest: Manifest) -> ShardMaker:
-        exact, known = cast_spec(self.spec, self.bound, None), dict(enumerate(manifest.shards))
+        exact, shards = cast_spec(self.spec, self.bound, None), dict(enumerate(manifest.shards))
         how = self.settings.format, self.settings.batch_size, self.settings.context
-        return ShardMaker(self.folder, self.model, cast, exact, tuple(columns), *how, known)
+        return ShardMaker(self.folder, self.model, cast, exact, tuple(columns), *how, shards)
 
     def _all(self, make: Make, maker: ShardMaker, groups: Groups, progress: Progress) -> list[Made]:
         """All shards in their order."""
-        made: dict[int, Made] = {}
+        shards: dict[int, Made] = {}
         texts = 0
         for one in make(maker, groups):
             if one.damage is not None:
                 warnings.warn(f"{one.damage}: it was made again", DamagedShardWarning, stacklevel=2)
-            made[one.number], texts = one, max(texts, one.texts)
+            shards[one.number], texts = one, max(texts, one.texts)
             progress("harvest", texts, self.rows.texts.count)
-        held = max([-1, *finished(self.folder), *maker.known]) + 1
-        if held > len(made):
-            raise SpecFileError(f"{self.folder} holds {held} shards, and these texts make {len(made)}")
-        return [made[number] for number in range(len(made))]
+        count = max([-1, *finished(self.folder), *maker.earlier]) + 1
+        if count > len(shards):
+            raise SpecFileError(f"{self.folder} holds {count} shards, and these texts make {len(shards)}")
+        return [shards[number] for number in range(len(shards))]
 
     def _begin(self, columns: Sequence[Column]) -> Manifest:
         """The manifest of an earlier harvest of the same into the folder, or a new one."""
         self._remove_partial()
-        found = read_manifest(self.folder)
-        if found is not None:
-            refuse_other(self.folder, found.settings, self.told)
-            return found
+        earlier = read_manifest(self.folder)
+        if earlier is not None:
+            refuse_other(self.folder, earlier.settings, self.identity)
+            return earlier
         if others := [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]:
             raise SpecFileError(f"{self.folder} holds other files ({others[0]}): choose an empty or a new folder")
-        made = Manifest(self.told, {column.name: (column.dtype.name, column.shape) for column in columns})
-        made.write(self.folder)
-        return made
+        manifest = Manifest(self.identity, {column.name: (column.dtype.name, column.shape) for column in columns})
+        manifest.write(self.folder)
+        return manifest
 
     def _remove_partial(self) -> None:
         """Remove what a killed process or worker was writing."""
-        for path in self.folder.glob(PARTIAL):
+        for path in self.folder.glob(PARTIAL_SHARD):
             path.unlink(missing_ok=True)
 
-    def _finish(self, manifest: Manifest, made: Sequence[Made]) -> None:
+    def _finish(self, manifest: Manifest, shards: Sequence[Made]) -> None:
         """Write the manifest of all shards."""
         self._remove_partial()
         if self.settings.format == "saelens":
-            finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(made))
-        shards, dropped = [one.shard for one in made], sum(one.dropped for one in made)
-        complete = replace(manifest, shards=shards, complete=True, texts=made[-1].texts, dropped_tokens=dropped)
+            finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(shards))
+        files, dropped = [one.shard for one in shards], sum(one.dropped for one in shards)
+        complete = replace(manifest, shards=files, complete=True, texts=shards[-1].texts, dropped_tokens=dropped)
         complete.write(self.folder)

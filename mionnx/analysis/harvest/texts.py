@@ -62,14 +62,10 @@ class Texts:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of a dataset, in the order of their texts.
-
-    Raises:
-        InputError: there is none, or of no known kind.
-    """
+    """The files of a dataset, in the order of their texts."""
     try:
         if source.is_file():
-            return [_known(source)]
+            return [_checked(source)]
     except (OSError, ValueError) as error:  # a name that no file can have
         raise InputError(f"{str(source)[:60]!r} is no file and no folder: {error}") from error
     if not source.is_dir():
@@ -79,13 +75,13 @@ def _files(source: Path) -> list[Path]:
         raise InputError(f"{source} has splits: choose one, {', '.join(str(source / split) for split in splits)}")
     if (source / "state.json").is_file():
         return [source / entry["filename"] for entry in json.loads((source / "state.json").read_text())["_data_files"]]
-    found = sorted(path for path in source.iterdir() if path.suffix in READERS and path.is_file())
-    if not found:
+    files = sorted(path for path in source.iterdir() if path.suffix in READERS and path.is_file())
+    if not files:
         raise InputError(f"{source} holds no texts: {', '.join(READERS)}")
-    return found
+    return files
 
 
-def _known(path: Path) -> Path:
+def _checked(path: Path) -> Path:
     if path.suffix not in READERS:
         raise InputError(f"{path}: texts come in {', '.join(READERS)}{nearest(path.suffix, READERS)}")
     return path
@@ -101,14 +97,14 @@ def _objects(path: Path, column: str) -> Iterator[Any]:
     """The texts of JSON lines: strings, lists of ids, or objects with a column."""
     for number, line in enumerate(_lines(path, column), 1):
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except ValueError as error:
             raise InputError(f"{path}, line {number} is no JSON: {error}") from error
-        if isinstance(found, Mapping):
-            if column not in found:
-                raise InputError(f"{path}, line {number} has no {column!r}{nearest(column, found)}")
-            found = found[column]
-        yield found
+        if isinstance(entry, Mapping):
+            if column not in entry:
+                raise InputError(f"{path}, line {number} has no {column!r}{nearest(column, entry)}")
+            entry = entry[column]
+        yield entry
 
 
 def _parquet(path: Path, column: str) -> Iterator[Any]:
@@ -142,11 +138,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 
 def arrow(module: str, what: str) -> Any:
-    """A module of pyarrow or of Hugging Face's `datasets`.
-
-    Raises:
-        RuntimeMissingError: it is not installed.
-    """
+    """A module of pyarrow or of Hugging Face's `datasets`."""
     try:
         return import_module(module)
     except ImportError as error:

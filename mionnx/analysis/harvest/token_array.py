@@ -21,7 +21,6 @@ class TokenArray:
     along the others; `np.asarray` reads all of it.
 
     Attributes:
-        name: of the array.
         shape, dtype, ndim: as of a numpy array.
     """
 
@@ -52,12 +51,12 @@ class TokenArray:
         if first is None or first is Ellipsis:
             return self.__array__()[index]
         if isinstance(first, slice):
-            found = self._slice(first)
+            values = self._slice(first)
         elif isinstance(first, int | np.integer) and not isinstance(first, bool):
             return self._chosen(np.array([first]))[0][others] if others else self._chosen(np.array([first]))[0]
         else:
-            found = self._chosen(self._tokens(first))
-        return found[(slice(None), *others)] if others else found
+            values = self._chosen(self._tokens(first))
+        return values[(slice(None), *others)] if others else values
 
     def _slice(self, along: slice) -> NDArray[Any]:
         begin, end, step = along.indices(len(self))
@@ -71,26 +70,17 @@ class TokenArray:
         return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _tokens(self, index: Any) -> NDArray[Any]:
-        """The numbers or the mask of an index.
-
-        Raises:
-            InputError: something else.
-        """
+        """The numbers or the mask of an index."""
         try:
-            made = to_array(index)
+            tokens = to_array(index)
         except ValueError as error:
             raise InputError(f"{self.name} is indexed by numbers, slices and masks: {error}") from error
-        if made.dtype.kind not in "iub" and made.size:
+        if tokens.dtype.kind not in "iub" and tokens.size:
             raise InputError(f"{self.name} is indexed by numbers, slices and masks, not by {index!r:.60}")
-        return made
+        return tokens
 
     def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """The entries of some tokens, in their order.
-
-        Raises:
-            InputError: a mask of another length.
-            NoTokenError: a token that there is not.
-        """
+        """The entries of some tokens, in their order."""
         if tokens.dtype == bool:
             if tokens.shape != (len(self),):
                 raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")
@@ -98,17 +88,17 @@ class TokenArray:
         if tokens.size and not (-len(self) <= tokens.min() and tokens.max() < len(self)):
             raise NoTokenError(f"{self.name} has the tokens 0 to {len(self) - 1}")
         flat = np.where(tokens < 0, tokens + len(self), tokens).astype(np.int64).reshape(-1)
-        made = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        values = np.empty((len(flat), *self.shape[1:]), self.dtype)
         where = np.searchsorted(self._ends, flat, side="right")
         for shard in np.unique(where):
             own = np.flatnonzero(where == shard)
             begin = self._ends[shard] - len(self._parts[shard])
-            made[own] = self._parts[shard][flat[own] - begin]
-        return made.reshape(*tokens.shape, *self.shape[1:])
+            values[own] = self._parts[shard][flat[own] - begin]
+        return values.reshape(*tokens.shape, *self.shape[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        whole = np.concatenate(self._parts)
-        return whole if dtype is None else whole.astype(dtype)
+        values = np.concatenate(self._parts)
+        return values if dtype is None else values.astype(dtype)
 
     def __repr__(self) -> str:
         return f"TokenArray({self.name}, {self.dtype} {list(self.shape)}, {len(self._parts)} shards)"

@@ -38,14 +38,10 @@ class Labelled:
 def read_labels(
     activations: Activations, labels: Any, per: str | None, kind: str | None, groups: Any = None
 ) -> Labelled:
-    """Labels of the tokens of a harvest; arguments as for `probe`.
-
-    Raises:
-        InputError: neither one a text nor one a token, no label, one class only, or numbers that are none.
-    """
-    for name, given, allowed in (("per", per, PER), ("kind", kind, PROBE_KINDS)):
-        if given is not None and given not in allowed:
-            raise InputError(f"{name}={given!r}; {' or '.join(allowed)}{nearest(given, allowed)}")
+    """Labels of the tokens of a harvest; arguments as for `probe`."""
+    for name, choice, allowed in (("per", per, PER), ("kind", kind, PROBE_KINDS)):
+        if choice is not None and choice not in allowed:
+            raise InputError(f"{name}={choice!r}; {' or '.join(allowed)}{nearest(choice, allowed)}")
     if isinstance(labels, str | bytes | dict) or not hasattr(labels, "__len__"):
         raise InputError(f"labels are a list or an array, one a text or one a token, got {type(labels).__name__}")
     column = [*read_array("labels", labels).tolist()] if hasattr(labels, "shape") else [*labels]
@@ -83,12 +79,12 @@ def _alike(activations: Activations, text_of: NDArray[np.int64]) -> NDArray[np.i
     if settings.get("positions") is not None or settings.get("packed"):
         return text_of
     ids = np.asarray(activations.token_ids)
-    found, starts = np.unique(text_of, return_index=True)
+    occurring, starts = np.unique(text_of, return_index=True)
     ends = [*starts[1:].tolist(), len(text_of)]
     numbers: dict[bytes, int] = {}
     texts = (ids[begin:end].tobytes() for begin, end in zip(starts.tolist(), ends, strict=True))
     same = [numbers.setdefault(text, number) for number, text in enumerate(texts)]
-    return np.array(same, np.int64)[np.searchsorted(found, text_of)]
+    return np.array(same, np.int64)[np.searchsorted(occurring, text_of)]
 
 
 def _of_tokens(activations: Activations, text_of: NDArray[np.int64], count: int, per: str | None) -> bool:

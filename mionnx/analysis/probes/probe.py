@@ -77,17 +77,17 @@ def probe(
     for name in names:
         if name not in activations:
             raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
-    given = read_labels(activations, labels, per, kind, groups)
+    labelled = read_labels(activations, labels, per, kind, groups)
     with _scikit_learn(), shown(progress) as show:
-        parts = [*_folds(given, folds, seed)]
+        parts = [*_folds(labelled, folds, seed)]
         fits = {}
         for number, name in enumerate(names):
-            fits[name] = _fit(np.asarray(activations[name])[given.tokens], given, parts, penalty)
+            fits[name] = _fit(np.asarray(activations[name])[labelled.tokens], labelled, parts, penalty)
             show("probes", number + 1, len(names))
-    texts = np.unique(np.asarray(activations.text_index)[given.tokens])
-    sizes = {"tokens": len(given.tokens), "texts": len(texts), "groups": len(np.unique(given.groups))}
+    texts = np.unique(np.asarray(activations.text_index)[labelled.tokens])
+    sizes = {"tokens": len(labelled.tokens), "texts": len(texts), "groups": len(np.unique(labelled.groups))}
     settings = {"folds": folds, "penalty": penalty, "seed": seed, **sizes}
-    return ProbeResult(fits, given.classes, given.baseline, settings)
+    return ProbeResult(fits, labelled.classes, labelled.baseline, settings)
 
 
 @contextmanager
@@ -99,44 +99,40 @@ def _scikit_learn() -> Iterator[None]:
     yield
 
 
-def _folds(given: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Tokens to fit on and tokens to score, by texts.
-
-    Raises:
-        InputError: fewer texts than folds, or a fold without one of the classes to fit on.
-    """
+def _folds(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Tokens to fit on and tokens to score, by texts."""
     from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
 
-    texts = len(np.unique(given.groups))
+    texts = len(np.unique(labelled.groups))
     if texts < folds:
         raise InputError(f"{texts} labelled texts in {folds} folds: give folds={max(2, texts)} or more texts")
-    regression = given.classes is None
+    regression = labelled.classes is None
     split = (GroupKFold if regression else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
-    for fit, score in split.split(np.empty(len(given.targets)), given.targets, given.groups):
-        if not regression and len({*given.targets[fit].tolist()}) < len(given.classes or ()):
+    for fit, score in split.split(np.empty(len(labelled.targets)), labelled.targets, labelled.groups):
+        if not regression and len({*labelled.targets[fit].tolist()}) < len(labelled.classes or ()):
             raise InputError("a class is in the texts of one fold only: give more texts of each class, or fewer folds")
         yield fit, score
 
 
-def _model(given: Labelled, penalty: float) -> Any:
+def _model(labelled: Labelled, penalty: float) -> Any:
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    probe = Ridge(alpha=penalty) if given.classes is None else LogisticRegression(C=1 / penalty, max_iter=ITERATIONS)
+    probe = Ridge(alpha=penalty) if labelled.classes is None else LogisticRegression(C=1 / penalty, max_iter=ITERATIONS)
     return make_pipeline(StandardScaler(), probe)
 
 
 def _fit(
-    values: NDArray[Any], given: Labelled, parts: Sequence[tuple[NDArray[Any], NDArray[Any]]], penalty: float
+    values: NDArray[Any], labelled: Labelled, parts: Sequence[tuple[NDArray[Any], NDArray[Any]]], penalty: float
 ) -> Fit:
     """Score the folds, then fit on all of them."""
     flat = values.reshape(len(values), -1).astype(np.float64)
     scored = []
     for fit, score in parts:
-        model = _model(given, penalty).fit(flat[fit], given.targets[fit])
-        scored.append(_scores(model, flat[score], given.targets[score], given))
-    model = _model(given, penalty).fit(flat, given.targets)
+        model = _model(labelled, penalty).fit(flat[fit], labelled.targets[fit])
+        scored.append(_scores(model, flat[score], labelled.targets[score], labelled))
+    model = _model(labelled, penalty).fit(flat, labelled.targets)
     scale = model[0].scale_
     weights = np.atleast_2d(model[-1].coef_) / scale
     intercept = np.atleast_1d(model[-1].intercept_) - weights @ model[0].mean_
@@ -144,16 +140,16 @@ def _fit(
     return Fit(scores, weights.reshape(-1, *values.shape[1:]), intercept)
 
 
-def _scores(model: Any, values: NDArray[Any], targets: NDArray[Any], given: Labelled) -> Scores:
+def _scores(model: Any, values: NDArray[Any], targets: NDArray[Any], labelled: Labelled) -> Scores:
     from sklearn.metrics import r2_score, roc_auc_score
 
-    if given.classes is None:
+    if labelled.classes is None:
         return {"r2": float(r2_score(targets, model.predict(values)))}
-    found = {"accuracy": float((model.predict(values) == targets).mean())}
-    if len({*targets.tolist()}) < len(given.classes):
-        return {**found, "auc": float("nan")}  # a class that no text of the fold has
+    scores = {"accuracy": float((model.predict(values) == targets).mean())}
+    if len({*targets.tolist()}) < len(labelled.classes):
+        return {**scores, "auc": float("nan")}  # a class that no text of the fold has
     chances = model.predict_proba(values)
     numbers = np.arange(chances.shape[1])
     chances = chances[:, 1] if len(numbers) == TWO else chances
     auc = roc_auc_score(targets, chances, multi_class="ovr", labels=numbers)
-    return {**found, "auc": float(auc)}
+    return {**scores, "auc": float(auc)}

@@ -72,11 +72,7 @@ class ProbeResult(Shown):
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Hook point -> held-out accuracy, mean over folds.
-
-        Raises:
-            InputError: values were predicted.
-        """
+        """Hook point -> held-out accuracy, mean over folds."""
         return self.score("accuracy")
 
     @property
@@ -118,7 +114,6 @@ class ProbeResult(Shown):
         prediction) by 1: it is w / |w|^2, w being the weights for activations as they are.
 
         Args:
-            hook: the hook point.
             label: the class; left out for values, and for two classes the second one.
 
         Raises:
@@ -169,17 +164,17 @@ class ProbeResult(Shown):
 
     def facts(self) -> str:
         """One line on how the scores came about."""
-        told = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
+        baseline = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
         folds = self.settings["folds"]
-        held = "texts" if self.settings.get("groups", self.settings["texts"]) == self.settings["texts"] else "groups"
-        return f"{self.metric} on {held} held out ({folds} folds, ± is the standard deviation over them){told}"
+        parts = "texts" if self.settings.get("groups", self.settings["texts"]) == self.settings["texts"] else "groups"
+        return f"{self.metric} on {parts} held out ({folds} folds, ± is the standard deviation over them){baseline}"
 
     def to_dict(self) -> dict[str, Any]:
         """All scores by hook point, as JSON can hold them; the weights are in a .safetensors file."""
         spread = self.spread()
         rows = [{"hook": hook, **fit.scores, "spread": spread[hook]} for hook, fit in self.fits.items()]
-        told = {"metric": self.metric, "baseline": self.baseline, "classes": self.classes}
-        return {**told, **self.settings, "hooks": rows}
+        summary = {"metric": self.metric, "baseline": self.baseline, "classes": self.classes}
+        return {**summary, **self.settings, "hooks": rows}
 
     def view(self) -> View:
         """Map of the scores above the baseline, and curves over the layers."""
@@ -218,10 +213,10 @@ class ProbeResult(Shown):
 
     def _kinds(self) -> dict[str, list[HookPoint]]:
         """Short name -> its hook points."""
-        found: dict[str, list[HookPoint]] = {}
+        kinds: dict[str, list[HookPoint]] = {}
         for point in map(HookPoint.parse, self.fits):
-            found.setdefault(point.short, []).append(point)
-        return found
+            kinds.setdefault(point.short, []).append(point)
+        return kinds
 
     def table(self, k: int | None = None) -> Table:
         """Table for a terminal: every hook point with its scores, or the first k."""
@@ -235,5 +230,5 @@ class ProbeResult(Shown):
 
 def _mean(scores: Numbers) -> float:
     """The mean of the folds that have a score; NaN if none has."""
-    known = scores[np.isfinite(scores)]
-    return float(known.mean()) if len(known) else float("nan")
+    finite = scores[np.isfinite(scores)]
+    return float(finite.mean()) if len(finite) else float("nan")

@@ -215,11 +215,7 @@ def run_with_cache(
 
 
 def _end(model: Runner, layer: int) -> HookPoint:
-    """The residual stream that a layer reads, or after the last one.
-
-    Raises:
-        HookError: no such layer.
-    """
+    """The residual stream that a layer reads, or after the last one."""
     if not -model.num_layers <= layer <= model.num_layers:
         raise HookError(f"stop_at_layer={layer}: the model has the layers 0 to {model.num_layers - 1}")
     before = layer % model.num_layers if layer < 0 else layer
@@ -227,11 +223,7 @@ def _end(model: Runner, layer: int) -> HookPoint:
 
 
 def _until(model: Runner, spec: HookSpec, end: HookPoint, everything: bool) -> HookSpec:
-    """The captures of a spec up to a hook point, that one besides.
-
-    Raises:
-        HookError: a request that selects none up to there, unless everything was asked for.
-    """
+    """The captures of a spec up to a hook point, that one besides."""
     points = model.hook_points()
     reached = [point.name for point in points[: points.index(end) + 1]]
     reduced = replace(spec, captures=[])
@@ -256,15 +248,8 @@ def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> H
 def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
     """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
 
-    Args:
-        logits: [batch, seq, vocab].
-        batch: the tokens.
-
     Returns:
-        [batch, seq - 1]; NaN where either of the two tokens is padding.
-
-    Raises:
-        InputError: no row has two tokens.
+        of logits [batch, seq, vocab], [batch, seq - 1]; NaN where either of the two tokens is padding.
     """
     predicted = batch.real[:, :-1] & batch.real[:, 1:]
     if not predicted.any():
@@ -294,11 +279,7 @@ def convert_logits(return_type: str | None, logits: NDArray[Any] | None, batch: 
 
 
 def check_return_type(return_type: str | None) -> None:
-    """Refuse an unknown return type.
-
-    Raises:
-        InputError: with the nearest one.
-    """
+    """Refuse an unknown return type."""
     if return_type is not None and return_type not in RETURN_TYPES:
         choices = ", ".join(map(repr, RETURN_TYPES))
         raise InputError(

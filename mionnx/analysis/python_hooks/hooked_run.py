@@ -35,7 +35,6 @@ class RunInputs:
     """Tokens of a run, and everything that came before them.
 
     Attributes:
-        model: the model.
         tokens: ids, `Tokens`, or a list of these.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
     """
@@ -82,7 +81,6 @@ def run_segments(
     """Run a model with functions at hook points.
 
     Args:
-        inputs: the model and its tokens.
         spec: captures and interventions; functions run after the interventions at the same hook point.
         functions: by hook point; calls that share them share their `ctx`.
         logits: whether the model runs to its end; otherwise to the last hook point of spec and functions.
@@ -162,10 +160,6 @@ def run_backwards(
 
     Returns:
         the logits, and the gradients as the functions left them.
-
-    Raises:
-        GradientError: no gradient at a hook point.
-        InterventionError: a function's result that cannot replace a gradient.
     """
     cache = inputs.forward(deepcopy(spec).set_metric(**metric).gradient([*functions]))
     gradients = {} if cache.grad is None else {name: np.array(value) for name, value in cache.grad.items()}

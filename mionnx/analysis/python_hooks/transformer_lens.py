@@ -41,12 +41,9 @@ class ModelSizes:
     """Sizes of a model under the names of TransformerLens: `model.cfg`.
 
     Attributes:
-        model_name: the folder's name.
-        n_layers: blocks.
         n_heads: query heads a layer.
         n_key_value_heads: key/value heads a layer.
         d_model: width of the residual stream.
-        d_head: width of a head.
         d_mlp: neurons a layer; None where the model has no hook points at them.
         d_vocab: tokens in the vocabulary.
         n_ctx: the longest text that the model is made for: its learned positions, which nothing passes, or else the
@@ -114,11 +111,7 @@ def b_U(model: Runner) -> NDArray[Any]:
 
 
 def W_O(model: Runner) -> NDArray[Any]:
-    """The heads' output projections [n_layers, n_heads, head_dim, hidden].
-
-    Raises:
-        HookError: a recurrent model.
-    """
+    """The heads' output projections [n_layers, n_heads, head_dim, hidden]; of transformers."""
     return matrices.output_projections(model.hooked)
 
 

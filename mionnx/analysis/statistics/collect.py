@@ -28,7 +28,7 @@ from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 
 AT_ONCE = 256  # texts that are read ahead, to run those of like length together
-ROWS = 65_536  # tokens of harvested activations at a time
+TOKENS_AT_ONCE = 65_536  # tokens of harvested activations at a time
 
 
 @typed(leave=["texts", "points", "by"])
@@ -120,7 +120,7 @@ def statistics_of(
     moments = Statistics(by)
     moments.texts = activations.texts
     names = [*activations] if points is None else [*points]
-    for batch in activations.batches(ROWS, shuffle=False, points=names):
+    for batch in activations.batches(TOKENS_AT_ONCE, shuffle=False, points=names):
         classes = classes_of(by, batch["token_ids"], batch["positions"])
         for name in names:
             moments.add(name, Moments.of(batch[name], classes, covariance))
@@ -128,11 +128,7 @@ def statistics_of(
 
 
 def _captured(model: Runner, spec: HookSpec) -> list[str]:
-    """The captured hook points, each with one value a token.
-
-    Raises:
-        HookError: none, or one without.
-    """
+    """The captured hook points, each with one value a token."""
     if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
         raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
     names = [capture.node.hook for capture in model.binder.bind(spec).captures]

@@ -58,9 +58,9 @@ class Statistics(Brief, Stored):
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
-        made = cls(contents["by"])
-        made.texts, made._moments = contents["texts"], contents["moments"]
-        return made
+        statistics = cls(contents["by"])
+        statistics.texts, statistics._moments = contents["texts"], contents["moments"]
+        return statistics
 
     @property
     def hooks(self) -> list[str]:
@@ -81,10 +81,10 @@ class Statistics(Brief, Stored):
         names = [FUNCTION if callable(one.by) else one.by for one in (self, other)]
         if names[0] != names[1] or self._moments.keys() != other._moments.keys():
             raise InputError(f"statistics of {self} and of {other} have other hook points or classes: not merged")
-        made = Statistics(self.by)
-        made.texts = self.texts + other.texts
-        made._moments = {name: one.merged(other._moments[name]) for name, one in self._moments.items()}
-        return made
+        both = Statistics(self.by)
+        both.texts = self.texts + other.texts
+        both._moments = {name: one.merged(other._moments[name]) for name, one in self._moments.items()}
+        return both
 
     def classes(self, hook: Hook) -> NDArray[np.int64]:
         """[classes]: the classes that occurred: positions, token ids, or a function's integers."""
@@ -112,19 +112,15 @@ class Statistics(Brief, Stored):
         Raises:
             InputError: it was not asked for, or there are too few tokens.
         """
-        found = self._of(hook)
-        if found.products is None:
+        moments = self._of(hook)
+        if moments.products is None:
             raise InputError("no covariance was computed: statistics(..., covariance=True)")
-        if found.count[0] <= ddof:
-            raise InputError(f"the covariance of {found.count[0]} tokens with ddof={ddof}")
-        return np.asarray(found.products / (found.count[0] - ddof))
+        if moments.count[0] <= ddof:
+            raise InputError(f"the covariance of {moments.count[0]} tokens with ddof={ddof}")
+        return np.asarray(moments.products / (moments.count[0] - ddof))
 
     def at(self, hook: Hook, ids: NDArray[Any]) -> Numbers:
-        """The mean for each token of a text by its class, [seq, ...].
-
-        Args:
-            hook: the hook point.
-            ids: [seq].
+        """The mean for each token of a text, ids [seq], by its class: [seq, ...].
 
         Raises:
             InputError: a token of a class that did not occur, or classes of a function that a file does not hold.
@@ -132,13 +128,13 @@ class Statistics(Brief, Stored):
         if self.by == FUNCTION:
             raise InputError("the classes are a function's, which no file holds: set `by` to it again")
         try:
-            given = to_array(ids)
+            tokens = to_array(ids)
         except ValueError as error:  # rows of unequal length
             raise InputError(f"ids of one text are integers [seq]: {error}") from error
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise InputError(f"ids of one text are integers [seq], got {spelled(given)}")
-        found, classes = self._of(hook), classes_of(self.by, given)
-        places = found.places(classes)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InputError(f"ids of one text are integers [seq], got {spelled(tokens)}")
+        moments, classes = self._of(hook), classes_of(self.by, tokens)
+        places = moments.places(classes)
         if (places < 0).any():
             first = int(np.flatnonzero(places < 0)[0])
             what = self.by if isinstance(self.by, str) else "class"
@@ -146,7 +142,7 @@ class Statistics(Brief, Stored):
                 f"{what} {classes[first]}, of the token at {first}, did not occur in the texts of these statistics: "
                 "there is no mean for it"
             )
-        return np.asarray(found.mean[places])
+        return np.asarray(moments.mean[places])
 
     def ablation(
         self,
@@ -162,9 +158,8 @@ class Statistics(Brief, Stored):
         """The interventions that put means in place of activations (mean ablation), by class.
 
         Args:
-            model: for its tokenizer and hook points.
             prompts: the prompts that the spec is for, in the order in which they run.
-            hooks: hook points; all of these statistics if left out.
+            points: hook points; all of these statistics if left out.
             positions, heads, rows, neurons: limits of the interventions; see `Intervention`.
 
         Raises:

@@ -30,7 +30,7 @@ from mionnx.run.segments import Arrays, Segments
 from mionnx.run.token_classes import By, check_by, classes_of
 from mionnx.run.tokenizing import Prompt
 
-KINDS = ("zero", "mean", "resample")
+ABLATIONS = ("zero", "mean", "resample")
 
 
 @compares
@@ -107,8 +107,8 @@ def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: in
 
 def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeats: int | None) -> None:
     check_by(by)
-    if kind not in KINDS:
-        raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+    if kind not in ABLATIONS:
+        raise InputError(f"ablation {kind!r}; one of {', '.join(ABLATIONS)}{nearest(str(kind), ABLATIONS)}")
     if kind == "zero" and reference is not None:
         raise InputError("a zero ablation has no use for reference prompts")
     if kind != "resample" and seed is not None:
@@ -129,9 +129,6 @@ def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = N
     """Mean of each head and feature over the tokens of some prompts, of each class apart.
 
     Args:
-        graphs: the model.
-        grid: the cells.
-        prompts: [seq] each.
         by: classes of tokens; see `token_classes.classes_of`.
 
     Returns:
@@ -178,11 +175,7 @@ def _places(moments: Moments, classes: Ids, by: By) -> Ids:
 
 
 def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
-    """Draw for each prompt another one; a longer one is cut to its length.
-
-    Raises:
-        InputError: no other prompt of that length or above, or a seed that is no natural number.
-    """
+    """Draw for each prompt another one; a longer one is cut to its length."""
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"seed={seed!r}: an integer of 0 or above")
     draw = np.random.default_rng(seed)

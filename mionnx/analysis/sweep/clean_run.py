@@ -37,8 +37,8 @@ class CleanRun:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        held: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
-        return sum(array.nbytes for arrays in held for array in arrays.values())
+        parts: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
+        return sum(array.nbytes for arrays in parts for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
         """One of the rows, [1, ...]."""
@@ -67,14 +67,9 @@ def run_clean(
     A call has all prompts as its rows, or one where rows would change each other (`rounds_by_call`).
 
     Args:
-        graphs: the model.
         ids: [rows, seq].
         layers: layers at which patched runs start.
-        hooks: hook points whose values are stored.
         corruption: interventions in force.
-
-    Raises:
-        ModelError: the logits are NaN.
     """
     if graphs.model.rounds_by_call and len(ids) > 1:
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])

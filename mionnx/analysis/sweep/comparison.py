@@ -84,12 +84,7 @@ class Comparison(Brief):
         return MetricRequest("logit_diff" if self.metric is None else self.metric, self.answer, self.versus)
 
     def on(self, model: Runner) -> Pairs:
-        """Tokenize the prompts, and pair their positions; without corrupted ones each runs alone.
-
-        Raises:
-            InputError: prompts, specs or positions that do not fit together.
-            InterventionError: a spec that does not fit its prompt, or that changes nothing that is read.
-        """
+        """Tokenize the prompts, and pair their positions; without corrupted ones each runs alone."""
         clean, names = prompt_ids(model, self.clean), None
         places: Sequence[Places | None] = [None] * len(clean)
         if self.positions is not None:
@@ -153,9 +148,6 @@ class Pairs:
         about: a line for pictures.
         names: names of positions; None where each stands for itself.
         repeats: pairs of each prompt, by draws or specs.
-
-    Raises:
-        InputError: a pair of equal prompts.
     """
 
     pairs: list[Pair]
@@ -175,11 +167,7 @@ class Pairs:
         return len(self.pairs)
 
     def of_texts(self, verb: str) -> Pairs:
-        """The same pairs.
-
-        Raises:
-            InputError: a prompt is corrupted by interventions.
-        """
+        """The same pairs; a prompt that is corrupted by interventions is refused."""
         if self.pairs[0].corruption is not None:
             raise InputError(f"{verb} takes a corrupted text; patch_sweep takes a spec as well")
         return self
@@ -303,11 +291,7 @@ def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
 
 
 def until(position: int, prompt: Ids) -> Ids:
-    """Cut a prompt behind the position whose logits are read.
-
-    Raises:
-        InputError: the prompt has no such position.
-    """
+    """Cut a prompt behind the position whose logits are read."""
     if not isinstance(position, int | np.integer) or not -len(prompt) <= position < len(prompt):
         raise InputError(f"position={position!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
     return prompt[: int(position) % len(prompt) + 1]

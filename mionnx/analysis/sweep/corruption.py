@@ -24,7 +24,7 @@ from mionnx.run.segments import EMBEDDING, Arrays, Rows
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-BEFORE = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
+EMBEDDINGS = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
 ALONE = Outputs(carried=False)
 
 
@@ -36,7 +36,6 @@ class Corruption:
         spec: its interventions.
         interventions: the same, each at one hook point.
         edits: each intervention's structure, and its inputs for one row and all positions.
-        layers: number of layers of the model.
     """
 
     spec: HookSpec
@@ -48,7 +47,7 @@ class Corruption:
     def _places(self) -> list[int]:
         """Layer of each edit; `EMBEDDING` before the layers, the number of layers behind them."""
         points = [HookPoint.parse(edit.hook) for edit, _ in self.edits]
-        behind = [EMBEDDING if point.name in BEFORE else self.layers for point in points]
+        behind = [EMBEDDING if point.name in EMBEDDINGS else self.layers for point in points]
         return [other if point.layer is None else point.layer for point, other in zip(points, behind, strict=True)]
 
     def count(self, hook: str) -> int:
@@ -76,12 +75,7 @@ def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start:
 
 
 def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
-    """Bind a spec to one prompt.
-
-    Args:
-        model: the model.
-        spec: interventions at hook points of the model.
-        ids: [seq], the clean prompt.
+    """Bind a spec to one prompt, [seq].
 
     Raises:
         InputError: a spec without interventions, with captures or gradients, with state interventions, or with splices

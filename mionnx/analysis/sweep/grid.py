@@ -16,7 +16,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.ranges import listed
 
 Places = tuple[tuple[int, ...], ...]
-AXES = ("layer", "position", "head", "source", "neuron")
+SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Grid:
         over: names of the axes, in the order of the result's.
         template: the hook point with `{i}` for the layer.
         layers: patched layers, ascending.
-        axes: of the value.
         sizes: number of entries of each axis in `over`.
         places: token positions of each entry of the position axis, in one prompt; None: an entry is a position.
     """
@@ -67,7 +66,6 @@ class Grid:
         """Mask of the entries that cells select.
 
         Args:
-            cells: numbers of cells.
             shape: of the value.
             first: the position at which the value's sequence starts.
 
@@ -123,10 +121,9 @@ def make_grid(
     """Make the grid of a sweep over a hook point.
 
     Args:
-        model: the hooked model.
         hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
             layer, which is then the only one.
-        over: names of axes, of `AXES`.
+        over: names of axes, of `SWEEP_AXES`.
         layers: of those that the hook means; by default all of them.
         seq: positions of the prompts; None if they differ in length.
         places: named positions of one of the prompts; None if an entry of the position axis is a position.
@@ -142,7 +139,7 @@ def make_grid(
     variant = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
-        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
+        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(SWEEP_AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(listed("over", over))
     valid = axes_to_go_over(variant)
     for name in names:
@@ -177,7 +174,7 @@ def axes_to_go_over(point: HookPoint) -> list[str]:
     axes = point.axes or ()
     has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
     has |= {"source": "seq_k" in axes, "neuron": neurons_axis(axes) is not None and CHOSEN not in axes}
-    return [axis for axis in AXES if has[axis]]
+    return [axis for axis in SWEEP_AXES if has[axis]]
 
 
 def _advice(model: HookedModel, name: str, point: HookPoint) -> str:
@@ -196,11 +193,7 @@ def _advice(model: HookedModel, name: str, point: HookPoint) -> str:
 
 
 def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]]:
-    """The kinds of hook points that a name means: template -> its layers in the model.
-
-    Raises:
-        HookError: none.
-    """
+    """The kinds of hook points that a name means: template -> its layers in the model."""
     names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
     pattern_text = str(hook).replace("{i}", "*")
     short = pattern_text.removeprefix("hook_")
@@ -218,17 +211,16 @@ def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]
     }
 
 
-def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
+def _unknown(model: HookedModel, request: str, names: list[str]) -> HookError:
     short = sorted({HookPoint.parse(name).short for name in names})
-    near = nearest(given, names) if "." in given else nearest(given.removeprefix("hook_"), short)
+    near = nearest(request, names) if "." in request else nearest(request.removeprefix("hook_"), short)
     return HookError(
-        f"this {model.metadata.family} model has no hook point {given!r} in its layers to sweep over; it has "
+        f"this {model.metadata.family} model has no hook point {request!r} in its layers to sweep over; it has "
         f"{', '.join(short)}{near}"
     )
 
 
 def _layers(template: str, available: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Check the chosen layers."""
     if layers is None:
         return tuple(available)
     try:

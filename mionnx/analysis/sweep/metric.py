@@ -19,7 +19,7 @@ Token = int | str
 Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-NAMES = ("logit_diff", "probability", "log_probability", "kl", "rank")
+METRICS = ("logit_diff", "probability", "log_probability", "kl", "rank")
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,7 @@ class Metric:
     of: Callable[[Numbers], Numbers]
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
-        """Compute the metric of some rows.
-
-        Args:
-            logits: [rows, vocab or needs].
-
-        Returns:
-            [rows].
-
-        Raises:
-            InputError: a function that returned anything but one number a row.
-        """
+        """Compute the metric of some rows, [rows, vocab or needs] -> [rows]."""
         values = np.asarray(self.of(logits.astype(np.float64)))
         if values.shape != (len(logits),) or values.dtype.kind not in "fiub":
             raise InputError(
@@ -77,10 +67,10 @@ class MetricRequest:
     versus: Tokens = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.measure, str) and self.measure not in NAMES:
+        if isinstance(self.measure, str) and self.measure not in METRICS:
             raise InputError(
-                f"no metric {self.measure!r}; there are {', '.join(NAMES)}, or give a function of the logits"
-                + nearest(self.measure, NAMES)
+                f"no metric {self.measure!r}; there are {', '.join(METRICS)}, or give a function of the logits"
+                + nearest(self.measure, METRICS)
             )
         if self.answer is not None and (callable(self.measure) or self.measure == "kl"):
             raise InputError(f"metric {self.name} reads no answer")
@@ -109,12 +99,8 @@ class MetricRequest:
         """Make the metric of one of several pairs.
 
         Args:
-            model: for its tokenizer.
             pair, count: number of the pair, and of all pairs.
             clean, other: the logits [vocab] of the clean prompt, and of the corrupted one if there is one.
-
-        Raises:
-            InputError: an answer that is no token, or that equals `versus`.
         """
         if callable(self.measure):
             return Metric(self.name, None, _function(self.measure, pair))
@@ -152,9 +138,6 @@ class MetricRequest:
 
         Args:
             model, pair, count, clean, other: see `bind`; no logits are needed unless `needs_logits`.
-
-        Raises:
-            InputError: an answer that is no token, or that equals `versus`.
         """
         if callable(self.measure):
             return {}

@@ -35,7 +35,6 @@ class Noise(Brief):
         sigmas: standard deviation of the noise, in standard deviations of the values that it is added to, over all
             numbers at the chosen tokens of all prompts of a call.
         std: standard deviation of the noise itself, in place of `sigmas`.
-        seed: of the draw.
         repeats: draws for each prompt.
         hook: a hook point [batch, seq, width].
 
@@ -65,11 +64,6 @@ class Noise(Brief):
 
         Args:
             model: for tokens, and for the values whose standard deviation counts.
-            prompts: one or several.
-
-        Raises:
-            HookError: no such hook point.
-            InputError: positions that a prompt does not have, or a hook point that is not [batch, seq, width].
         """
         axes = HookPoint.parse(self.hook).axes or ()
         if axes[:2] != ("batch", "seq") or len(axes) != 3:

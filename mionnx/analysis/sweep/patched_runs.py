@@ -29,7 +29,7 @@ from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 
-TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
+CALL_TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
 FEW = 512  # a call with fewer tokens is filled with rows that start later
 SHARE = 4  # a call may take this part of the free memory: a quarter
 Cells = NDArray[np.int64]
@@ -54,13 +54,13 @@ class Shortcuts:
     skip: bool = True
 
 
-def shortcuts_for(model: HookedModel, asked: Shortcuts | None) -> Shortcuts:
+def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
     """The savings asked for, or all that leave results as they are.
 
     Where activations are rounded with one scale for a call, a call is one cell at all of its positions.
     """
     apart = model.rounds_by_call
-    return asked or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    return shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
 
 
 class PatchedRuns:
@@ -89,12 +89,11 @@ class PatchedRuns:
         self.graphs, self.grid, self.shortcuts = graphs, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq, self.read = base.ids.shape[1], read
-        self.rows = min(TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
+        self.rows = min(CALL_TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
         self._windowed = self.shortcuts.window and bool(base.past)
 
     def _rows_in_memory(self) -> int:
-        """Number of rows for which memory has room."""
         return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
 
     def row_bytes(self, width: int) -> int:
@@ -146,16 +145,7 @@ class PatchedRuns:
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
-        """Compute cells.
-
-        Args:
-            cells: their numbers.
-            metric: what is measured.
-            done: called with the computed cells and their values.
-
-        Raises:
-            InputError: too little memory for a single cell.
-        """
+        """Compute cells; `done` is called with those of each batch and their values."""
         for chunk, _ in self.batches(cells):
             try:
                 values = metric(self._logits(chunk, metric))
@@ -183,7 +173,7 @@ class PatchedRuns:
         """The cells of the next call, of those waiting in the order of their starts."""
         starts = self._start(waiting)
         width = self.seq - int(starts[0])
-        most = max(1, min(self.rows, TOKENS // width))
+        most = max(1, min(self.rows, CALL_TOKENS // width))
         filled = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
         return waiting[: min(most, max(filled, FEW // width, 1))]
 
@@ -222,15 +212,15 @@ class PatchedRuns:
 
 def first_difference(grid: Grid, base: CleanRun, donors: Mapping[str, NDArray[Any]]) -> int:
     """The first position at which a donor differs from the base, else the last one."""
-    found = base.ids.shape[1] - 1
+    first = base.ids.shape[1] - 1
     for hook in map(grid.hook, grid.layers):
         if not has_sequence(grid.axes):
             return 0
         changed = (base.values[hook] != np.broadcast_to(donors[hook], base.values[hook].shape)).swapaxes(
             0, sequence_axis(grid.axes)
         )
-        found = min([found, *np.flatnonzero(changed.reshape(len(changed), -1).any(axis=1))[:1].tolist()])
-    return int(found)
+        first = min([first, *np.flatnonzero(changed.reshape(len(changed), -1).any(axis=1))[:1].tolist()])
+    return int(first)
 
 
 class LayerPass:
@@ -310,10 +300,10 @@ class LayerPass:
             return logits[:, -1]
         self.join(last)
         order, border = self.graphs.model.order, self.graphs.model.order[halves[0]]
-        early = {edit: given for edit, given in self.edits(last).items() if order[edit.hook] <= border}
+        early = {edit: inputs for edit, inputs in self.edits(last).items() if order[edit.hook] <= border}
         values = graphs.run(self.rows(), self.stream, halves, early)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in values.items()}
         rows = graphs.last_position(self.rows())
-        narrow = {edit: given for edit, given in self.edits(last, narrow=True).items() if order[edit.hook] > border}
+        narrow = {edit: inputs for edit, inputs in self.edits(last, narrow=True).items() if order[edit.hook] > border}
         narrow |= self.patched.base.corrupted(graphs.layers, rows)
         return graphs.logits(rows, ends, narrow, tokens=tokens)[:, -1]

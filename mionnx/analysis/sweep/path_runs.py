@@ -61,9 +61,6 @@ def refuse_crossings(graphs: Segments) -> None:
     """Refuse a model of which a layer reads more than the residual stream.
 
     A change of that would have to be kept beside it too.
-
-    Raises:
-        InputError: names a layer, and what else it reads of the layers before.
     """
     for layer in range(graphs.layers + 1):
         stream, *others = graphs.inputs_of(layer)
@@ -76,14 +73,10 @@ def refuse_crossings(graphs: Segments) -> None:
 
 
 class PathPatchedRuns(PatchedRuns):
-    """The path-patched runs of one prompt.
+    """The path-patched runs of one prompt."""
 
-    Attributes:
-        receivers: the hook points that read the change.
-    """
-
-    def __init__(self, receivers: Receivers, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, receivers: Receivers, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.receivers = receivers
         self.layer_pass = partial(_PathPass, receivers)
 

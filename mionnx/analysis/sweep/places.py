@@ -28,10 +28,6 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
 
     Returns:
         for each prompt, for each name, ascending positions from 0.
-
-    Raises:
-        InputError: another number of positions than of prompts, an index that a prompt does not have, a string and
-            no text to find it in, or a string that is not there once.
     """
     if not isinstance(positions, Mapping) or not positions:
         raise InputError(f"positions={positions!r} names none; {{'subject': ['France', 'Spain'], 'last': -1}} does")
@@ -39,7 +35,7 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
     columns = [_each(name, place, len(ids)) for name, place in positions.items()]
     return [
         tuple(
-            _found(f"prompt {number}: position {name!r}", column[number], texts[number], len(row))
+            _place_of(f"prompt {number}: position {name!r}", column[number], texts[number], len(row))
             for name, column in zip(positions, columns, strict=True)
         )
         for number, row in enumerate(ids)
@@ -66,7 +62,7 @@ def _each(name: str, place: Any, count: int) -> list[Any]:
     return entries
 
 
-def _found(what: str, place: Any, text: Tokens | None, length: int) -> tuple[int, ...]:
+def _place_of(what: str, place: Any, text: Tokens | None, length: int) -> tuple[int, ...]:
     if isinstance(place, str):
         if text is None:
             raise InputError(f"{what}: {place!r} is found in a text, and this prompt came as ids")

@@ -63,11 +63,7 @@ class ProgressFile:
             self.write()
 
     def write(self) -> None:
-        """Write the file, if a path was given.
-
-        Raises:
-            SpecFileError: it cannot be written.
-        """
+        """Write the file, if a path was given."""
         if self.path is not None:
             write_tensors(self.path, {"values": self.values}, {MARK: self.key})
             self._written = time.monotonic()

@@ -25,7 +25,6 @@ class Receivers:
         heads: hook point of a layer -> the heads that receive; None for all, and where a value has no heads.
         final: whether the final norm, and so the logits, read it.
         parallel: whether attention and MLP of a layer read the same stream.
-        layers: number of layers of the model.
     """
 
     heads: dict[str, tuple[int, ...] | None]
@@ -69,13 +68,8 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     """Make receivers from hook points, globs and pairs with heads.
 
     Args:
-        model: a transformer.
         receivers: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`),
             with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
-
-    Raises:
-        HookError: a hook point that is no input of anything, or that the model does not have.
-        InputError: no receivers, heads that do not exist, or a stream that is normed after each addition.
     """
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)

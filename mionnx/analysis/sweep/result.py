@@ -1,6 +1,6 @@
 """`SweepResult`: a number for every cell, with table, figure and page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
 
-from mionnx.analysis.sweep.leading import find_leading
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
@@ -17,9 +16,10 @@ from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form
 
 Numbers = NDArray[np.float64]
-TOLD = 5  # cells of a printed result
+PRINTED_CELLS = 5  # cells of a printed result
 TWO = 2  # pairs from which on there is a spread
-TOKENS = ("position", "source")  # axes whose labels are tokens
+NAMED_BY_TOKEN = ("position", "source")  # axes whose labels are tokens
+PICTURED_NEURONS = 64  # a picture cannot show some thousands of them
 
 
 @dataclass(repr=False)
@@ -139,10 +139,10 @@ class SweepResult(Shown):
         """A sentence on what 1 and 0 mean in pictures."""
         if self.corrupted is None or self.clean == self.corrupted:
             return f"A number is the change of {self.metric} by this cell alone; 0: it stays {self.base:.4g}."
-        given, to = ("clean", "restores") if self.patching == "denoising" else ("corrupted", "brings about")
+        source, to = ("clean", "restores") if self.patching == "denoising" else ("corrupted", "brings about")
         other = self.clean if self.patching == "denoising" else self.corrupted
         return (
-            f"1: the {given} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
+            f"1: the {source} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
             f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
         )
 
@@ -150,9 +150,6 @@ class SweepResult(Shown):
         """The k cells with the largest effect: their layer, head, position by axis, and the effect.
 
         A position is its name where positions were named.
-
-        Raises:
-            InputError: k is negative.
         """
         at_least("k", k, 0)
         return [
@@ -162,7 +159,7 @@ class SweepResult(Shown):
 
     def _entry(self, axis: str, index: int) -> int | str:
         """Layer, head, position or neuron of an entry; a position's name if it has one."""
-        if axis in TOKENS:
+        if axis in NAMED_BY_TOKEN:
             return self.labels[axis][index] if self.named and axis == "position" else index
         return int(self.labels[axis][index])
 
@@ -171,7 +168,7 @@ class SweepResult(Shown):
         axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
         for axis in self.over:
             entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]
-            token = axis in TOKENS and not (self.named and axis == "position")
+            token = axis in NAMED_BY_TOKEN and not (self.named and axis == "position")
             named = [*zip(entries, self.labels[axis], strict=True)]
             axes |= {f"{axis}, {axis}_token": named} if token else {axis: entries}
         return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
@@ -189,7 +186,7 @@ class SweepResult(Shown):
         what, numbers = self.shown
         yield self.facts()
         yield f"{what}, the largest effects:"
-        for cell in self._largest(TOLD):
+        for cell in self._largest(PRINTED_CELLS):
             yield f"{self._with_error(numbers, cell):>7}  {', '.join(self._places(cell))}"
 
     def _with_error(self, numbers: Numbers, cell: tuple[int, ...], places: int = 2) -> str:
@@ -201,7 +198,7 @@ class SweepResult(Shown):
     def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
         for name, index in zip(self.over, cell, strict=True):
             label = self.labels[name][index]
-            token = name in TOKENS and not (self.named and name == "position")
+            token = name in NAMED_BY_TOKEN and not (self.named and name == "position")
             yield f"{name} {index} {label!r}" if token else f"{name} {label}"
 
     def _named(self, cell: tuple[int, ...]) -> dict[str, str]:
@@ -253,3 +250,42 @@ class SweepResult(Shown):
     def _above(self, what: str) -> str:
         """The title of a table: the swept hook point, and its numbers."""
         return escape(f"{self.title}\n{what}")
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The entries of each axis that a picture shows: all, and of many neurons the leading ones.
+
+    Attributes:
+        entries: of each axis, ascending.
+        sizes: of each axis in the whole sweep.
+    """
+
+    over: tuple[str, ...]
+    entries: tuple[list[int], ...]
+    sizes: tuple[int, ...]
+
+    def of(self, numbers: Numbers) -> Numbers:
+        """The numbers of these entries."""
+        return numbers[np.ix_(*self.entries)]
+
+    def labels(self, labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """The names of these entries."""
+        return {name: [labels[name][i] for i in own] for name, own in zip(self.over, self.entries, strict=True)}
+
+    def __str__(self) -> str:
+        axes = [*zip(self.over, map(len, self.entries), self.sizes, strict=True)]
+        return "; ".join(f"the {n} {name}s with the largest numbers, of {size}" for name, n, size in axes if n < size)
+
+
+def find_leading(numbers: Numbers, over: Sequence[str]) -> Leading:
+    """Choose the entries that a picture shows; the axes of `numbers` are in the order of `over`."""
+    entries = []
+    for axis, (name, size) in enumerate(zip(over, numbers.shape, strict=True)):
+        shown = np.arange(size)
+        if name == "neuron" and size > PICTURED_NEURONS:
+            others = tuple(other for other in range(numbers.ndim) if other != axis)
+            largest = np.abs(np.nan_to_num(numbers)).max(axis=others)
+            shown = np.sort(np.argsort(-largest, kind="stable")[:PICTURED_NEURONS])
+        entries.append(shown.tolist())
+    return Leading(tuple(over), tuple(entries), numbers.shape)

@@ -62,7 +62,6 @@ class SweepSetting:
     """Everything that defines a sweep besides its prompts and its metric.
 
     Attributes:
-        grid: the cells.
         title: the method, for pictures: "Path patching".
         shortcuts: how cells are computed.
         donors: make the values that replace the base's; None for those of the other run.
@@ -92,9 +91,8 @@ class Sweep:
     """A sweep that is ready to run.
 
     Attributes:
-        model, graphs: the model, and the graphs of its layers.
+        graphs: those of the model's layers.
         compared: its prompts, its metric and what is put where.
-        setting: cells and method.
         file: stores computed cells, and is continued if it exists; None for neither.
         resume_key: a name for a metric that is a function, in that file.
     """
@@ -150,15 +148,11 @@ class Sweep:
         )
 
     def _stored(self) -> ProgressFile:
-        """The cells that are computed already."""
         shape = (len(self.pairs), self.setting.grid.cells)
         return ProgressFile(shape) if self.file is None else ProgressFile(shape, self.key, self.file)
 
     def run(self, progress: Progress = silent) -> SweepResult:
-        """Compute all cells.
-
-        Args:
-            progress: called as (stage, cells done, cells).
+        """Compute all cells; `progress` is called as (stage, cells done, cells).
 
         Raises:
             InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
@@ -184,22 +178,11 @@ class Sweep:
         return self.result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
 
     def compute(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Compute some cells alone.
-
-        Args:
-            cells: their numbers.
-
-        Returns:
-            [pairs, cells]: the metric at each.
-        """
+        """Compute some cells alone, by their numbers: the metric at each, [pairs, cells]."""
         return np.stack([self.compute_pair(pair, cells)[0] for pair in range(len(self.pairs))])
 
     def compute_pair(self, pair: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.float64], tuple[float, float], int]:
-        """Compute some cells of one pair alone.
-
-        Args:
-            pair: its number.
-            cells: their numbers.
+        """Compute some cells of one pair alone, by their numbers.
 
         Returns:
             the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
@@ -221,7 +204,6 @@ class Sweep:
         Args:
             by_pair: the metric at every cell, [pairs, ...].
             bases: the metric of the run that is patched and of the one patched in, [2, pairs].
-            cost: see `SweepResult`.
         """
         compared, grid, repeats = self.compared, self.setting.grid, self.compared.repeats
         if 1 < repeats < len(by_pair):  # draws of one prompt are no independent pairs

@@ -88,8 +88,8 @@ def test_pairs_are_averaged(shipped):
 
 def test_few_rows_at_a_time_give_the_same(shipped, monkeypatch):
     whole = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])
-    monkeypatch.setattr("mionnx.analysis.circuits.parts.TOKENS", 40)
-    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.TOKENS", 40)
+    monkeypatch.setattr("mionnx.analysis.circuits.parts.CALL_TOKENS", 40)
+    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.CALL_TOKENS", 40)
     monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.WIDE", 200)
     monkeypatch.setattr("mionnx.analysis.circuits.circuit.circuits_at_once", lambda *_: 2)
     few = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])

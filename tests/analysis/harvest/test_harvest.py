@@ -33,10 +33,10 @@ from mionnx import (
     TokenizerError,
 )
 from mionnx.analysis.features.config import Config
-from mionnx.analysis.harvest.harvest import LOCK
+from mionnx.analysis.harvest.activations import shuffled
+from mionnx.analysis.harvest.harvest import HARVEST_LOCK
 from mionnx.analysis.harvest.manifest import read_manifest
 from mionnx.analysis.harvest.shard_writer import DamagedShardWarning
-from mionnx.analysis.harvest.shuffled import shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
@@ -57,7 +57,9 @@ def model() -> MIModel:
 
 def files(folder: Path) -> list[str]:
     """The files of a finished harvest."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != HARVEST_LOCK
+    )
 
 
 def same(one: Path, other: Path) -> bool:
@@ -251,7 +253,7 @@ def test_another_harvest_into_the_folder_is_refused(model: MIModel, tmp_path: Pa
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(SpecFileError, match=r"holds other files \(notes.txt\)"):
         model.harvest(TEXTS, HOOKS, tmp_path / "other")
-    with FileLock(tmp_path / LOCK), pytest.raises(SpecFileError, match="another process harvests into"):
+    with FileLock(tmp_path / HARVEST_LOCK), pytest.raises(SpecFileError, match="another process harvests into"):
         model.harvest(TEXTS, HOOKS, tmp_path)
 
 

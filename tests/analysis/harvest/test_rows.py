@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mionnx import InputError, MIModel, SpecFileError, TokenizerError
-from mionnx.analysis.harvest import shuffled
-from mionnx.analysis.harvest.manifest import FORMAT, MANIFEST, PROGRESS, Manifest, Shard, read_manifest
-from mionnx.analysis.harvest.rows import Rows, digest, integers, kept, separator_of
-from mionnx.analysis.harvest.shuffled import blocks
+from mionnx.analysis.harvest import activations
+from mionnx.analysis.harvest.activations import blocks
+from mionnx.analysis.harvest.manifest import FORMAT, HARVEST_MANIFEST, PROGRESS, Manifest, Shard, read_manifest
+from mionnx.analysis.harvest.rows import HarvestRows, digest, integers, keep_mask, separator_of
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 TEXTS = st.lists(st.lists(st.integers(3, 30), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -29,7 +29,7 @@ def test_packed_windows_are_a_loop_over_all_tokens(
         if separator is not None and text[0] != separator:
             tokens.append((separator, number, -1))
         tokens += [(token, number, at) for at, token in enumerate(text)]
-    windows = [*Rows(shipped, texts, size, True, separator, None)]
+    windows = [*HarvestRows(shipped, texts, size, True, separator, None)]
     assert [len(row) for row in windows[:-1]] == [size] * (len(windows) - 1)
     assert 0 < len(windows[-1]) <= size
     made = [one for row in windows for one in zip(row.ids, row.text, row.position, strict=True)]
@@ -40,7 +40,7 @@ def test_packed_windows_are_a_loop_over_all_tokens(
 @given(TEXTS, st.sampled_from([None, 1, 4]))
 @quick
 def test_rows_are_the_texts_cut_to_the_context(shipped: MIModel, texts: list[list[int]], context: int | None) -> None:
-    rows = [*Rows(shipped, texts, context, False, None, -1)]
+    rows = [*HarvestRows(shipped, texts, context, False, None, -1)]
     assert [row.ids.tolist() for row in rows] == [text[:context] for text in texts]
     assert [row.text.tolist() for row in rows] == [[n] * len(text[:context]) for n, text in enumerate(texts)]
     assert [row.position.tolist() for row in rows] == [[*range(len(text[:context]))] for text in texts]
@@ -50,12 +50,12 @@ def test_rows_are_the_texts_cut_to_the_context(shipped: MIModel, texts: list[lis
 def test_positions_of_letters_are_those_of_the_tokenizer(shipped: MIModel) -> None:
     text = "The capital of France is"
     tokens = shipped.tokenize(text)
-    keep = kept(np.asarray(tokens.ids), tokens, "France")
+    keep = keep_mask(np.asarray(tokens.ids), tokens, "France")
     assert [shipped.to_string(int(token)).strip() for token in np.asarray(tokens.ids)[keep]] == ["France"]
-    assert kept(np.arange(4), None, lambda ids: ids % 2 == 1).tolist() == [False, True, False, True]
-    assert kept(np.arange(4), None, [0, -1]).tolist() == [True, False, False, True]
+    assert keep_mask(np.arange(4), None, lambda ids: ids % 2 == 1).tolist() == [False, True, False, True]
+    assert keep_mask(np.arange(4), None, [0, -1]).tolist() == [True, False, False, True]
     with pytest.raises(TokenizerError, match="Berlin"):
-        kept(np.asarray(tokens.ids), tokens, "Berlin")
+        keep_mask(np.asarray(tokens.ids), tokens, "Berlin")
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_positions_of_letters_are_those_of_the_tokenizer(shipped: MIModel) -> No
 )
 def test_positions_that_a_row_does_not_have_are_refused(positions: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        kept(np.arange(4), None, positions)
+        keep_mask(np.arange(4), None, positions)
 
 
 def test_the_number_of_the_text_is_in_the_refusal(shipped: MIModel) -> None:
     with pytest.raises(InputError, match="text 1: position 2 of a row of 2 tokens"):
-        [*Rows(shipped, [[3, 4, 5], [6, 7]], None, False, None, 2)]
+        [*HarvestRows(shipped, [[3, 4, 5], [6, 7]], None, False, None, 2)]
     with pytest.raises(InputError, match="give packed=True"):
         separator_of(shipped, False, 0)
     assert separator_of(shipped, True, None) is None
@@ -86,7 +86,7 @@ def test_the_number_of_the_text_is_in_the_refusal(shipped: MIModel) -> None:
 
 def test_the_digest_of_rows_sees_every_part(shipped: MIModel) -> None:
     def of(texts: list[list[int]], size: int = 3, positions: Any = None) -> str:
-        return digest(Rows(shipped, texts, size, True, None, positions))
+        return digest(HarvestRows(shipped, texts, size, True, None, positions))
 
     base = of([[3, 4, 5], [6, 7]])
     others = [of([[3, 4, 6], [6, 7]]), of([[3, 4], [5, 6, 7]]), of([[3, 4, 5], [6, 7]], 2)]
@@ -99,10 +99,10 @@ def test_the_digest_of_rows_sees_every_part(shipped: MIModel) -> None:
 @quick
 def test_any_order_has_each_token_once(count: int, size: int, block: int, mixed: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffled, "BLOCK", block)
-        patch.setattr(shuffled, "MIXED", mixed)
-        pieces = [*shuffled.shuffled(count, size, seed)]
-        again = [*shuffled.shuffled(count, size, seed)]
+        patch.setattr(activations, "BLOCK", block)
+        patch.setattr(activations, "MIXED", mixed)
+        pieces = [*activations.shuffled(count, size, seed)]
+        again = [*activations.shuffled(count, size, seed)]
     assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in again]
     assert sorted(token for piece in pieces for token in piece.tolist()) == [*range(count)]
     assert all(len(piece) == size for piece in pieces[:-1])
@@ -124,11 +124,11 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert again == manifest()
     assert [*again.columns] == [*manifest().columns]  # in execution order, not in that of letters
     assert not (tmp_path / PROGRESS).exists()
-    plain = json.loads((tmp_path / MANIFEST).read_text())
+    plain = json.loads((tmp_path / HARVEST_MANIFEST).read_text())
     assert (plain["tokens"], plain["rows"], plain[FORMAT]) == (12, 3, 1)
-    first = (tmp_path / MANIFEST).read_bytes()
+    first = (tmp_path / HARVEST_MANIFEST).read_bytes()
     manifest().write(tmp_path)
-    assert (tmp_path / MANIFEST).read_bytes() == first
+    assert (tmp_path / HARVEST_MANIFEST).read_bytes() == first
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_damaged_manifest_is_refused_by_its_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     manifest().write(tmp_path)
-    plain = json.loads((tmp_path / MANIFEST).read_text())
-    (tmp_path / MANIFEST).write_text(json.dumps(plain | change))
-    with pytest.raises(SpecFileError, match=f"{MANIFEST}.*{message}"):
+    plain = json.loads((tmp_path / HARVEST_MANIFEST).read_text())
+    (tmp_path / HARVEST_MANIFEST).write_text(json.dumps(plain | change))
+    with pytest.raises(SpecFileError, match=f"{HARVEST_MANIFEST}.*{message}"):
         read_manifest(tmp_path)

@@ -3,7 +3,6 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
 
 from mionnx import InputError
 from mionnx.analysis.lens import token_vectors

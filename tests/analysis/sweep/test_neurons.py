@@ -6,7 +6,7 @@ import torch
 from scipy.special import log_softmax
 from sweep_pairs import SEQ, difference, prompts
 
-from mionnx.analysis.sweep.leading import MANY, find_leading
+from mionnx.analysis.sweep.result import PICTURED_NEURONS, find_leading
 from mionnx.errors import InputError
 
 DOWN = {"gpt2": "transformer.h.{}.mlp.c_proj", "llama": "model.layers.{}.mlp.down_proj"}
@@ -89,11 +89,11 @@ def test_pictures_show_the_leading_neurons(shipped, chromium, tmp_path):
     found = shipped.ablation_sweep(prompt, "mlp.hook_act", OVER, "log_probability", layers=[0], answer="Paris")
     assert found.values.shape == (1, 352)
     kept = [int(label) for label in find_leading(found.effect, OVER).labels(found.labels)["neuron"]]
-    assert {*kept} == {*np.argsort(-np.abs(found.effect[0]))[:MANY].tolist()}
+    assert {*kept} == {*np.argsort(-np.abs(found.effect[0]))[:PICTURED_NEURONS].tolist()}
     assert kept == sorted(kept)
     page = chromium(found.save(tmp_path / "neurons.html"))
-    assert page.locator("table.heat td").count() == MANY
-    assert f"the {MANY} neurons with the largest numbers, of 352" in page.content()
+    assert page.locator("table.heat td").count() == PICTURED_NEURONS
+    assert f"the {PICTURED_NEURONS} neurons with the largest numbers, of 352" in page.content()
     assert found.save(tmp_path / "neurons.png").stat().st_size > 1000
     loaded = type(found).load(found.save(tmp_path / "neurons.safetensors"))
     assert (loaded.values == found.values).all()
