@@ -88,11 +88,6 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
         model: a hooked model of a transformer, its activations in float32.
         spec: interventions that the page offers; hook points that they name can be changed.
         hooks: names or globs of further hook points that can be changed.
-
-    Raises:
-        ModelError: a recurrent model, one of other activations, or without an attention.
-        HookError: no such hook point, or one that only the head's rows have.
-        InterventionError: an intervention that a page cannot turn on and off.
     """
     _refuse_model(model)
     sites = _sites(model, spec, hooks)

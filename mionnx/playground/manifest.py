@@ -25,9 +25,7 @@ def manifest_of(
     """The manifest, its files left out.
 
     Args:
-        model, graph: the model, and its playground's graph.
         spec: interventions that the page offers.
-        title: of the page.
         check: see `mionnx.playground.reference`.
         opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
         chat: what the model's chat template puts before and after a message.

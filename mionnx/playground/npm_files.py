@@ -34,7 +34,6 @@ class Package:
     """A package of npm's registry.
 
     Attributes:
-        name, version, licence: of the package.
         integrity: SHA-512 of its archive in base64, as the registry says it.
         files: path in the package -> SHA-256.
     """
@@ -93,9 +92,6 @@ def vendor(target: Path, progress: Progress = silent) -> dict[str, str]:
 
     Returns:
         path in the folder -> SHA-256 of the unpacked file.
-
-    Raises:
-        RuntimeMissingError: npm, or the network, is needed and missing; a package that is not the pinned one.
     """
     made: dict[str, str] = {}
     for number, package in enumerate(PACKAGES):

@@ -72,11 +72,7 @@ class _Files(BaseHTTPRequestHandler):
             self._send(file, path.suffix, whole)
 
     def _path(self) -> Path:
-        """The regular file that a request's path names.
-
-        Raises:
-            OSError: it names none.
-        """
+        """The regular file that a request's path names."""
         where = unquote(self.path.partition("?")[0].partition("#")[0])
         parts = (PAGE if where == "/" else where).split("/")
         if parts.pop(0) or any(not part or part[0] == "." or {*part} & FORBIDDEN for part in parts):
@@ -158,12 +154,7 @@ def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> HTTPSe
 
 
 def run(server: HTTPServer, *, browser: bool) -> None:
-    """Serve until the user interrupts.
-
-    Args:
-        server: see `serve`.
-        browser: open the page in the user's browser.
-    """
+    """Serve until the user interrupts."""
     if browser:
         webbrowser.open(f"http://localhost:{server.server_address[1]}/")
     try:

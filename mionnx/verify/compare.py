@@ -39,11 +39,9 @@ class Side:
     """One side of a comparison: a graph in a runtime, or a recorded run.
 
     Attributes:
-        graph: what ran.
         runtime: what runs it; None for a recorded run.
         recording: its values, where they were kept.
         greedy: what it chose after each prompt, [batch, n] each; none if it was not asked.
-        title: what it is called in the result.
     """
 
     graph: GraphUnderTest
@@ -186,11 +184,7 @@ def _top_tokens(run: Pass, call: TokenBatch) -> Ids:
 
 
 def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettings) -> Beside:
-    """Compare one side with the first.
-
-    Raises:
-        ModelError: a runtime cannot run the model, or both give values of different shapes.
-    """
+    """Compare one side with the first."""
     begin = time.monotonic()
     names = second.graph.names
     unit = unit_of(first, second)

@@ -33,7 +33,6 @@ class GraphUnderTest:
     """One model with one spec on some prompts.
 
     Attributes:
-        model: the hooked model.
         spec: what intervenes, each at one hook point.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
         calls: one a prompt.
@@ -97,11 +96,7 @@ class GraphUnderTest:
         return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
 
     def feeds(self, call: TokenBatch) -> Arrays:
-        """The inputs of one call: tokens, an empty past, and the spec's values.
-
-        Raises:
-            InterventionError: the spec does not fit the call.
-        """
+        """The inputs of one call: tokens, an empty past, and the spec's values."""
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
     def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:

@@ -54,17 +54,11 @@ def narrow(
     """Compare every value of a step, each computed from the first runtime's values.
 
     Args:
-        first, second: runtime and graph.
         inputs: the first one's values at the hook points before the step.
-        end: the hook point at its end.
-        prompt: which.
         tolerance: largest relative difference that is agreement.
 
     Returns:
         the part; the whole step, if no value inside differs by more by itself.
-
-    Raises:
-        ModelError: a runtime cannot run a part of the step.
     """
     unit = coarser(*(graph.model.metadata.dtype for _, graph in (first, second)))
     values = _shared(first[1], second[1], [*inputs], end)

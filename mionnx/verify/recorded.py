@@ -81,9 +81,6 @@ def keep(
 
     Returns:
         a line on what was written.
-
-    Raises:
-        SpecFileError: the file cannot be written.
     """
     assert side.recording is not None
     facts = {

@@ -35,7 +35,6 @@ class RecordedValues:
     """Values by prompt and hook point, in one file.
 
     Attributes:
-        path: of the file.
         facts: what is known of the run; empty until it is kept.
     """
 
@@ -76,11 +75,7 @@ class RecordedValues:
         return np.memmap(self.path, dtype, "r", start, shape)
 
     def keep(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write everything as one safetensors file.
-
-        Raises:
-            SpecFileError: it cannot be written.
-        """
+        """Write everything as one safetensors file."""
         header: dict[str, Any] = {"__metadata__": {RUN_KEY: VERSION, "facts": json.dumps(facts)}}
         for key, (dtype, shape, start) in self._places.items():
             end = start + prod(shape) * np.dtype(dtype).itemsize

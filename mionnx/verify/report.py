@@ -48,12 +48,6 @@ for title, file, run in ({sides}):
 def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: Side) -> None:
     """Write the folder.
 
-    Args:
-        folder: made new.
-        found: what was found, for people.
-        part: what differs, and the arrays.
-        first, second: the sides.
-
     Raises:
         ModelError: it cannot be written.
     """

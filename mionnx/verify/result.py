@@ -52,14 +52,11 @@ class Beside(Brief, Storable):
     """One runtime beside the first.
 
     Attributes:
-        title: of the runtime.
         rows: one a hook point, in execution order.
         logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
             shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
         fault: the first step that adds too much.
-        environment: versions, options, processor.
-        seconds: that it ran.
         layers: of a second model, what each layer adds to its distance from the first.
     """
 
@@ -116,10 +113,8 @@ class Repeat(Storable):
     """Difference of a run that was repeated in another way.
 
     Attributes:
-        runtime: its title.
         what: `TWICE`, `ONE_THREAD` or `BATCH`.
         identical: whether all bits are, at every hook point.
-        max_abs: the largest absolute difference.
         first: the first hook point that differs; None if none does.
         relative: the largest difference as a share of its hook point's largest value.
     """
@@ -138,14 +133,12 @@ class Verification(Shown):
     """Differences of runtimes, hook point by hook point.
 
     Attributes:
-        title: of the comparison.
         reference: the runtime that all others are compared with.
         besides: the others.
         skipped: runtime -> why it did not run, and what would install it.
         failed: runtime -> how it failed while it ran.
         tolerance: largest relative difference that is agreement.
         notes: what a reader has to know: another graph, slices only.
-        prompts: what was run.
         hashes: of the reference's graph, weights and spec.
         environment: of the reference.
         repeats: which runs are bit-identical, if that was asked for.

@@ -26,7 +26,6 @@ def verification_table(rows: list[dict[str, str]], titles: Mapping[str, str], ti
     Args:
         rows: heading -> cell, of a runtime each; the cells of "at" are hook points.
         titles: further runtimes, which have a verdict only.
-        title: of the table.
     """
     heads = [*rows[0]] if rows else ["runtime", ""]
     return _chain([_table(rows, titles, title, *form) for form in _forms(heads)])

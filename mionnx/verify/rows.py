@@ -13,7 +13,6 @@ class Row(Storable):
     """One hook point in one runtime beside the first.
 
     Attributes:
-        name: of the hook point.
         max_abs, mean_abs: absolute difference.
         scale: the largest absolute value in the first runtime.
         relative: max_abs as a share of scale.
@@ -54,9 +53,6 @@ class LayerLoss(Storable):
     the second model's stream.
 
     Attributes:
-        layer: its number.
-        before: distance at `hook_resid_pre`.
-        after: distance at `hook_resid_post`.
         added: what is after less what was before; negative where the layer mends something.
     """
 

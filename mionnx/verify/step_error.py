@@ -18,14 +18,10 @@ def local_difference(
     """Measure the difference that one step adds.
 
     Args:
-        runtime, graph: what runs the step.
         recording: what the other one had; read only.
         known: the hook points before the step, all on the recording.
         end: the hook point after it, on the recording too.
         unit: the coarser dtype of the two.
-
-    Raises:
-        ModelError: the runtime cannot run the step.
     """
     found = Difference(unit=unit)
     starts = graph.starts_of(known, [end])

@@ -39,7 +39,6 @@ class Request:
     Attributes:
         runtimes: titles; all are compared with the first, or with a recorded run.
         hooks: globs of hook points; `hook_logits` is always compared. None for `HOOKS`, or all that were recorded.
-        spec: what intervenes.
         other: a second model, run in each of the runtimes too.
         against: a recorded run, which is then what all are compared with.
         record: where to write the first runtime's values.
@@ -214,7 +213,6 @@ def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], d
     """Split the requested runtimes into those that can run here, and reasons for the others.
 
     Raises:
-        InputError: an unknown name.
         RuntimeMissingError: fewer are left than a comparison needs.
     """
     asked = [runtime_of(title, request.checkpoint) for title in request.runtimes]

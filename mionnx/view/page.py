@@ -46,7 +46,6 @@ def card(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
     """A small table for a notebook, without scripts.
 
     Args:
-        title: of the table.
         rows: (name, text, text in bold) each.
     """
     return _environment().get_template("card.html").render(title=title, rows=rows)

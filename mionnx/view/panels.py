@@ -61,7 +61,6 @@ class Bars(Panel):
     """A bar for each label: red above zero, blue below.
 
     Attributes:
-        labels, values: of the bars.
         unit: label of the axis.
         errors: standard errors.
         upright: a picture draws all, in their order and without labels; False: the largest, from top to bottom.

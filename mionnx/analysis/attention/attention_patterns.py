@@ -33,7 +33,6 @@ class AttentionPatterns(Shown):
     """Attention patterns of one text; effective attention for an RWKV model.
 
     Attributes:
-        tokens: of the prompt.
         layers, heads: numbers of the layers and heads in `patterns`.
         patterns: [layer, head, query, key], float32.
         effective: whether they are the effective attention of an RWKV model, positive and normalised.

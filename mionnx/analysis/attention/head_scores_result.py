@@ -29,13 +29,10 @@ class HeadScores(Shown):
     `mionnx.analysis.attention.repeated_sequences` defines the kinds.
 
     Attributes:
-        kinds: of heads.
         values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets
             of the kind.
         chance: score of uniform attention to all positions.
         period: tokens of a sequence.
-        batch: sequences.
-        model: the model's name.
     """
 
     kinds: tuple[str, ...]

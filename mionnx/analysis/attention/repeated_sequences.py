@@ -58,9 +58,7 @@ def repeat_sequences(
     Args:
         candidates: the tokens to draw from.
         prefix: ids before each row.
-        batch: number of rows.
         period: tokens of one sequence.
-        seed: of the random generator.
 
     Raises:
         InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
@@ -101,9 +99,7 @@ def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSe
     """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
 
     Args:
-        kind: of head.
         pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
-        sequences: the prompts of the patterns.
     """
     back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
     at = np.arange(sequences.period)

@@ -38,11 +38,9 @@ class Attribution(Shown):
             "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV, JetMoE).
         values: [component] contributions, in logits.
         num_heads: heads a layer; 0 where they have no shares.
-        num_layers: layers.
         logit: the model's own logit, or difference, which the contributions add up to.
         capped: whether the model's logits are soft-capped after this.
         answer, versus: the tokens' texts; versus is None where the logit itself is taken apart.
-        tokens: the prompt's.
         position: at which the next token is predicted.
     """
 
@@ -58,11 +56,7 @@ class Attribution(Shown):
     position: int
 
     def __getitem__(self, label: str) -> float:
-        """The contribution of one component.
-
-        Raises:
-            KeyError: there is none of this label.
-        """
+        """The contribution of one component."""
         return dict(zip(self.labels, self.values.tolist(), strict=True))[label]
 
     def _facts(self) -> Iterator[str]:
@@ -131,7 +125,6 @@ def view_of(
     """Contributions as bars, and those of heads as a map.
 
     Args:
-        contributions: the components.
         what, logit: the logit or difference in words, and its number.
         about: a line above a picture.
         above: panels above the bars.

@@ -24,11 +24,7 @@ TWO = 2  # prompts from which on there is a spread
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
 class Attributions(Shown, Sequence[Attribution]):
-    """The `Attribution` of each of several prompts, as a sequence, and their mean.
-
-    Attributes:
-        each: of the prompts, in their order.
-    """
+    """The `Attribution` of each of several prompts, as a sequence, and their mean."""
 
     each: tuple[Attribution, ...]
     INSIDE: ClassVar = (Attribution,)

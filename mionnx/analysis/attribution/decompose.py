@@ -81,11 +81,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
 
 
 def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bool) -> Named:
-    """The streams on the way to the input of a layer.
-
-    Raises:
-        HookError: streams within layers are asked for, and the model's layers have none (parallel blocks).
-    """
+    """The streams on the way to the input of a layer."""
     end, parts = input_of(hooked, layer, mlp_input), []
     for i in range(layer + 1):
         if i == hooked.metadata.sizes.num_layers:

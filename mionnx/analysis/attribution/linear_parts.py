@@ -43,7 +43,6 @@ class LinearParts(Segments):
         """Run one norm.
 
         Args:
-            part: where the norm begins and ends.
             rows: [n, hidden].
             beside: the norms to open as one graph with it, itself among them; the others run on zeros.
         """
@@ -55,11 +54,7 @@ class LinearParts(Segments):
         return self.compute(piece, Rows.blank(1, len(rows)), [part[1]], feeds)[part[1]].reshape(rows.shape)
 
     def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
-        """The linear map that one norm is at a stream [..., hidden].
-
-        Raises:
-            ModelError: this part of the graph is no LayerNorm or RMSNorm.
-        """
+        """The linear map that one norm is at a stream [..., hidden]."""
         name = f"{self.model.metadata.family}: what lies between {part[0]} and {part[1]}"
         return linearise(lambda rows: self.norm(part, rows, beside), stream, name)
 

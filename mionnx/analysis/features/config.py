@@ -66,7 +66,6 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning.
 
     Args:
-        cfg: the JSON.
         names: of the weights beside it.
 
     Raises:

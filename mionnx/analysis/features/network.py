@@ -24,7 +24,6 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
     """The fragment that replaces a value.
 
     Args:
-        config, weights: of the SAE.
         error: whether the error term is kept.
     """
     held, first = _held(config, weights), _first(config)
@@ -51,7 +50,6 @@ def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
     Args:
-        config, weights: of the SAE.
         asked: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
     """
     used = {name: array for name, array in weights.items() if name not in ("W_skip",)}

@@ -46,9 +46,6 @@ THROWN = (  # what zipfile, its codecs and numpy's reader of headers throw of a 
 def read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """The arrays of a file, one after the other.
 
-    Args:
-        path: of the file.
-
     Yields:
         name, array of floating-point numbers.
 

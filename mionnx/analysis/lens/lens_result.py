@@ -66,7 +66,6 @@ class LensResult(Shown):
         """Read a lens that `save` wrote as .safetensors: the same numbers, tables and pages.
 
         Args:
-            path: the file.
             model: the model that the lens was made with. Without it only tokens that are in the lens can be asked for,
                 by their ids: `probability_of` and the like those that were tracked.
 
@@ -125,11 +124,7 @@ class LensResult(Shown):
         return self.readout.divergence
 
     def probability_of(self, token: int | str) -> NDArray[np.float32]:
-        """[points, positions]: the probability of a token, given by id or text.
-
-        Raises:
-            InputError: there is no such token.
-        """
+        """[points, positions]: the probability of a token, given by id or text."""
         return np.exp(self._of(token).log_probs[..., 0])
 
     def log_probability_of(self, token: int | str) -> NDArray[np.float32]:
@@ -190,9 +185,6 @@ class LensResult(Shown):
 
         Args:
             point, position: indices among those that were read; negative ones count from the end.
-
-        Raises:
-            InputError: no such point or position.
         """
         point = index_within("point", point, len(self.points))
         position = index_within("position", position, len(self.positions))

@@ -33,11 +33,6 @@ class LensReader:
 
     @once_property
     def model(self) -> Runner:
-        """The model.
-
-        Raises:
-            ModelError: its folder is not there any more.
-        """
         return self._model.open() if isinstance(self._model, Recipe) else self._model
 
     @property
@@ -50,11 +45,7 @@ class LensReader:
         return token_text(self.model, token)
 
     def known(self, token: int | str) -> int:
-        """The id of a token that is given by id or text.
-
-        Raises:
-            InputError: no such token.
-        """
+        """The id of a token that is given by id or text."""
         return token_of(self.model, token)
 
     def read(self, chosen: NDArray[np.int64], k: int = 1) -> Readout:
@@ -78,9 +69,7 @@ class SavedReader:
 
     Attributes:
         streams: as those of a `LensReader`; None if the lens was saved without.
-        source: as that of a `LensReader`.
         words: token -> its text, of all tokens in the lens.
-        tracked, readout: of the lens.
     """
 
     def __init__(

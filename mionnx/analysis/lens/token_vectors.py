@@ -127,12 +127,7 @@ def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
 
 
 def products(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
-    """The product of every row with a vector, in float64.
-
-    Args:
-        matrix: [rows, width], of any float dtype.
-        vector: [width].
-    """
+    """The product of every row with a vector, in float64."""
     exact = vector.astype(np.float64)
     blocks = range(0, len(matrix), BLOCK)
     return np.concatenate([matrix[first : first + BLOCK].astype(np.float64) @ exact for first in blocks])

@@ -87,13 +87,9 @@ class Search:
     """The matrices of a model and what is known of them.
 
     Attributes:
-        model: of floats.
-        text: to measure on.
         matrices: weight, or stack of experts -> how it is held, at the bits asked for.
-        settings: of the blocks.
         bound: KL in nats.
         progress: called as (stage, done, total).
-        importance: of the inputs of matrices.
         measured: bits of all matrices -> KL, of every measurement.
     """
 

@@ -24,15 +24,7 @@ from mionnx.quantise.settings import Quantisation
 def of_blocks(
     model: FloatModel, name: str, matrix: Matrix, settings: Quantisation, importance: NDArray[Any] | None = None
 ) -> Candidate:
-    """A weight in blocks: the numbers that quantising would leave.
-
-    Args:
-        model: of floats.
-        name: of the weight.
-        matrix: how it is held, its bits among that.
-        settings: of the blocks.
-        importance: of its inputs.
-    """
+    """A weight in blocks: the numbers that quantising would leave."""
     rows = model.own(name)
 
     def made(part: of_graph.Matrix) -> of_graph.Matrix:
@@ -52,8 +44,6 @@ def of_model(found: WeightUses, other: HookedModel, experts: bool = False) -> li
     """The matrices of a quantised model, by the names that they have in the model of floats.
 
     Args:
-        found: the matrices of the model of floats.
-        other: the quantised model.
         experts: whether each expert of a stack is one too, besides the stack.
     """
     flow = Dataflow(other.proto)

@@ -21,9 +21,7 @@ def mean_squares(
     """Measure what the products of a model read.
 
     Args:
-        model: of floats.
         calls: prompts without padding.
-        options: of the engine.
         progress: called as (stage, done, total) in layers.
 
     Returns:

@@ -26,8 +26,6 @@ def losses(
     """Measure the matrices of the quantised one of two models, those that cost most first.
 
     Args:
-        one, other: the two models.
-        calls: the prompts.
         spec: what intervenes in the comparison.
         asked: None: where one of the two is quantised, and nothing intervenes.
         progress: called as (stage, done, total).

@@ -62,9 +62,6 @@ class Candidate:
     """A matrix that may stand in the place of the model's own.
 
     Attributes:
-        name: of the weight.
-        bits: of its numbers.
-        bytes: that it takes.
         numbers: makes them.
         product, table: whether products read it; whether tokens pick its rows.
     """
@@ -84,13 +81,7 @@ class Candidate:
 
 
 class FloatModel:
-    """A model of floats whose matrices are replaced.
-
-    Attributes:
-        hooked: the model.
-        found: its matrices.
-        chain: it, open.
-    """
+    """A model of floats whose matrices are replaced."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked, self.found = hooked, find_weights(hooked)
@@ -127,7 +118,6 @@ class FloatModel:
 
         Args:
             candidates: by the inputs that they are fed to.
-            calls: the prompts.
             told: called for every matrix that was made.
         """
 
@@ -161,13 +151,9 @@ def matrix_losses(
     """Measure each candidate by itself, on the beginnings of prompts.
 
     Args:
-        model: of floats.
         candidates: at most one for each weight.
         calls: the prompts; see `sample`.
         progress: called as (stage, done, total) in matrices.
-
-    Raises:
-        ModelError: the model cannot be run, or its logits are no numbers.
     """
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}

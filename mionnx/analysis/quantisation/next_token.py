@@ -31,11 +31,7 @@ class Divergence:
     same: int = 0
 
     def add(self, first: NDArray[np.float32], other: NDArray[Any]) -> None:
-        """Compare a first run's log probabilities with another's logits, [..., vocab].
-
-        Raises:
-            ModelError: logits that are no numbers.
-        """
+        """Compare a first run's log probabilities with another's logits, [..., vocab]."""
         vocab = first.shape[-1]
         one, two = first.reshape(-1, vocab), other.reshape(-1, vocab)
         rows = max(1, LOGITS_AT_ONCE // vocab)

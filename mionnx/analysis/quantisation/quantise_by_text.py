@@ -49,8 +49,6 @@ def quantise_by_text(
     """Write a quantised model by what it computes on texts.
 
     Args:
-        model: of floats.
-        folder: to make.
         settings: of the blocks; matrices that cost too much take more bits than these say.
         budget: a bound of KL(floats || blocks) in nats, the mean over the tokens; None for no bound.
         texts: what KL is measured on; None for what the model writes by itself.

@@ -26,7 +26,6 @@ def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
 
     Raises:
         InputError: no text, or one of a single token.
-        TokenizerError: the model has no tokenizer.
     """
     given = [texts] if isinstance(texts, str) else list(texts)
     if not given:

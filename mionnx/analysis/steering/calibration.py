@@ -30,7 +30,6 @@ class SteeringCalibration(Stored):
 
     Attributes:
         hook: the short name of the hook point.
-        layers: the layers.
         stream_norms: [layers], the median length of the value there over the prompts' tokens but the first of each.
         direction_norms: [layers], the lengths of the directions.
     """

@@ -91,7 +91,6 @@ class Directions(Shown):
 
         Raises:
             InterventionError: vectors that are not [layers, width], NaN, a zero vector, layers that repeat.
-            HookError: no hook point of this name has one vector a token in every layer.
         """
         self.hook = template_of(hook)[0]
         self.vectors, self.layers = _vectors(vectors), tuple(int(layer) for layer in layers)
