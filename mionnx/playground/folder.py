@@ -25,12 +25,12 @@ from mionnx.spec.hook_spec import HookSpec
 
 HERE = Path(__file__).parent
 ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
-MANIFEST, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
-FLOATS = "model-floats.onnx"  # the graph that unpacks weights in blocks
+MANIFEST_FILE, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
+FLOATS_GRAPH = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
-LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
+LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
 
 
 def lessons(model: MIModel) -> Path | None:
@@ -88,7 +88,7 @@ def playground(
     graph = build_graph(model.hooked, spec, [hooks] if isinstance(hooks, str) else hooks)
     _refuse_files(model, graph)
     shown = read_examples(lessons(model) if examples is None else examples, model, graph)
-    remove_leftovers(target.parent, holding=(MANIFEST,))
+    remove_leftovers(target.parent, holding=(MANIFEST_FILE,))
     with new_folder(target, ModelError) as partial:
         _write(partial, model, graph, spec, title or model.hooked.name, shown)
     return target
@@ -100,9 +100,9 @@ def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
     size = sum(graph.weights.values())
-    if size > LARGEST:
+    if size > LARGEST_WEIGHTS:
         raise ModelError(
-            f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST // 2**30}: give them 4 bits by "
+            f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST_WEIGHTS // 2**30}: give them 4 bits by "
             "dtype='int4'"
         )
 
@@ -126,12 +126,12 @@ def _write(
     opened_as = model.source if shipped is None else (shipped, None)
     manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph), opened_as, chat_of(model))
     if graph.floats is not None:
-        manifest["engine"]["floats"] = {"graph": f"model/{FLOATS}", "bytes": graph.floats_bytes}
+        manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
     manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
     manifest["download"] = sum(manifest["files"][name]["bytes"] for name in _downloaded(manifest))
-    (at / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
+    (at / MANIFEST_FILE).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
 
 
 def _downloaded(manifest: dict[str, Any]) -> list[str]:
@@ -148,10 +148,10 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
     at.mkdir()
     (at / GRAPH).write_bytes(graph.model)
     if graph.floats is not None:
-        (at / FLOATS).write_bytes(graph.floats)
+        (at / FLOATS_GRAPH).write_bytes(graph.floats)
     for name in TOKENIZER:
-        found = files_beside(model.hooked.folder, [name])
-        (at / name).write_bytes(found[0].read_bytes() if found else b"{}")
+        files = files_beside(model.hooked.folder, [name])
+        (at / name).write_bytes(files[0].read_bytes() if files else b"{}")
     return [
         {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
         for n, name in enumerate(graph.weights)

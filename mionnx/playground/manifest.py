@@ -74,7 +74,7 @@ def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
     """Hook point -> those that its value flows into with none between, and "logits"."""
     sites = frozenset(graph.sites)
     reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
-    return {name: sorted(found & (sites | {"logits"})) for name, found in reached.items()}
+    return {name: sorted(points & (sites | {"logits"})) for name, points in reached.items()}
 
 
 def _windows(model: HookedModel) -> dict[str, int]:

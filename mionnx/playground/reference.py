@@ -11,7 +11,7 @@ from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-LENGTH, SHOWN = 6, 32  # tokens of the prompt; logits that are compared
+LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt; logits that are compared
 TOLERANCE = 1e-3  # of the largest logit
 
 
@@ -22,7 +22,7 @@ def reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     """
     vocabulary, layer = model.vocab_size, model.num_layers // 2
     tokens = np.arange(3, 3 + 7 * LENGTH, 7) % vocabulary
-    shown = np.linspace(0, vocabulary - 1, min(SHOWN, vocabulary)).astype(int)
+    shown = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
     spec, entries = _changes(model, layer, graph)
     logits = [model.forward(tokens[None], one).output()[0, -1, shown] for one in (None, spec)]
     largest = max(float(np.abs(one).max()) for one in logits)
@@ -31,8 +31,8 @@ def reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
         "ids": shown.tolist(),
         "tolerance": TOLERANCE * max(largest, 1.0),
         "runs": [
-            {"interventions": given, "logits": [round(float(x), 6) for x in one]}
-            for given, one in zip(([], entries), logits, strict=True)
+            {"interventions": changes, "logits": [round(float(x), 6) for x in one]}
+            for changes, one in zip(([], entries), logits, strict=True)
         ],
     }
 

@@ -14,7 +14,7 @@ from mionnx.verify.compare import Side, stream
 from mionnx.verify.difference import Difference
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.result import BATCH, ONE_THREAD, TWICE, Repeat
+from mionnx.verify.result import IN_BATCH, ONE_THREAD, TWICE, Repeat
 from mionnx.verify.runtime import Runtime
 from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
 
@@ -34,7 +34,7 @@ def repeats(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, pr
             single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
             yield _repeat(runtime.title, ONE_THREAD, single, graph, graph, recording, progress)
         doubled = GraphUnderTest(graph.model, graph.spec, graph.names, [_doubled(call) for call in graph.calls])
-        yield _repeat(runtime.title, BATCH, runtime, doubled, graph, recording, progress)
+        yield _repeat(runtime.title, IN_BATCH, runtime, doubled, graph, recording, progress)
 
 
 def _doubled(call: TokenBatch) -> TokenBatch:
@@ -53,13 +53,13 @@ def _repeat(
     recording: RecordedValues,
     progress: Progress,
 ) -> Repeat:
-    found = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
+    differences = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
 
     def compare(prompt: int, name: str, value: NDArray[Any]) -> None:
-        found[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
+        differences[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
 
     stream(Side(graph, runtime), compare, progress)
-    differing = [name for name in first.names if not found[name].identical]
-    largest = max(one.max_abs for one in found.values())
-    relative = max(one.relative for one in found.values())
+    differing = [name for name in first.names if not differences[name].identical]
+    largest = max(one.max_abs for one in differences.values())
+    relative = max(one.relative for one in differences.values())
     return Repeat(title, what, not differing, largest, relative, differing[0] if differing else None)

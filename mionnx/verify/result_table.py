@@ -12,7 +12,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
-from mionnx.view.page import NOTHING
+from mionnx.view.page import NO_NUMBER
 
 MATRIX_HEADS = ("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "top 1")
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
@@ -96,7 +96,7 @@ def list_of(heading: str, lines: Sequence[str], style: str) -> Table:
 
 def percent(share: float | None) -> str:
     """A share in percent; a dash where there is none."""
-    return NOTHING if share is None else f"{decimal(100 * share, 1)} %"
+    return NO_NUMBER if share is None else f"{decimal(100 * share, 1)} %"
 
 
 def pairs(values: Mapping[str, Any]) -> str:

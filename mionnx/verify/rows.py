@@ -38,11 +38,12 @@ class Row(Storable):
     lost: float = 0.0
 
     @classmethod
-    def of(cls, name: str, found: Difference, local: Difference | None) -> "Row":
+    def of(cls, name: str, difference: Difference, local: Difference | None) -> "Row":
         """From what was added up."""
         added = None if local is None else local.relative
-        return cls(name, found.max_abs, found.mean_abs, found.scale, found.relative, found.cosine, found.max_ulp,
-                   found.mean_ulp, found.identical, found.finite, added, found.lost)  # fmt: skip
+        return cls(name, difference.max_abs, difference.mean_abs, difference.scale, difference.relative,
+                   difference.cosine, difference.max_ulp, difference.mean_ulp, difference.identical, difference.finite,
+                   added, difference.lost)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def layer_losses(lost: Mapping[str, float]) -> list[LayerLoss]:
         lost: hook point -> distance.
     """
     layers = sorted({layer for name in lost if (layer := HookPoint.parse(name).layer) is not None})
-    found = []
+    losses = []
     for layer in layers:
         before, after = lost.get(str(HookPoint.ResidPre(layer))), lost.get(str(HookPoint.ResidPost(layer)))
         if before is not None and after is not None:
-            found.append(LayerLoss(layer, before, after, after - before))
-    return found
+            losses.append(LayerLoss(layer, before, after, after - before))
+    return losses

@@ -83,9 +83,9 @@ class GraphRuntime(Runtime):
         with self.opened_part(graph, (), names) as piece:
 
             def run(call: TokenBatch, sink: Sink) -> None:
-                found = piece(graph.feeds(call))
+                outputs = piece(graph.feeds(call))
                 for name in names:
-                    sink(name, found.pop(name))
+                    sink(name, outputs.pop(name))
 
             yield run
 

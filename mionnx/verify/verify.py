@@ -20,7 +20,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import ComparisonSettings, Side, compare, record
 from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
-from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
 from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Repeat, Verification
@@ -74,18 +74,18 @@ def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoi
     Raises:
         HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
     """
-    wanted = HookSpec().extend(spec)
+    captures = HookSpec().extend(spec)
     globs = [str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)]
     for glob in globs:
-        wanted.capture(glob)
-    wanted.capture(LOGITS)
+        captures.capture(glob)
+    captures.capture(LOGITS_POINT)
     named = {*globs, *(str(request.what) for request in spec.captures)}
-    found = [want for want in bind(wanted, model).plan.captures if want.hook in named or _plain(want)]
-    odd = [want.fetched for want in found if want.fetched != want.hook or want.inner is not None]
+    values = [want for want in bind(captures, model).plan.captures if want.hook in named or _plain(want)]
+    odd = [want.fetched for want in values if want.fetched != want.hook or want.inner is not None]
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")
-    chosen = {want.hook for want in found}
-    if globs and chosen <= {LOGITS} and LOGITS not in named:
+    chosen = {want.hook for want in values}
+    if globs and chosen <= {LOGITS_POINT} and LOGITS_POINT not in named:
         raise HookError(f"{globs[0]!r} means derived hook points only: give them by their full names")
     return sorted(chosen, key=lambda name: model.order[name])
 
@@ -130,10 +130,10 @@ def verify(
             notes.append(keep(first, request.record, prompts, hashed, where, settings))
     matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes, request.experts)
     again = runtimes if request.repeat else []
-    found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
+    repetitions = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     title = _title(model, request.other, graph)
     return Verification(title, first.title, besides, skipped, failed, settings.tolerance, notes,
-                        list(prompts), hashed, where, found, matrices)  # fmt: skip
+                        list(prompts), hashed, where, repetitions, matrices)  # fmt: skip
 
 
 def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:
@@ -147,11 +147,11 @@ def _shared(model: HookedModel, names: list[str], request: Request, notes: list[
     if other is None or not missing:
         return names
     hooks = request.hooks if request.hooks is not None else HOOKS
-    given = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
-    asked = next((name for name in missing if name in given), None)
+    patterns = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
+    absent = next((name for name in missing if name in patterns), None)
     shared = [name for name in names if name not in missing]
-    if asked or not shared:
-        raise HookError(f"{other.name} has no hook point {asked or missing[0]!r}: choose hooks that both have")
+    if absent or not shared:
+        raise HookError(f"{other.name} has no hook point {absent or missing[0]!r}: choose hooks that both have")
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     notes.append(f"{other.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
     return shared
@@ -183,8 +183,8 @@ def _check(request: Request, calls: Sequence[TokenBatch]) -> None:
 
 
 def _check_positions(positions: Sequence[int] | None) -> None:
-    whole = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
-    if positions is not None and not (whole and len(positions)):
+    integers = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
+    if positions is not None and not (integers and len(positions)):
         raise InputError(f"positions must be a list of integers, at least one, got {positions!r}")
 
 
@@ -215,16 +215,16 @@ def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], d
     Raises:
         RuntimeMissingError: fewer are left than a comparison needs.
     """
-    asked = [runtime_of(title, request.checkpoint) for title in request.runtimes]
-    why = {runtime.title: runtime.missing(graph) for runtime in asked}
-    ready = [runtime for runtime in asked if why[runtime.title] is None]
+    runtimes = [runtime_of(title, request.checkpoint) for title in request.runtimes]
+    why = {runtime.title: runtime.missing(graph) for runtime in runtimes}
+    ready = [runtime for runtime in runtimes if why[runtime.title] is None]
     skipped = {title: reason for title, reason in why.items() if reason is not None}
     alone = request.against or request.record or request.other or request.repeat
     if len(ready) < (1 if alone else 2):
-        told = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
+        reasons = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
         raise RuntimeMissingError(
             f"{len(ready)} of the runtimes {', '.join(request.runtimes)} can run here, and a comparison needs "
-            f"{1 if alone else 2}. {told}"
+            f"{1 if alone else 2}. {reasons}"
         )
     return ready, skipped
 
@@ -243,34 +243,34 @@ def _first(
     if recording is None:
         record(sides[0], RecordedValues(scratch / "first"), settings)
         return sides[0], sides[1:], environment(runtimes[0])
-    kept = recording.facts
+    facts = recording.facts
     notes += [
-        f"the recorded run has another {what}: {kept['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
+        f"the recorded run has another {what}: {facts['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
         for what, here in hashed.items()
-        if kept["hashes"].get(what) != here
+        if facts["hashes"].get(what) != here
     ]
-    pairs = zip(kept["greedy"], graph.calls, strict=True) if kept["greedy"] else ()
+    pairs = zip(facts["greedy"], graph.calls, strict=True) if facts["greedy"] else ()
     greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
-    notes += other_machine(kept["environment"], environment(runtimes[0]))
+    notes += other_machine(facts["environment"], environment(runtimes[0]))
     if settings.local and any(not isinstance(runtime, GraphRuntime) for runtime in runtimes):
         notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
-    first = Side(graph, None, recording, greedy, f"recorded {kept['title']}")
-    return first, sides, kept["environment"]
+    first = Side(graph, None, recording, greedy, f"recorded {facts['title']}")
+    return first, sides, facts["environment"]
 
 
 def _all_compared(
     first: Side, sides: Sequence[Side], scratch: Path, settings: ComparisonSettings
 ) -> tuple[list[Beside], dict[str, str]]:
     """Compare every side with the first; a side that fails takes nothing from the rest."""
-    found, failed = [], {}
+    besides, failed = [], {}
     for side in sides:
         try:
-            found.append(compare(first, side, scratch, settings))
+            besides.append(compare(first, side, scratch, settings))
         except ModelError as error:
             failed[side.title] = str(error)
         for name in ("second", "inner"):
             (scratch / name).unlink(missing_ok=True)
-    return found, failed
+    return besides, failed
 
 
 def _repeats(

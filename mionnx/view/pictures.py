@@ -28,7 +28,7 @@ TEXTS = 6  # texts of a figure
 SERIES = 8  # curves that a legend tells apart
 LABEL = 12  # characters of a token
 LETTERS = 14  # of a title, an inch
-WRAP, DENSE, ROWS = 30, 240, 12  # columns of words in a row; above DENSE columns no words, in at most so many rows
+WRAP, DENSE, WORD_ROWS = 30, 240, 12  # columns of words in a row; above DENSE columns no words, in at most so many rows
 NAMED_WEIGHTS = 40  # tokens up to which a pattern names them
 
 
@@ -113,7 +113,7 @@ def _maps(panel: HeatMap) -> tuple[list[_Map], float]:
 
 def _wrapped(columns: int) -> int:
     """Columns of each row of words: at most 30 unless there are hundreds."""
-    most = WRAP if columns <= DENSE else max(DENSE, ceil(columns / ROWS))
+    most = WRAP if columns <= DENSE else max(DENSE, ceil(columns / WORD_ROWS))
     return ceil(columns / ceil(columns / most))
 
 
@@ -311,8 +311,8 @@ def _draw_graph(part: "Part", panel: Graph, beside: int) -> None:
         axes.text(x, y, token_label(name), ha="center", va="center", fontsize=7, bbox=box, zorder=2)
     axes.set_axis_off()
     axes.margins(0.08)
-    told = f"the {len(edges)} leading edges; by being kept, red raises {panel.unit}, blue lowers it"
-    axes.set_title(token_label(told), fontsize=9)
+    title = f"the {len(edges)} leading edges; by being kept, red raises {panel.unit}, blue lowers it"
+    axes.set_title(token_label(title), fontsize=9)
 
 
 def _placed(names: Iterable[str], places: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:

@@ -84,15 +84,15 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: no kind, an unknown one (with the nearest name), or one that is repeated.
     """
-    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in given:
+    names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in names:
         if kind not in HEAD_KINDS:
             raise InputError(
                 f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
             )
-    if not given or len({*given}) != len(given):
-        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(given)}")
-    return given
+    if not names or len({*names}) != len(names):
+        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(names)}")
+    return names
 
 
 def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:

@@ -16,9 +16,9 @@ from mionnx.machine.once import once_property
 from mionnx.run.segments import Rows, Segments
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
-BEFORE = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
+AT_INPUTS = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
 # What leaves a head's share of the attention output as it is, added to others.
-PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
+PLAIN_OPERATORS = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
 class LinearParts(Segments):
@@ -124,7 +124,7 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
     if not products:
         raise HookError(f"{query} comes from no matrix product")
     end = flow.nodes[max(products)].input[0]
-    while (node := flow.producer(end)) is not None and node.op_type in BEFORE:
+    while (node := flow.producer(end)) is not None and node.op_type in AT_INPUTS:
         end = node.input[0]
     return before, end
 
@@ -144,7 +144,7 @@ def output_norms(hooked: HookedModel) -> dict[int, Part]:
         start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))
         value, plain = end, True
         while (node := flow.producer(value)) is not None and product_of(flow, node) is None:
-            plain &= node.op_type in PLAIN
+            plain &= node.op_type in PLAIN_OPERATORS
             value = next((name for name in node.input if _products(flow, name, start)), "")
         if not plain:
             norms[layer] = (value, end)

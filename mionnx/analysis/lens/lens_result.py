@@ -18,7 +18,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.view import Columns, Each, HeatMap, Lines, Series, Shown, View, long_form
 
-TOLD = 6  # points of a printed result
+PRINTED_POINTS = 6  # points of a printed result
 CURVES = 8  # tokens of a chart
 RANK = "rank of the answer (0: top token)"
 MEANING = (
@@ -141,7 +141,7 @@ class LensResult(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield f"at position {self.positions[-1]}, after {self.tokens[-1]!r}:"
-        for i in np.unique(np.linspace(0, len(self.points) - 1, TOLD).astype(int)):
+        for i in np.unique(np.linspace(0, len(self.points) - 1, PRINTED_POINTS).astype(int)):
             best = [f"{self.spell(token)!r} {decimal(probability, 3)}" for token, probability in self.best(i, -1)[:3]]
             yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
 

@@ -16,7 +16,7 @@ from mionnx.run.open_model import Recipe
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 
-ADVICE = ": LensResult.load(path, model=model) reads further tokens"
+MORE_TOKENS = ": LensResult.load(path, model=model) reads further tokens"
 
 
 class LensReader:
@@ -90,7 +90,7 @@ class SavedReader:
             InputError: a token that is not in the lens.
         """
         if token not in self.words:
-            raise InputError(f"token {token} is not in this lens{ADVICE}")
+            raise InputError(f"token {token} is not in this lens{MORE_TOKENS}")
         return self.words[token]
 
     def known(self, token: int | str) -> int:
@@ -101,15 +101,15 @@ class SavedReader:
         """
         if token not in self.tracked:
             tracked = ", ".join(f"{one} {self.words[one]!r}" for one in self.tracked) or "none"
-            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){ADVICE}")
+            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){MORE_TOKENS}")
         return int(token)
 
     def read(self, chosen: NDArray[np.int64]) -> Readout:
         """Read a tracked token, the same at every position."""
         column = 1 + self.tracked.index(self.known(int(chosen[0, 0])))
-        found = {field.name: getattr(self.readout, field.name) for field in fields(Readout)}
-        found |= {name: found[name][..., [column]] for name in ("log_probs", "ranks")}
-        return Readout(**found)
+        values = {field.name: getattr(self.readout, field.name) for field in fields(Readout)}
+        values |= {name: values[name][..., [column]] for name in ("log_probs", "ranks")}
+        return Readout(**values)
 
 
 def source_of(model: Runner) -> list[str]:

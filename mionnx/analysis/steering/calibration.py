@@ -125,7 +125,7 @@ def _lengths(
         spec.capture(point, positions=None if isinstance(positions, str) else positions)
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
-        found = numbers(cache)
-        return np.stack([np.linalg.norm(found[point][0].astype(np.float64), axis=-1) for point in points])
+        values = numbers(cache)
+        return np.stack([np.linalg.norm(values[point][0].astype(np.float64), axis=-1) for point in points])
 
     return map_rows(model, ListRequest([*texts], spec, batch_size, logits=False), read, "measuring")

@@ -111,8 +111,8 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
 def _check_sum(path: str | Path, facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:
     if CHECKSUM not in facts:
         return
-    told = [str(facts.get(HINT, "")), str(facts.get(COUNT))]  # an empty hint is not written
-    if facts[CHECKSUM] != values_checksum(tensors, told):
+    entries = [str(facts.get(HINT, "")), str(facts.get(COUNT))]  # an empty hint is not written
+    if facts[CHECKSUM] != values_checksum(tensors, entries):
         raise SpecFileError(f"{path} is damaged: it does not have the checksum that was written with it")
 
 

@@ -190,8 +190,8 @@ class Directions(Shown):
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
-        given = self.layers if layers is None else layers
-        chosen = [given] if isinstance(given, int | np.integer) else [*given]
+        numbers = self.layers if layers is None else layers
+        chosen = [numbers] if isinstance(numbers, int | np.integer) else [*numbers]
         if not chosen:
             raise InterventionError("steering in no layers would do nothing")
         return chosen
@@ -227,10 +227,10 @@ class Directions(Shown):
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
             declared = json.loads(metadata["declaration"])
-            known = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
+            measures = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
             vectors = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
             layers = sorted(vectors)
-            separation = Separation(**known) if known else None
+            separation = Separation(**measures) if measures else None
             return cls(np.stack([vectors[layer] for layer in layers]), layers, **declared, separation=separation)
         except (KeyError, TypeError, ValueError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error

@@ -17,7 +17,7 @@ from mionnx.machine.typed import typed
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, long_form, readable
 
 LETTERS = 64  # of a prompt in a legend
-NOTHING = 1e-9  # nats of rounding
+ROUNDING_KL = 1e-9  # nats of rounding
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,7 +181,7 @@ class DoseResponse(Shown):
         shares = self.answers.top_probabilities[row], self.probabilities[row]
         for strength, top, *probabilities, kl in zip(self.strengths, self.top(row), *shares, self.kl[row], strict=True):
             numbers = (decimal(one, 4) for one in probabilities)
-            table.add_row(readable(strength), escape(top), *numbers, "0" if kl < NOTHING else readable(kl))
+            table.add_row(readable(strength), escape(top), *numbers, "0" if kl < ROUNDING_KL else readable(kl))
         return table
 
     def _columns(self) -> Columns:
