@@ -26,7 +26,7 @@ def manifest_of(
 
     Args:
         spec: interventions that the page offers.
-        check: see `mionnx.playground.reference`.
+        check: logits that a browser has to find before it shows any.
         opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
         chat: what the model's chat template puts before and after a message.
     """
