@@ -138,7 +138,6 @@ def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str
 
 
 def _chosen(model: HookedModel, hooks: Sequence[str]) -> list[str]:
-    """The hook points that names and globs mean."""
     points: list[str] = []
     for hook in hooks:
         names = [name for name in model.order if HookChoice(hook).selects(name)]
@@ -201,7 +200,6 @@ def _kinds_of(slot: str) -> tuple[str, ...]:
 
 
 def _edits(name: str, site: EditSite, model: HookedModel) -> list[Edit]:
-    """The edits of a hook point's slots."""
     point = HookPoint.parse(name)
     kinds = [kind for slot, _ in site.slots for kind in _kinds_of(slot)]
     return [Edit(name, KINDS[kind].at(point, site.axes, False), n, site.axes) for n, kind in enumerate(kinds)]

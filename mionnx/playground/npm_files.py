@@ -154,7 +154,6 @@ def _other(package: NpmPackage, why: str) -> str:
 
 
 def _packed(package: NpmPackage, scratch: Path) -> Path:
-    """The archive that `npm pack` writes."""
     what = f"{package.name}@{package.version}"
     npm = shutil.which("npm")
     if npm is None:

@@ -327,7 +327,6 @@ class Verification(Shown):
         return lines + [f"{name} {digest}" for name, digest in self.hashes.items()]
 
     def _columns(self) -> Columns:
-        """One row for each runtime and hook point."""
         rows = [{"runtime": beside.title, **asdict(row)} for beside in self.besides for row in beside.rows]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 

@@ -59,11 +59,9 @@ class GraphRuntime(Runtime):
         self.options, self.engine = options, engine_of(options)
 
     def missing(self, graph: GraphUnderTest) -> str | None:
-        """See `Runtime.missing`."""
         return self.engine.missing(self.options) or self.engine.refuses(graph.proto)
 
     def facts(self) -> dict[str, str]:
-        """See `Runtime.facts`."""
         return self.engine.facts(self.options)
 
     def source(self) -> str | None:

@@ -103,7 +103,6 @@ def _contents(panel: Panel | Series | Table) -> dict[str, Any]:
 
 
 def _cell(markup: Any) -> list[str]:
-    """The text and the style of a cell."""
     text = markup if isinstance(markup, Styled) else Styled.from_markup(str(markup))
     return [text.plain, str(text.spans[0].style) if text.spans else str(text.style)]
 

@@ -55,7 +55,6 @@ def draw(view: View) -> "Figure":
 
 
 def _drawn(panel: Any) -> list[Any]:
-    """The panels of a row that have a picture."""
     if isinstance(panel, list):
         return [one for part in panel for one in _drawn(part)]
     without = isinstance(panel, Text) and len(panel.scores) != 1
@@ -118,7 +117,6 @@ def _wrapped(columns: int) -> int:
 
 
 def _map_size(panel: HeatMap, beside: int) -> tuple[float, float]:
-    """Inches of one map of a panel."""
     values = next(iter(panel.colours.values()))
     rows, columns = (1 if np.ndim(values) == 1 else len(values)), np.shape(values)[-1]
     if len(panel.words):
@@ -137,7 +135,6 @@ def _heat_size(panel: HeatMap, beside: int) -> tuple[float, float]:
 
 
 def _grid(panel: HeatMap, beside: int) -> tuple[int, int]:
-    """Rows and columns of maps."""
     count = len(_maps(panel)[0])
     across = (
         1 if len(panel.words) else min(count, max(1, int(14 / (_map_size(panel, beside)[0] + 0.6))), ceil(count**0.5))

@@ -84,7 +84,6 @@ class AttentionPatterns(Shown):
         return View(title, [Patterns(self.tokens, self.layers, self.heads, self.patterns, heading=one)])
 
     def _columns(self) -> Columns:
-        """One row for each weight."""
         tokens = [*enumerate(self.tokens)]
         axes: dict[str, Sequence[Any]] = {"layer": self.layers, "head": self.heads}
         axes |= {"query, query_token": tokens, "key, key_token": tokens}

@@ -118,7 +118,6 @@ class HeadScores(Shown):
         return table
 
     def _columns(self) -> Columns:
-        """One row for each kind, layer and head."""
         _, layers, heads = self.values.shape
         axes = {"kind": self.kinds, "layer": range(layers), "head": range(heads)}
         return long_form(axes, {"score": self.values})

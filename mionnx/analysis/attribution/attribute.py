@@ -125,7 +125,6 @@ def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> 
 def _attribution(
     model: Runner, text: Text, index: int, cache: HookCache, answer: int | None, against: int | None
 ) -> Attribution:
-    """The contributions to a logit of one text."""
     logits = cache.output()[0, 0]
     chosen = int(logits.argmax()) if answer is None else answer
     if chosen == against:

@@ -99,7 +99,6 @@ class Attribution(Shown):
         return view_of(self, f"{self.what} at position {self.position}", self.logit, about, prompt)
 
     def _columns(self) -> Columns:
-        """One row for each component."""
         return {**places_of(self.labels), "contribution": self.values}
 
 

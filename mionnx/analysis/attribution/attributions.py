@@ -41,7 +41,6 @@ class Attributions(Shown, Sequence[Attribution]):
 
     @property
     def n(self) -> int:
-        """Number of prompts."""
         return len(self.each)
 
     @property
@@ -111,7 +110,6 @@ class Attributions(Shown, Sequence[Attribution]):
         return {**values, "prompts": [{name: getattr(one, name) for name in facts} for one in self.each]}
 
     def _columns(self) -> Columns:
-        """One row for each prompt and component."""
         places = {name: column * self.n for name, column in places_of(self.labels).items()}
         pairs = np.repeat(np.arange(self.n), len(self.labels))
         return {"pair": pairs, **places, "contribution": self.by_pair.ravel()}

@@ -130,7 +130,6 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
 
 
 def _products(flow: Dataflow, end: str, start: str) -> set[int]:
-    """The matrix products between two values."""
     return {i for i in flow.ancestors([end], {start}) if flow.nodes[i].op_type in WEIGHT_PLACE}
 
 

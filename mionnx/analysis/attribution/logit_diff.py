@@ -52,12 +52,10 @@ class LogitDiffs(Shown):
 
     @property
     def n(self) -> int:
-        """Number of prompts."""
         return len(self.logits)
 
     @property
     def mean(self) -> float:
-        """The mean difference."""
         return float(self.by_pair.mean())
 
     @property
@@ -96,7 +94,6 @@ class LogitDiffs(Shown):
     IN_JSON = ("n", "accuracy", "mean", "std", "sem", "by_pair", "prompts", "answers", "versus", "logits")
 
     def _columns(self) -> Columns:
-        """One row for each prompt."""
         columns: dict[str, Any] = {"pair": np.arange(self.n), "prompt": self.prompts, "answer": self.answers}
         return {**columns, "versus": self.versus, "difference": self.by_pair}
 

@@ -113,7 +113,6 @@ class FeatureActivations(Shown):
         return [HeatMap(axes, numbers, diverging=False, heading="The strongest followed features", note=note)]
 
     def _columns(self) -> Columns:
-        """One row for each token and feature that is active there."""
         rows = [
             (position, self.tokens[position], feature, value)
             for position in range(len(self.tokens))

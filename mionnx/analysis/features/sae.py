@@ -91,7 +91,6 @@ class SAE:
 
     @property
     def d_sae(self) -> int:
-        """Number of features."""
         return self.weights["W_enc"].shape[1]
 
     @property

@@ -58,7 +58,6 @@ def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> lis
 
 
 def _together(name: str, experts: Sequence[Candidate]) -> Candidate:
-    """All matrices of a stack as one."""
     bits, size = max(one.bits for one in experts), sum(one.bytes for one in experts)
     return Candidate(name, bits, size, lambda: np.stack([one.numbers() for one in experts]))
 

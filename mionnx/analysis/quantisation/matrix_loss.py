@@ -204,7 +204,6 @@ def _divergence(logits: Iterator[NDArray[Any]], first: Sequence[NDArray[np.float
 
 
 def _share(own: NDArray[Any], other: NDArray[Any]) -> float:
-    """Length of a difference as a share of the first array's length."""
     return _ratio([_parts(own, other)])
 
 

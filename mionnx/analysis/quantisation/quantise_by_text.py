@@ -91,7 +91,6 @@ def quantise_by_text(
 
 
 def _text(ids: Sequence[Ids], own: bool) -> dict[str, Any]:
-    """A text in a model's metadata."""
     return {"text": "own" if own else "given", "text_sha256": digest(ids), "tokens": sum(one.size for one in ids)}
 
 
@@ -160,7 +159,6 @@ def _record(hooked: HookedModel, entry: dict[str, Any]) -> None:
 
 
 def _settings(settings: Quantisation, bits: Bits) -> Quantisation:
-    """The settings by which each matrix has its bits."""
     floats = tuple(escape(name) for name, one in bits.items() if one == IN_FLOATS)
     wide = tuple(escape(name) for name, one in bits.items() if one == WIDE_BITS)
     keep = (*settings.keep, *floats)

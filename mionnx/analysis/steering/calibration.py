@@ -110,7 +110,6 @@ def vector_norms(
 
 
 def _later(length: int, positions: Any) -> NDArray[np.bool_]:
-    """[tokens]: which chosen tokens of a text are not its first one."""
     if positions is None or isinstance(positions, str):
         return np.arange(length) > 0
     return np.atleast_1d(positions) % length > 0

@@ -53,7 +53,6 @@ class Direction(Brief):
 
     @property
     def norm(self) -> float:
-        """Its length."""
         return float(np.linalg.norm(self.vector))
 
     def intervention(self, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
@@ -313,7 +312,6 @@ class Directions(Shown):
         return table
 
     def _columns(self) -> Columns:
-        """One row for each layer."""
         cosines = [*self.convergence(), np.nan]
         columns: dict[str, Any] = {"layer": [*self.layers], "length": self.norms, "cosine with the next": cosines}
         return columns if self.separation is None else {**columns, **vars(self.separation)}

@@ -173,7 +173,6 @@ class DoseResponse(Shown):
         return table
 
     def _answers(self, row: int) -> Table:
-        """The answers to one prompt at each strength."""
         target = f"P({self.names[int(self.targets[row])]})"
         styles = {"top token": "token", "its probability": "share", target: "share"}
         page = {"heading": f"Answers to “{self.prompts[row]}”", "styles": styles}
@@ -185,7 +184,6 @@ class DoseResponse(Shown):
         return table
 
     def _columns(self) -> Columns:
-        """One row for each prompt and strength."""
         prompts = [*zip(self.prompts, (self.names[int(token)] for token in self.targets), strict=True)]
         top = np.array([self.names[int(token)] for token in self.answers.top.ravel()], object)
         numbers = {"top_token": top, "top_probability": self.answers.top_probabilities}
