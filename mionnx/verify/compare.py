@@ -95,11 +95,7 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
-    """Select the compared positions of a value; all of a value without a sequence axis.
-
-    Raises:
-        InputError: a position that the prompt does not have.
-    """
+    """Select the compared positions of a value; all of a value without a sequence axis."""
     axes = HookPoint.parse(name).axes or ()
     if positions is None or not has_sequence(axes):
         return value

@@ -45,11 +45,7 @@ class Difference:
     unit: str = "float32"
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
-        """Compare two arrays of the same shape.
-
-        Raises:
-            ValueError: their shapes differ.
-        """
+        """Compare two arrays of the same shape."""
         if one.shape != other.shape:
             raise ValueError(f"shapes {list(one.shape)} and {list(other.shape)}")
         flat, beside = one.reshape(-1), other.reshape(-1)

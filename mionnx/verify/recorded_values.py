@@ -46,11 +46,7 @@ class RecordedValues:
         self._hash = sha256()
 
     def add(self, prompt: int, name: str, value: NDArray[Any]) -> None:
-        """Write a value at the end.
-
-        Raises:
-            SpecFileError: the disk is full.
-        """
+        """Write a value at the end."""
         data = np.ascontiguousarray(value)
         self._places[f"{prompt}.{name}"] = (str(data.dtype), value.shape, self._end)
         if data.size:

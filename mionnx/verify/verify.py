@@ -137,11 +137,7 @@ def verify(
 
 
 def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:
-    """The hook points of both models; a note on those of the first only.
-
-    Raises:
-        HookError: one of those was asked for by its name.
-    """
+    """The hook points of both models; a note on those of the first only."""
     other = request.other
     missing = [name for name in names if other is not None and name not in other.order]
     if other is None or not missing:
@@ -210,11 +206,7 @@ def _title(model: HookedModel, other: HookedModel | None, graph: GraphUnderTest)
 
 
 def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
-    """Split the requested runtimes into those that can run here, and reasons for the others.
-
-    Raises:
-        RuntimeMissingError: fewer are left than a comparison needs.
-    """
+    """Split the requested runtimes into those that can run here, and reasons for the others."""
     runtimes = [runtime_of(title, request.checkpoint) for title in request.runtimes]
     why = {runtime.title: runtime.missing(graph) for runtime in runtimes}
     ready = [runtime for runtime in runtimes if why[runtime.title] is None]

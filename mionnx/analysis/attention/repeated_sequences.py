@@ -79,11 +79,7 @@ def repeat_sequences(
 
 
 def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Check names of kinds.
-
-    Raises:
-        InputError: no kind, an unknown one (with the nearest name), or one that is repeated.
-    """
+    """Check names of kinds."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in names:
         if kind not in HEAD_KINDS:

@@ -98,9 +98,6 @@ def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any]
         norm: [n, hidden] -> [n, hidden]: the norm itself.
         stream: [..., hidden]: its actual input.
         name: its place and the model's family, for errors.
-
-    Raises:
-        ModelError: it is no norm of the kind described above.
     """
     hidden = stream.shape[-1]
     probe = np.where(np.arange(hidden) % 2, -PROBE_ENTRIES, PROBE_ENTRIES)

@@ -115,11 +115,7 @@ def _normalisation(name: Any) -> str:
 
 
 def check(config: Config, weights: Weights, where: str) -> None:
-    """Check the names and shapes of weights against a configuration.
-
-    Raises:
-        ModelError: a weight is missing, surplus, of another shape, or has NaN.
-    """
+    """Check the names and shapes of weights against a configuration."""
     required = {"W_enc", "W_dec", "b_dec", *BIASES[config.activation], *(("W_skip",) if config.skip else ())}
     if required != {*weights}:
         missing, surplus = sorted(required - {*weights}), sorted({*weights} - required)

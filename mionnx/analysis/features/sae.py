@@ -39,11 +39,7 @@ class SAE:
     """
 
     def __init__(self, config: Config, weights: Weights, where: str = "SAE") -> None:
-        """Check a configuration against its weights.
-
-        Raises:
-            ModelError: weights that are missing, surplus or of another shape.
-        """
+        """Check a configuration against its weights."""
         try:
             arrays = {name: np.asarray(to_array(weight), np.float32) for name, weight in weights.items()}
         except ValueError as error:
@@ -200,11 +196,7 @@ class SAE:
         return row
 
     def known(self, feature: Any) -> int:
-        """A feature's number.
-
-        Raises:
-            InterventionError: the SAE has no such feature.
-        """
+        """A feature's number."""
         integer = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
         if not integer or not 0 <= feature < self.d_sae:
             raise InterventionError(f"feature {feature!r} of {self.d_sae} (0 to {self.d_sae - 1})")

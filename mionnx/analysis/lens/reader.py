@@ -84,11 +84,7 @@ class SavedReader:
         self.tracked, self.readout = tracked, readout
 
     def spell(self, token: int) -> str:
-        """A token's text.
-
-        Raises:
-            InputError: a token that is not in the lens.
-        """
+        """A token's text."""
         if token not in self.words:
             raise InputError(f"token {token} is not in this lens{MORE_TOKENS}")
         return self.words[token]

@@ -31,9 +31,6 @@ def losses(
         progress: called as (stage, done, total).
         notes: is told on how many tokens.
         experts: whether each expert's matrix is measured too; it is asked for then.
-
-    Raises:
-        InputError: it was asked for, and cannot be.
     """
     pair = _pair(one, other)
     why = None
