@@ -46,7 +46,6 @@ class EditSite:
 
     Attributes:
         axes, dims: the names of its axes, and their sizes where they are fixed.
-        kinds: the kinds of intervention that it takes.
         slots: (kind of slot, its inputs) in their order.
     """
 

@@ -88,7 +88,6 @@ def vendor(target: Path, progress: Progress = silent) -> dict[str, str]:
 
     Args:
         target: the folder `vendor` of a playground, made here.
-        progress: called as (stage, done, total).
 
     Returns:
         path in the folder -> SHA-256 of the unpacked file.

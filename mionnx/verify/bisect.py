@@ -35,11 +35,8 @@ class Bisection(Stored):
         hook: the hook point at the end of the first step that differs by itself; None if none does.
         after: the values that the part starts from, besides the tokens.
         nodes: of the part, `name (operator)`; empty if there is none.
-        value: its output.
         max_abs, relative: the difference there, and as a share of the largest value there.
         largest: without a part, the largest difference that a step adds by itself, and where.
-        tolerance: above which a step differs.
-        folder: where the part was written.
     """
 
     first: str

@@ -40,7 +40,6 @@ class Side:
 
     Attributes:
         runtime: what runs it; None for a recorded run.
-        recording: its values, where they were kept.
         greedy: what it chose after each prompt, [batch, n] each; none if it was not asked.
     """
 
@@ -77,7 +76,6 @@ class ComparisonSettings:
         local: whether to measure what each step adds by itself.
         greedy: how many tokens to choose after each prompt.
         positions: of each prompt, those that are compared; None for all.
-        progress: called as (stage, done, total).
         notes: what a reader of the result has to know.
     """
 

@@ -152,7 +152,6 @@ class LogitDifference:
     """Difference of two models' next-token distributions over all positions of all prompts.
 
     Attributes:
-        positions: compared.
         sum_kl, max_kl: KL(first || second), in nats.
         sum_back, max_back: KL(second || first), in nats.
         same_first: positions with the same top token.

@@ -28,12 +28,10 @@ class Narrowed:
     """The smallest part of a step with equal inputs and a different output.
 
     Attributes:
-        value: its output.
         starts: values that it starts from, besides the tokens.
         nodes: `name (operator)`, in the order in which they run.
         feeds: what it was run on: the first runtime's values, and the tokens.
         expected, found: what the first runtime has there, and what the second one makes of it.
-        difference: between the two.
     """
 
     value: str
@@ -52,7 +50,6 @@ def narrow(
 
     Args:
         inputs: the first one's values at the hook points before the step.
-        tolerance: largest relative difference that is agreement.
 
     Returns:
         the part; the whole step, if no value inside differs by more by itself.

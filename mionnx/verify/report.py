@@ -46,7 +46,6 @@ for title, file, run in ({sides}):
 
 
 def write_report(folder: Path, summary: str, part: Narrowed, first: Side, second: Side) -> None:
-    """Write the folder."""
     files = {"model.onnx": second} if first.graph is second.graph else {"first.onnx": first, "model.onnx": second}
     try:
         folder.mkdir(parents=True)

@@ -57,7 +57,6 @@ class Beside(Brief, Storable):
         logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
             shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
-        fault: the first step that adds too much.
         layers: of a second model, what each layer adds to its distance from the first.
     """
 
@@ -135,13 +134,11 @@ class Verification(Shown):
 
     Attributes:
         reference: the runtime that all others are compared with.
-        besides: the others.
         skipped: runtime -> why it did not run, and what would install it.
         failed: runtime -> how it failed while it ran.
         tolerance: largest relative difference that is agreement.
         notes: what a reader has to know: another graph, slices only.
         hashes: of the reference's graph, weights and spec.
-        environment: of the reference.
         repeats: which runs are bit-identical, if that was asked for.
         matrices: of a quantised model beside its floats, what each matrix costs by itself, the heaviest first.
     """

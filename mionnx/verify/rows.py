@@ -13,10 +13,8 @@ class Row(Storable):
     """One hook point in one runtime beside the first.
 
     Attributes:
-        max_abs, mean_abs: absolute difference.
         scale: the largest absolute value in the first runtime.
         relative: max_abs as a share of scale.
-        cosine: of the angle between the two.
         max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
         identical: whether all bits are.
         finite: whether the first runtime has numbers only: NaN agrees with NaN, and says nothing.

@@ -48,11 +48,7 @@ class Runtime(ABC):
 
 
 class GraphRuntime(Runtime):
-    """An engine with its options: it reads ONNX, and so can run any part of a graph.
-
-    Attributes:
-        options: settings, the engine's name among them.
-    """
+    """An engine with its options: it reads ONNX, and so can run any part of a graph."""
 
     def __init__(self, title: str, options: Options) -> None:
         super().__init__(title)

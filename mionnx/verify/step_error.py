@@ -19,9 +19,7 @@ def local_difference(
 
     Args:
         recording: what the other one had; read only.
-        known: the hook points before the step, all on the recording.
-        end: the hook point after it, on the recording too.
-        unit: the coarser dtype of the two.
+        before: the hook points before the step, all on the recording.
     """
     difference = Difference(unit=unit)
     starts = graph.starts_of(before, [end])

@@ -41,13 +41,10 @@ class Request:
         hooks: globs of hook points; `hook_logits` is always compared. None for `HOOKS`, or all that were recorded.
         other: a second model, run in each of the runtimes too.
         against: a recorded run, which is then what all are compared with.
-        record: where to write the first runtime's values.
         tolerance: None for that of the dtype.
         local, greedy, positions: see `ComparisonSettings`.
         repeat: whether to look for bits that differ when a run is repeated.
-        checkpoint: where torch finds the weights.
         matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
-        experts: whether each matrix of a stack of experts is measured too.
     """
 
     runtimes: Sequence[str]

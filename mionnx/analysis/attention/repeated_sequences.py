@@ -56,9 +56,7 @@ def repeat_sequences(
     """Draw random sequences and repeat each of them once.
 
     Args:
-        candidates: the tokens to draw from.
         prefix: ids before each row.
-        period: tokens of one sequence.
 
     Raises:
         InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.

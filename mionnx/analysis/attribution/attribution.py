@@ -126,7 +126,6 @@ def view_of(
     Args:
         what, logit: the logit or difference in words, and its number.
         about: a line above a picture.
-        above: panels above the bars.
         errors: [component], standard errors.
     """
     gap = abs(float(contributions.values.sum()) - logit)

@@ -43,7 +43,6 @@ class LinearParts(Segments):
         """Run one norm.
 
         Args:
-            rows: [n, hidden].
             beside: the norms to open as one graph with it, itself among them; the others run on zeros.
         """
         group = beside or (part,)
@@ -94,7 +93,6 @@ class LinearParts(Segments):
         """The logits [vocab] that are linear in y: the model's, or those before a soft cap.
 
         Args:
-            logits: [vocab].
             stream: [hidden], after the last layer.
         """
         if not self.head.capped:

@@ -65,9 +65,6 @@ class Config:
 def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning.
 
-    Args:
-        names: of the weights beside it.
-
     Raises:
         ModelError: an architecture, activation or normalisation that is not known here.
     """

@@ -50,7 +50,7 @@ def ranking(config: Config, weights: Weights, inputs: Mapping[str, NDArray[np.in
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
     Args:
-        asked: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
+        inputs: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
     """
     used = {name: array for name, array in weights.items() if name not in ("W_skip",)}
     tensors = {name: array for name, array in _held(config, used).items() if config.by_decoder_norm or name != "W_dec"}

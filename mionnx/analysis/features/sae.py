@@ -33,7 +33,6 @@ class SAE:
     """A sparse autoencoder or transcoder, read from SAELens' or Gemma Scope's files.
 
     Attributes:
-        config: what it computes.
         weights: "W_enc" [d_in, d_sae], "W_dec" [d_sae, d_out], "b_dec" [d_out] and the biases [d_sae] of its kind,
             float32.
     """

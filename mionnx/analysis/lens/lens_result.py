@@ -45,7 +45,6 @@ class LensResult(Shown):
         readout: the predictions: [points, positions, ...].
         answers: [positions] the top token after the last layer.
         tracked: further tokens that the page follows through the layers.
-        spell: a token's text.
         known: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.reader`.
     """

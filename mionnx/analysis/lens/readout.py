@@ -60,7 +60,6 @@ class Lens(Segments):
 
         Args:
             reference: [positions, hidden]: the stream that the others are compared with.
-            streams: [n, positions, hidden].
             chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
         """
         self._check(chosen, k)

@@ -41,7 +41,6 @@ class MeasuredText:
     """The prompts of a measurement, with the model's own distributions in a file.
 
     Attributes:
-        calls: the prompts.
         first: the logarithms of the probabilities of each, mapped.
     """
 
@@ -89,7 +88,6 @@ class Search:
     Attributes:
         matrices: weight, or stack of experts -> how it is held, at the bits asked for.
         bound: KL in nats.
-        progress: called as (stage, done, total).
         measured: bits of all matrices -> KL, of every measurement.
     """
 

@@ -76,7 +76,6 @@ class LayerChain(Segments):
         """Run one piece.
 
         Args:
-            stage: a prompt before it.
             others: matrices in the place of the model's own, by name.
             ends: names of values to return too; those that the piece does not compute are left out.
 
@@ -95,7 +94,6 @@ class LayerChain(Segments):
         Args:
             stages: the prompts before the first piece.
             others: asked for the matrices of each piece.
-            first: number of the first piece.
         """
         stages = [*stages]
         for piece in range(first, self.layers + 1):

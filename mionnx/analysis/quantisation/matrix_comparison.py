@@ -26,9 +26,7 @@ def losses(
     """Measure the matrices of the quantised one of two models, those that cost most first.
 
     Args:
-        spec: what intervenes in the comparison.
         matrices: None: where one of the two is quantised, and nothing intervenes.
-        progress: called as (stage, done, total).
         notes: is told on how many tokens.
         experts: whether each expert's matrix is measured too; it is asked for then.
     """

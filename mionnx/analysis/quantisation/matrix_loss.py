@@ -62,7 +62,6 @@ class Candidate:
     """A matrix that may stand in the place of the model's own.
 
     Attributes:
-        numbers: makes them.
         product, table: whether products read it; whether tokens pick its rows.
     """
 
@@ -118,7 +117,7 @@ class FloatModel:
 
         Args:
             candidates: by the inputs that they are fed to.
-            told: called for every matrix that was made.
+            report: called for every matrix that was made.
         """
 
         def others(names: Any) -> Arrays:

@@ -18,11 +18,6 @@ class Divergence:
 
     KL = log E exp(d - m), d the difference of the logits and m its mean, both over the first distribution: small
     differences keep their digits, which those of two logarithms of probabilities lose.
-
-    Attributes:
-        positions: compared.
-        total, largest: the sum and the largest of KL.
-        same: positions with the same top token.
     """
 
     positions: int = 0

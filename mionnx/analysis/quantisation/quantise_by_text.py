@@ -54,7 +54,6 @@ def quantise_by_text(
         texts: what KL is measured on; None for what the model writes by itself.
         importance: whether scales weight columns by what multiplies them, on what the model writes by itself; texts to
             take in its place.
-        progress: called as (stage, done, total).
 
     Raises:
         InputError: no such bound, or no text.

@@ -29,7 +29,6 @@ class SteeringCalibration(Stored):
     """Strengths in units of the stream that they are added to; `save` writes .safetensors.
 
     Attributes:
-        hook: the short name of the hook point.
         stream_norms: [layers], the median length of the value there over the prompts' tokens but the first of each.
         direction_norms: [layers], the lengths of the directions.
     """

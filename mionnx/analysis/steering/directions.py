@@ -37,7 +37,6 @@ class Direction(Brief):
     """A vector at one hook point.
 
     Attributes:
-        hook: the hook point's name.
         vector: [width], float32; strength 1 adds it as it is.
     """
 

@@ -27,7 +27,6 @@ class Answers(Brief, Storable):
     Attributes:
         kl: KL divergence (without || with), in nats.
         probabilities: of the target.
-        top: the top token.
         top_probabilities: its probability.
     """
 
@@ -44,9 +43,7 @@ class DoseResponse(Shown):
 
     Attributes:
         hook: where it was added.
-        prompts: [prompts], texts.
         strengths: [strengths], ascending.
-        answers: what came of each.
         targets: [prompts], the tokens whose probability is followed.
         baseline: [prompts], the top tokens without steering.
         flips: [prompts], the strength nearest 0, on either side, from which the top token is the target; NaN if it is
