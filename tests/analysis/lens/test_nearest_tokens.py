@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mionnx import InputError
-from mionnx.analysis.lens import nearest_tokens
-from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
+from mionnx.analysis.lens import token_vectors
+from mionnx.analysis.lens.token_vectors import cosines, largest, products
 
 RNG = np.random.default_rng(0)
 
@@ -14,7 +14,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("block", [1, 7, 64])
 def test_blocks_give_what_the_whole_matrix_gives(block: int, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest_tokens, "BLOCK", block)
+    monkeypatch.setattr(token_vectors, "BLOCK", block)
     matrix, vector = RNG.normal(size=(30, 8)).astype(dtype), RNG.normal(size=8).astype(np.float32)
     exact, wide = matrix.astype(np.float64), vector.astype(np.float64)
     assert products(matrix, vector) == pytest.approx(exact @ wide, abs=1e-12)
