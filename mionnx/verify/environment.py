@@ -47,8 +47,4 @@ def hashes(graph: GraphUnderTest) -> dict[str, str]:
         with (graph.model.folder / name).open("rb") as file:
             while block := file.read(2**20):
                 weights.update(block)
-    return {
-        "graph": graph.graph_hash(),
-        "weights": weights.hexdigest(),
-        "spec": graph.spec.sha256,
-    }
+    return {"graph": graph.graph_hash(), "weights": weights.hexdigest(), "spec": graph.spec.sha256}

@@ -274,11 +274,7 @@ def _repeats(
 
 
 def _others(
-    request: Request,
-    names: Sequence[str],
-    runtimes: Sequence[Runtime],
-    graph: GraphUnderTest,
-    skipped: dict[str, str],
+    request: Request, names: Sequence[str], runtimes: Sequence[Runtime], graph: GraphUnderTest, skipped: dict[str, str]
 ) -> list[Side]:
     """The second model in every runtime that can run it."""
     if request.other is None:

@@ -116,10 +116,7 @@ def attribute(
 
 
 def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> tuple[int | None, int | None]:
-    return (
-        None if answer is None else token_of(model, answer),
-        None if versus is None else token_of(model, versus),
-    )
+    return (None if answer is None else token_of(model, answer), None if versus is None else token_of(model, versus))
 
 
 def _attribution(

@@ -130,13 +130,7 @@ def logit_lens(
 
 
 def _lens_result(
-    model: Runner,
-    text: Text,
-    names: list[str],
-    indices: list[int],
-    streams: NDArray[Any],
-    tracked: list[int],
-    k: int,
+    model: Runner, text: Text, names: list[str], indices: list[int], streams: NDArray[Any], tracked: list[int], k: int
 ) -> LensResult:
     reader = LensReader(model, streams)
     last = reader.last()
