@@ -1,12 +1,13 @@
 """`verify`: the arguments of a comparison, checked, and its parts in order."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.matrix_comparison import losses
 from mionnx.bind.bound_spec import bind
@@ -17,15 +18,15 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.compare import ComparisonSettings, Side, compare, record
-from mionnx.verify.determinism import repeats
+from mionnx.verify.compare import ComparisonSettings, Side, compare, record, stream
+from mionnx.verify.difference import Difference
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
 from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.result import Beside, Repeat, Verification
+from mionnx.verify.result import IN_BATCH, ONE_THREAD, TWICE, Beside, Repeat, Verification
 from mionnx.verify.runtime import GraphRuntime, Runtime
-from mionnx.verify.runtime_names import runtime_of
+from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
 
 HOOKS = "blocks.*.hook_resid_*"
 # Largest difference as a share of a value's largest entry that is agreement. Of half precision, five times its unit.
@@ -119,7 +120,7 @@ def verify(
     graph = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
     runtimes, skipped = _runtimes(request, graph)
     hashed = hashes(graph) if request.record or recording else {"graph": graph.graph_hash()}
-    with tempfile.TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch:
         first, rest, where = _first(graph, runtimes, recording, hashed, notes, Path(scratch), settings)
         rest += _others(request, names, runtimes, graph, skipped)
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
@@ -266,7 +267,7 @@ def _repeats(
     runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: ComparisonSettings
 ) -> Iterator[Repeat]:
     try:
-        yield from repeats(runtime, graph, request.checkpoint, settings.progress)
+        yield from _repeated(runtime, graph, request.checkpoint, settings.progress)
     except ModelError as error:
         failed[f"{runtime.title}, repeated"] = str(error)
     except InterventionError as error:  # a value for these rows only
@@ -285,3 +286,49 @@ def _others(
     why = {side.title: runtime.missing(side.graph) for side, runtime in zip(sides, runtimes, strict=True)}
     skipped |= {title: reason for title, reason in why.items() if reason is not None}
     return [side for side in sides if why[side.title] is None]
+
+
+def _repeated(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
+    """Run a graph again in each way that a runtime has.
+
+    A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
+    """
+    with TemporaryDirectory() as scratch:
+        recording = RecordedValues(Path(scratch) / "first")
+        stream(Side(graph, runtime), recording.add, progress)
+        yield _repeat(runtime.title, TWICE, runtime, graph, graph, recording, progress)
+        name, *settings = runtime.title.split(":")
+        with_threads = name in WITH_THREADS or name.endswith("ExecutionProvider")
+        if with_threads and not any(setting.startswith("threads=") for setting in settings):
+            single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
+            yield _repeat(runtime.title, ONE_THREAD, single, graph, graph, recording, progress)
+        doubled = GraphUnderTest(graph.model, graph.spec, graph.names, [_doubled(call) for call in graph.calls])
+        yield _repeat(runtime.title, IN_BATCH, runtime, doubled, graph, recording, progress)
+
+
+def _doubled(call: TokenBatch) -> TokenBatch:
+    """Add the reversed text as a second row; lengths stay as they are."""
+    ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
+    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
+    return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
+
+
+def _repeat(
+    title: str,
+    what: str,
+    runtime: Runtime,
+    graph: GraphUnderTest,
+    first: GraphUnderTest,
+    recording: RecordedValues,
+    progress: Progress,
+) -> Repeat:
+    differences = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
+
+    def look(prompt: int, name: str, value: NDArray[Any]) -> None:
+        differences[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
+
+    stream(Side(graph, runtime), look, progress)
+    differing = [name for name in first.names if not differences[name].identical]
+    largest = max(one.max_abs for one in differences.values())
+    relative = max(one.relative for one in differences.values())
+    return Repeat(title, what, not differing, largest, relative, differing[0] if differing else None)
