@@ -9,7 +9,6 @@ TITLE = "World Llama: where a small model keeps its capitals"
 
 
 def main() -> None:
-    """Write the folder that the command line names."""
     if len(sys.argv) != 2:
         sys.exit("python -m mionnx.playground FOLDER")
     print(playground(MIModel.from_pretrained("world-llama"), sys.argv[1], title=TITLE))

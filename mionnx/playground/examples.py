@@ -41,18 +41,18 @@ def read_examples(path: str | Path | None, model: MIModel, graph: PlaygroundGrap
     if path is None:
         return {"examples": []}
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read examples from {path}: {error}") from error
-    if not isinstance(found, dict) or [*found] != ["examples"] or not isinstance(found["examples"], list):
+    if not isinstance(contents, dict) or [*contents] != ["examples"] or not isinstance(contents["examples"], list):
         raise InputError(f'{path} must be {{"examples": [...]}}')
-    for number, example in enumerate(found["examples"]):
+    for number, example in enumerate(contents["examples"]):
         where = f"{path}, example {number}"
         _check_fields(where, example)
         _check_texts(where, example, model)
         for entry in example.get("interventions", []):
             _check_entry(f"{where} ({example['name']!r})", entry, graph, model.hooked.order)
-    return found
+    return contents
 
 
 def _check_fields(where: str, example: Any) -> None:

@@ -7,30 +7,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mionnx.errors import ModelError, SpecFileError
+import numpy as np
+
+from mionnx.errors import MIError, ModelError, SpecFileError
 from mionnx.graph.folder_file import files_beside
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT
+from mionnx.inputs.chat_template import load_chat_template
+from mionnx.inputs.chat_tokens import tokenize_chat
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
-from mionnx.playground.chat import chat_of
 from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.manifest import file_facts, manifest_of
 from mionnx.playground.npm_files import vendor
-from mionnx.playground.reference import reference
 from mionnx.run.packaged_models import shipped_models
+from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
 
 HERE = Path(__file__).parent
 ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
-MANIFEST, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
-FLOATS = "model-floats.onnx"  # the graph that unpacks weights in blocks
+MANIFEST_FILE, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
+FLOATS_GRAPH = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
-LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
+LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
+LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt that a browser computes too; logits that are compared
+TOLERANCE = 1e-3  # of the largest of them
+MESSAGE = "Name the colour of the sky."
 
 
 def lessons(model: MIModel) -> Path | None:
@@ -88,7 +96,7 @@ def playground(
     graph = build_graph(model.hooked, spec, [hooks] if isinstance(hooks, str) else hooks)
     _refuse_files(model, graph)
     shown = read_examples(lessons(model) if examples is None else examples, model, graph)
-    remove_leftovers(target.parent, holding=(MANIFEST,))
+    remove_leftovers(target.parent, holding=(MANIFEST_FILE,))
     with new_folder(target, ModelError) as partial:
         _write(partial, model, graph, spec, title or model.hooked.name, shown)
     return target
@@ -100,9 +108,9 @@ def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
     size = sum(graph.weights.values())
-    if size > LARGEST:
+    if size > LARGEST_WEIGHTS:
         raise ModelError(
-            f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST // 2**30}: give them 4 bits by "
+            f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST_WEIGHTS // 2**30}: give them 4 bits by "
             "dtype='int4'"
         )
 
@@ -124,14 +132,14 @@ def _write(
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
     shipped = _shipped(model)
     opened_as = model.source if shipped is None else (shipped, None)
-    manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph), opened_as, chat_of(model))
+    manifest = manifest_of(model.hooked, graph, spec, title, _reference(model, graph), opened_as, chat_of(model))
     if graph.floats is not None:
-        manifest["engine"]["floats"] = {"graph": f"model/{FLOATS}", "bytes": graph.floats_bytes}
+        manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
     manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
     manifest["download"] = sum(manifest["files"][name]["bytes"] for name in _downloaded(manifest))
-    (at / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
+    (at / MANIFEST_FILE).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
 
 
 def _downloaded(manifest: dict[str, Any]) -> list[str]:
@@ -148,10 +156,10 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
     at.mkdir()
     (at / GRAPH).write_bytes(graph.model)
     if graph.floats is not None:
-        (at / FLOATS).write_bytes(graph.floats)
+        (at / FLOATS_GRAPH).write_bytes(graph.floats)
     for name in TOKENIZER:
-        found = files_beside(model.hooked.folder, [name])
-        (at / name).write_bytes(found[0].read_bytes() if found else b"{}")
+        files = files_beside(model.hooked.folder, [name])
+        (at / name).write_bytes(files[0].read_bytes() if files else b"{}")
     return [
         {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
         for n, name in enumerate(graph.weights)
@@ -170,3 +178,65 @@ def _write_parts(source: Path, at: Path, name: str) -> list[str]:
     except OSError as error:
         raise SpecFileError(f"cannot copy {source}: {error}") from error
     return parts
+
+
+def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
+    """The check of a runtime: a prompt, interventions, and some logits of its last position.
+
+    A runtime whose logits are further from these than the tolerance is not used.
+    """
+    vocabulary, layer = model.vocab_size, model.num_layers // 2
+    tokens = np.arange(3, 3 + 7 * LENGTH, 7) % vocabulary
+    shown = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
+    spec, entries = _changes(model, layer, graph)
+    logits = [model.forward(tokens[None], one).output()[0, -1, shown] for one in (None, spec)]
+    largest = max(float(np.abs(one).max()) for one in logits)
+    return {
+        "tokens": tokens.tolist(),
+        "ids": shown.tolist(),
+        "tolerance": TOLERANCE * max(largest, 1.0),
+        "runs": [
+            {"interventions": changes, "logits": [round(float(x), 6) for x in one]}
+            for changes, one in zip(([], entries), logits, strict=True)
+        ],
+    }
+
+
+def _changes(model: MIModel, layer: int, graph: PlaygroundGraph) -> tuple[HookSpec, list[dict[str, Any]]]:
+    """A spec of several kinds, and the same as the page's entries."""
+    spec, entries = HookSpec(), []
+    limits: dict[str, Any] = {"positions": None, "heads": None, "rows": None}
+    scores, out, stream = (
+        str(point(layer)) for point in (HookPoint.AttnScores, HookPoint.AttnOut, HookPoint.ResidPost)
+    )
+    if scores in graph.sites:
+        mask = create_knockout_mask(KnockoutSpec().edge(LENGTH - 1, 1), model.num_heads, LENGTH)
+        spec.intervene(scores, Intervention.Knockout(mask))
+        entries.append({"hook": scores, "kind": "knockout", **limits, "value": {"edges": [[LENGTH - 1, 1]]}})
+    if out in graph.sites:
+        spec.intervene(out, Intervention.Scale(0.5))
+        entries.append({"hook": out, "kind": "scale", **limits, "value": 0.5})
+    spec.intervene(stream, Intervention.Add(0.25, positions=[-1, 2]))
+    entries.append({"hook": stream, "kind": "add", **limits, "positions": [-1, 2], "value": 0.25})
+    return spec, entries
+
+
+def chat_of(model: MIModel) -> dict[str, str] | None:
+    """The text before and after one message of a chat, the beginning of the answer included.
+
+    None where the model has no template, where the template changes the message, or where the text around it does not
+    give the ids of `tokenize_chat`: a template writes the token that begins a text, which a tokenizer adds too.
+    """
+    try:
+        template = load_chat_template(model.hooked.folder)
+        chat = tokenize_chat(model.tokenizer, template, [{"role": "user", "content": MESSAGE}], True, False, {})
+    except MIError:
+        return None
+    if chat.text.count(MESSAGE) != 1:
+        return None
+    before, _, after = chat.text.partition(MESSAGE)
+    begins = template.tokens.get("bos_token", "")
+    for start in (before, before.removeprefix(begins)):
+        if model.tokenizer.encode(start + MESSAGE + after).ids == [*chat.ids]:
+            return {"before": start, "after": after}
+    return None

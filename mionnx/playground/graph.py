@@ -34,19 +34,18 @@ from mionnx.spec.kinds import KINDS
 
 OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "ResidMid", "MlpOut", "ResidPost")
 AFFINE = ("add", "replace", "scale", "zero")
-MASK = ("add", "knockout")  # kinds at scores
+MASK_KINDS = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")
-BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
+READS_BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
 AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
 
 
 @dataclass
-class Site:
+class EditSite:
     """A hook point that can be changed.
 
     Attributes:
         axes, dims: the names of its axes, and their sizes where they are fixed.
-        kinds: the kinds of intervention that it takes.
         slots: (kind of slot, its inputs) in their order.
     """
 
@@ -73,7 +72,7 @@ class PlaygroundGraph:
 
     model: bytes
     weights: Mapping[str, int]
-    sites: Mapping[str, Site]
+    sites: Mapping[str, EditSite]
     patterns: Sequence[str]
     streams: Sequence[str]
     floats: bytes | None = None
@@ -88,11 +87,6 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
         model: a hooked model of a transformer, its activations in float32.
         spec: interventions that the page offers; hook points that they name can be changed.
         hooks: names or globs of further hook points that can be changed.
-
-    Raises:
-        ModelError: a recurrent model, one of other activations, or without an attention.
-        HookError: no such hook point, or one that only the head's rows have.
-        InterventionError: an intervention that a page cannot turn on and off.
     """
     _refuse_model(model)
     sites = _sites(model, spec, hooks)
@@ -107,7 +101,7 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
     proto = to_proto(graph, model.proto, {})
     unpacked, size = products_in_floats(proto)
     floats = unpacked.SerializeToString() if size else None
-    bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in BLOCKS})
+    bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in READS_BLOCKS})
     files = onnx_file.locations(proto)
     return PlaygroundGraph(proto.SerializeToString(), files, sites, patterns, streams, floats, size, bits)
 
@@ -128,31 +122,30 @@ def _refuse_model(model: HookedModel) -> None:
         raise ModelError(f"a playground needs a lens and a past; this {meta.family} model has no {lacks}")
 
 
-def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str, Site]:
+def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str, EditSite]:
     """Find the hook points that can be changed, in execution order."""
     named = [point.name for point, _ in index_hooks(spec, model).interventions] + _chosen(model, hooks)
-    wanted = {name for name in model.order if HookPoint.parse(name).variant in OFFERED} | {*named}
-    sites: dict[str, Site] = {}
-    for name in sorted(wanted, key=model.order.__getitem__):
+    names = {name for name in model.order if HookPoint.parse(name).variant in OFFERED} | {*named}
+    sites: dict[str, EditSite] = {}
+    for name in sorted(names, key=model.order.__getitem__):
         point = HookPoint.parse(name)
         _refuse_point(point, model)
         scores = point.variant == "AttnScores"
-        sites[name] = Site(point.axes or (), tuple(model.axes(point)), MASK if scores else AFFINE)
+        sites[name] = EditSite(point.axes or (), tuple(model.axes(point)), MASK_KINDS if scores else AFFINE)
     _chain(model, spec, sites)
     return sites
 
 
 def _chosen(model: HookedModel, hooks: Sequence[str]) -> list[str]:
-    """The hook points that names and globs mean."""
-    found: list[str] = []
+    points: list[str] = []
     for hook in hooks:
         names = [name for name in model.order if HookChoice(hook).selects(name)]
         if not names:
             raise HookError(
                 f"this {model.metadata.family} model has no hook point {hook!r}{nearest(hook, model.order)}"
             )
-        found += names
-    return found
+        points += names
+    return points
 
 
 def _refuse_point(point: HookPoint, model: HookedModel) -> None:
@@ -167,7 +160,7 @@ def _refuse_point(point: HookPoint, model: HookedModel) -> None:
         raise HookError(f"{point} holds {np.dtype(model.dtype(point))}, and a playground changes float32 alone")
 
 
-def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, Site]) -> None:
+def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, EditSite]) -> None:
     """Give every hook point its slots."""
     order: dict[str, list[str]] = {
         name: ["mask" if "knockout" in site.kinds else "affine"] for name, site in sites.items()
@@ -187,7 +180,7 @@ def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, Site]) -> Non
             sites[name].slots.append((slot, tuple(inputs)))
 
 
-def _refuse_intervention(point: HookPoint, one: Any, site: Site) -> None:
+def _refuse_intervention(point: HookPoint, one: Any, site: EditSite) -> None:
     allowed = site.kinds if "knockout" in site.kinds else (*AFFINE, *EXTRA)
     if one.kind not in allowed:
         raise InterventionError(f"{one.kind} at {point}: a playground has {', '.join(sorted(allowed))} there")
@@ -205,8 +198,7 @@ def _kinds_of(slot: str) -> tuple[str, ...]:
     return {"affine": ("scale", "add"), "mask": ("knockout",)}.get(slot, (slot,))
 
 
-def _edits(name: str, site: Site, model: HookedModel) -> list[Edit]:
-    """The edits of a hook point's slots."""
+def _edits(name: str, site: EditSite, model: HookedModel) -> list[Edit]:
     point = HookPoint.parse(name)
     kinds = [kind for slot, _ in site.slots for kind in _kinds_of(slot)]
     return [Edit(name, KINDS[kind].at(point, site.axes, False), n, site.axes) for n, kind in enumerate(kinds)]

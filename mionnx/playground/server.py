@@ -31,8 +31,8 @@ ISOLATING = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 ALWAYS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-KINDS = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm", ".json": "application/json"}
-OWN = ("localhost", "127.0.0.1")
+MIME = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm", ".json": "application/json"}
+OWN_HOSTS = ("localhost", "127.0.0.1")
 UNKNOWN = "application/octet-stream"
 PAGE, FORBIDDEN = "/index.html", frozenset("\0\\:")
 FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -46,9 +46,9 @@ class _Files(BaseHTTPRequestHandler):
     timeout = SECONDS
     server: "_Server"
 
-    def __init__(self, *given: Any, folder: Path, isolated: bool) -> None:
+    def __init__(self, *connection: Any, folder: Path, isolated: bool) -> None:
         self.folder, self.added = folder, ISOLATING if isolated else {}
-        super().__init__(*given)
+        super().__init__(*connection)
 
     def do_GET(self) -> None:
         """Send a file."""
@@ -58,7 +58,7 @@ class _Files(BaseHTTPRequestHandler):
         """Say how long a file is."""
         self._answer(False)
 
-    def _answer(self, whole: bool) -> None:
+    def _answer(self, with_body: bool) -> None:
         if [name.lower() for name in self.headers.get_all("Host", [])] not in self.server.names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -69,14 +69,10 @@ class _Files(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         with os.fdopen(opened, "rb") as file:
-            self._send(file, path.suffix, whole)
+            self._send(file, path.suffix, with_body)
 
     def _path(self) -> Path:
-        """The regular file that a request's path names.
-
-        Raises:
-            OSError: it names none.
-        """
+        """The regular file that a request's path names."""
         where = unquote(self.path.partition("?")[0].partition("#")[0])
         parts = (PAGE if where == "/" else where).split("/")
         if parts.pop(0) or any(not part or part[0] == "." or {*part} & FORBIDDEN for part in parts):
@@ -86,12 +82,12 @@ class _Files(BaseHTTPRequestHandler):
             raise FileNotFoundError(where)
         return paths[-1]
 
-    def _send(self, file: BufferedIOBase, suffix: str, whole: bool) -> None:
+    def _send(self, file: BufferedIOBase, suffix: str, with_body: bool) -> None:
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", KINDS.get(suffix) or guess_type(f"a{suffix}")[0] or UNKNOWN)
+        self.send_header("Content-Type", MIME.get(suffix) or guess_type(f"a{suffix}")[0] or UNKNOWN)
         self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
         self.end_headers()
-        if whole:
+        if with_body:
             copyfileobj(file, self.wfile)
 
     def end_headers(self) -> None:
@@ -108,11 +104,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = THREADS
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *address: Any) -> None:
         self._free = BoundedSemaphore(THREADS)
-        super().__init__(*given)
+        super().__init__(*address)
         port = self.server_address[1]
-        self.names = [[f"{name}:{port}"] for name in OWN] + [[name] for name in OWN if port == HTTP_PORT]
+        self.names = [[f"{name}:{port}"] for name in OWN_HOSTS] + [[name] for name in OWN_HOSTS if port == HTTP_PORT]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._free.acquire()  # the next connection waits until a thread is free
@@ -158,12 +154,7 @@ def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> HTTPSe
 
 
 def run(server: HTTPServer, *, browser: bool) -> None:
-    """Serve until the user interrupts.
-
-    Args:
-        server: see `serve`.
-        browser: open the page in the user's browser.
-    """
+    """Serve until the user interrupts."""
     if browser:
         webbrowser.open(f"http://localhost:{server.server_address[1]}/")
     try:

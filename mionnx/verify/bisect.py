@@ -35,11 +35,8 @@ class Bisection(Stored):
         hook: the hook point at the end of the first step that differs by itself; None if none does.
         after: the values that the part starts from, besides the tokens.
         nodes: of the part, `name (operator)`; empty if there is none.
-        value: its output.
         max_abs, relative: the difference there, and as a share of the largest value there.
         largest: without a part, the largest difference that a step adds by itself, and where.
-        tolerance: above which a step differs.
-        folder: where the part was written.
     """
 
     first: str
@@ -100,30 +97,30 @@ def bisect(
             recording := RecordedValues(Path(scratch) / "first"),
             ComparisonSettings(least, False, 0, None, progress),
         )
-        found, largest = _coarse(first, second, recording, least, progress)
-        if found is None:
+        hook, largest = _coarse(first, second, recording, least, progress)
+        if hook is None:
             return Bisection(first.title, second.title, None, [], [], None, 0.0, 0.0, largest, least)
-        part = _fine(first, second, recording, found, least)
-    made = Bisection(first.title, second.title, found, part.starts, part.nodes, part.value, part.difference.max_abs,
+        part = _fine(first, second, recording, hook, least)
+    bisection = Bisection(first.title, second.title, hook, part.starts, part.nodes, part.value, part.difference.max_abs,
                      part.difference.relative, largest, least, folder)  # fmt: skip
     if folder is not None:
-        write_report(folder, str(made), part, first, second)
-    return made
+        write_report(folder, str(bisection), part, first, second)
+    return bisection
 
 
-def _tolerance(given: float | None, model: HookedModel, other: HookedModel | None) -> float:
-    if given is None:
+def _tolerance(tolerance: float | None, model: HookedModel, other: HookedModel | None) -> float:
+    if tolerance is None:
         return max(TOLERANCES[one.metadata.dtype] for one in (model, other) if one)
-    if not (np.isfinite(given) and given >= 0):
-        raise InputError(f"tolerance must be a number of 0 or above, got {given!r}")
-    return given
+    if not (np.isfinite(tolerance) and tolerance >= 0):
+        raise InputError(f"tolerance must be a number of 0 or above, got {tolerance!r}")
+    return tolerance
 
 
 def _sides(
     model: HookedModel, call: TokenBatch, titles: list[str], spec: HookSpec, other: HookedModel | None
 ) -> tuple[Side, Side]:
-    wanted = (1, 2) if other else (2,)
-    if len(titles) not in wanted:
+    counts = (1, 2) if other else (2,)
+    if len(titles) not in counts:
         raise InputError(f"bisect compares two runtimes, or two models in one: got {len(titles)} runtimes")
     names = names_of(model, COARSE, spec)
     if other is not None:
@@ -153,9 +150,9 @@ def _coarse(
     largest = (0.0, names[0])
     for place, name in enumerate(names):
         progress("steps", place, len(names))
-        found = local_difference(runtime, second.graph, recording, names[:place], name, unit_of(first, second)).relative
-        largest = max(largest, (found, name))
-        if found > tolerance:
+        share = local_difference(runtime, second.graph, recording, names[:place], name, unit_of(first, second)).relative
+        largest = max(largest, (share, name))
+        if share > tolerance:
             return name, largest
     return None, largest
 

@@ -23,7 +23,7 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.verify.difference import Difference, LogitDifference, coarser
 from mionnx.verify.environment import environment
-from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
 from mionnx.verify.narrow_fault import narrow
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Fault
@@ -39,11 +39,8 @@ class Side:
     """One side of a comparison: a graph in a runtime, or a recorded run.
 
     Attributes:
-        graph: what ran.
         runtime: what runs it; None for a recorded run.
-        recording: its values, where they were kept.
         greedy: what it chose after each prompt, [batch, n] each; none if it was not asked.
-        title: what it is called in the result.
     """
 
     graph: GraphUnderTest
@@ -79,7 +76,6 @@ class ComparisonSettings:
         local: whether to measure what each step adds by itself.
         greedy: how many tokens to choose after each prompt.
         positions: of each prompt, those that are compared; None for all.
-        progress: called as (stage, done, total).
         notes: what a reader of the result has to know.
     """
 
@@ -97,11 +93,7 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
-    """Select the compared positions of a value; all of a value without a sequence axis.
-
-    Raises:
-        InputError: a position that the prompt does not have.
-    """
+    """Select the compared positions of a value; all of a value without a sequence axis."""
     axes = HookPoint.parse(name).axes or ()
     if positions is None or not has_sequence(axes):
         return value
@@ -157,7 +149,7 @@ def choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
         return []
     assert side.runtime is not None
     try:
-        with side.runtime.passes(side.graph, [LOGITS]) as run:
+        with side.runtime.passes(side.graph, [LOGITS_POINT]) as run:
             return [_continued(run, side.graph, call, settings.greedy) for call in side.graph.calls]
     except InterventionError as error:
         settings.notes.append(f"{side.title} does not continue the prompts: {error}")
@@ -176,29 +168,25 @@ def _continued(run: Pass, graph: GraphUnderTest, call: TokenBatch, count: int) -
 
 def _top_tokens(run: Pass, call: TokenBatch) -> Ids:
     """Top next token of each row, [batch, 1]."""
-    found: list[Ids] = []
+    tokens: list[Ids] = []
 
     def look(_: str, logits: NDArray[Any]) -> None:
-        found.append(logits[:, -1:].argmax(-1))
+        tokens.append(logits[:, -1:].argmax(-1))
 
     run(call, look)
-    return found[0]
+    return tokens[0]
 
 
 def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettings) -> Beside:
-    """Compare one side with the first.
-
-    Raises:
-        ModelError: a runtime cannot run the model, or both give values of different shapes.
-    """
+    """Compare one side with the first."""
     begin = time.monotonic()
     names = second.graph.names
     unit = unit_of(first, second)
-    found, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
-    whole = second.graph_runtime is None
-    if whole and first.graph_runtime is not None and settings.local:
+    differences, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
+    in_passes = second.graph_runtime is None
+    if in_passes and first.graph_runtime is not None and settings.local:
         second.recording = RecordedValues(scratch / "second")
-    _compare_values(first, second, found, logits, settings)
+    _compare_values(first, second, differences, logits, settings)
     if settings.greedy:
         second.greedy = choose(second, settings)
     local = _local(first, second, settings)
@@ -208,18 +196,18 @@ def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettin
     other = second.graph.model is not first.graph.model
     return Beside(
         second.title,
-        [Row.of(name, found[name], local.get(name)) for name in names],
+        [Row.of(name, differences[name], local.get(name)) for name in names],
         logits.to_dict(second.graph.model.metadata.sizes.vocab_size),
         _same_choices(first.greedy, second.greedy),
         fault,
         environment(runtime),
         time.monotonic() - begin,
-        layer_losses({name: found[name].lost for name in names}) if other else [],
+        layer_losses({name: differences[name].lost for name in names}) if other else [],
     )
 
 
 def _compare_values(
-    first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: ComparisonSettings
+    first: Side, second: Side, differences: dict[str, Difference], logits: LogitDifference, settings: ComparisonSettings
 ) -> None:
     recording = first.recording
     assert recording is not None
@@ -229,8 +217,8 @@ def _compare_values(
         expected = recording.get(prompt, name)
         if expected.shape != part.shape:
             raise ModelError(f"{name}: {first.title} has {list(expected.shape)}, {second.title} has {list(part.shape)}")
-        found[name].add(expected, part)
-        if name == LOGITS:
+        differences[name].add(expected, part)
+        if name == LOGITS_POINT:
             logits.add(expected, part)
         if second.recording is not None:
             second.recording.add(prompt, name, part)
@@ -266,12 +254,12 @@ def _local(first: Side, second: Side, settings: ComparisonSettings) -> dict[str,
     side, recording = stepping
     runtime, names = side.graph_runtime, second.graph.names
     assert runtime is not None
-    found = {}
+    steps = {}
     for place, name in enumerate(names):
         settings.progress(f"{second.title}, step by step", place, len(names))
-        found[name] = local_difference(runtime, side.graph, recording, names[:place], name, unit_of(first, second))
+        steps[name] = local_difference(runtime, side.graph, recording, names[:place], name, unit_of(first, second))
     settings.progress(f"{second.title}, step by step", len(names), len(names))
-    return found
+    return steps
 
 
 def _fault(
@@ -281,8 +269,8 @@ def _fault(
     for name, difference in local.items():
         if difference.relative > settings.tolerance:
             graph = second.graph
-            known = graph.names[: graph.names.index(name)]
-            fault = Fault(name, graph.starts_of(known, [name]), difference.relative, nodes_of(graph, known, name))
+            before = graph.names[: graph.names.index(name)]
+            fault = Fault(name, graph.starts_of(before, [name]), difference.relative, nodes_of(graph, before, name))
             if first.runtime is None:
                 return fault
             if first.graph_runtime is not None and second.graph_runtime is not None:
@@ -293,38 +281,38 @@ def _fault(
 
 def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: ComparisonSettings) -> Fault:
     """Find the first hook point inside a step that adds too much, without running parts of it."""
-    side, whole = (first, second) if first.graph_runtime is not None else (second, first)
+    side, feeder = (first, second) if first.graph_runtime is not None else (second, first)
     model, names = side.graph.model, side.graph.names
-    known = names[: names.index(fault.hook)]
-    begin = max((model.order[name] for name in known), default=-1)
+    starts = names[: names.index(fault.hook)]
+    begin = max((model.order[name] for name in starts), default=-1)
     inner = [
         point.name
         for point in model.hook_points()
         if not point.derived and begin < model.order[point.name] <= model.order[fault.hook]
     ]
-    graph = GraphUnderTest(model, side.graph.spec, [*known, *inner], side.graph.calls)
+    graph = GraphUnderTest(model, side.graph.spec, [*starts, *inner], side.graph.calls)
     recording, unit = RecordedValues(scratch / "inner"), unit_of(first, second)
-    record(Side(graph, whole.runtime), recording, replace(settings, greedy=0))
-    for place, name in enumerate(inner, len(known)):
+    record(Side(graph, feeder.runtime), recording, replace(settings, greedy=0))
+    for place, name in enumerate(inner, len(starts)):
         assert side.graph_runtime is not None
-        found = local_difference(side.graph_runtime, graph, recording, graph.names[:place], name, unit)
-        if found.relative > settings.tolerance:
+        difference = local_difference(side.graph_runtime, graph, recording, graph.names[:place], name, unit)
+        if difference.relative > settings.tolerance:
             before = graph.names[:place]
-            return Fault(name, graph.starts_of(before, [name]), found.relative, nodes_of(graph, before, name))
+            return Fault(name, graph.starts_of(before, [name]), difference.relative, nodes_of(graph, before, name))
     return fault
 
 
 def _narrowed(first: Side, second: Side, fault: Fault, tolerance: float) -> Fault:
     """Find the nodes of a step that differ by themselves."""
     graph, name = second.graph, fault.hook
-    known = graph.names[: graph.names.index(name)]
+    before = graph.names[: graph.names.index(name)]
     one, other, recording = first.graph_runtime, second.graph_runtime, first.recording
     assert one is not None
     assert other is not None
     assert recording is not None
     for prompt in range(len(graph.calls)):
-        inputs = {start: recording.get(prompt, start) for start in known}
-        found = narrow((one, first.graph), (other, graph), inputs, name, prompt, tolerance)
-        if found.difference.relative > tolerance:
-            return Fault(name, fault.after, fault.local, found.nodes, found.value)
+        inputs = {start: recording.get(prompt, start) for start in before}
+        part = narrow((one, first.graph), (other, graph), inputs, name, prompt, tolerance)
+        if part.difference.relative > tolerance:
+            return Fault(name, fault.after, fault.local, part.nodes, part.value)
     return fault

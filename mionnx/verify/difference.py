@@ -45,11 +45,7 @@ class Difference:
     unit: str = "float32"
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
-        """Compare two arrays of the same shape.
-
-        Raises:
-            ValueError: their shapes differ.
-        """
+        """Compare two arrays of the same shape."""
         if one.shape != other.shape:
             raise ValueError(f"shapes {list(one.shape)} and {list(other.shape)}")
         flat, beside = one.reshape(-1), other.reshape(-1)
@@ -67,8 +63,8 @@ class Difference:
         same = (first == second) | (np.isnan(first) & np.isnan(second))
         apart[same] = 0
         apart[np.isnan(apart)] = np.inf
-        told = self._count(first, apart, second)
-        ulps = ulp_distance(one, other, self.unit)[told]
+        compared = self._count(first, apart, second)
+        ulps = ulp_distance(one, other, self.unit)[compared]
         self.max_ulp = max(self.max_ulp, float(ulps.max(initial=0)))
         self.sum_ulp += float(ulps.sum())
 
@@ -76,9 +72,9 @@ class Difference:
         self, one: NDArray[np.float64], apart: NDArray[np.float64], other: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
         masked = float(ml_dtypes.finfo(self.unit).min) / 2
-        told = ~((one < masked) & (other < masked))
-        if not told.all():
-            one, other, apart = one[told], other[told], apart[told]
+        compared = ~((one < masked) & (other < masked))
+        if not compared.all():
+            one, other, apart = one[compared], other[compared], apart[compared]
         self.count += one.size
         self.max_abs = max(self.max_abs, float(apart.max(initial=0)))
         self.sum_abs += float(apart.sum())
@@ -89,7 +85,7 @@ class Difference:
         self.scale = max(self.scale, float(np.abs(one).max(initial=0)))
         self.dot += float(one @ other)
         self.squares = (self.squares[0] + float(one @ one), self.squares[1] + float(other @ other))
-        return told
+        return compared
 
     @property
     def mean_abs(self) -> float:
@@ -131,12 +127,12 @@ def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") 
     if one.dtype.kind != "f" or other.dtype.kind != "f":
         return np.abs(one.astype(np.float64) - other.astype(np.float64))
     dtype = np.dtype(ml_dtypes.bfloat16 if unit == "bfloat16" else unit)
-    whole = np.dtype(f"i{dtype.itemsize}")
+    integer = np.dtype(f"i{dtype.itemsize}")
     least = -(2.0 ** (8 * dtype.itemsize - 1))
     lines = []
     for array in (one, other):
         with np.errstate(over="ignore"):
-            bits = np.ascontiguousarray(array.astype(dtype)).view(whole).astype(np.float64)
+            bits = np.ascontiguousarray(array.astype(dtype)).view(integer).astype(np.float64)
         lines.append(np.where(bits < 0, least - bits, bits))
     return np.abs(lines[0] - lines[1])
 
@@ -156,7 +152,6 @@ class LogitDifference:
     """Difference of two models' next-token distributions over all positions of all prompts.
 
     Attributes:
-        positions: compared.
         sum_kl, max_kl: KL(first || second), in nats.
         sum_back, max_back: KL(second || first), in nats.
         same_first: positions with the same top token.

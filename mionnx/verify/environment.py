@@ -31,24 +31,20 @@ def environment(runtime: Runtime) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def hashes(graph: GraphUnderTest) -> dict[str, str]:
     """SHA-256 of the rewritten graph, of the bytes of its weights, and of the spec."""
-    held = sha256()
+    weights = sha256()
     for name in sorted(onnx_file.locations(graph.model.proto)):
         with (graph.model.folder / name).open("rb") as file:
             while block := file.read(2**20):
-                held.update(block)
-    return {
-        "graph": graph.graph_hash(),
-        "weights": held.hexdigest(),
-        "spec": graph.spec.sha256,
-    }
+                weights.update(block)
+    return {"graph": graph.graph_hash(), "weights": weights.hexdigest(), "spec": graph.spec.sha256}

@@ -25,7 +25,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.spec.hook_spec import HookSpec
 
 Arrays = dict[str, NDArray[Any]]
-LOGITS = "hook_logits"
+LOGITS_POINT = "hook_logits"
 GROUP = 2**24  # bytes of values that are fetched together
 
 
@@ -33,7 +33,6 @@ class GraphUnderTest:
     """One model with one spec on some prompts.
 
     Attributes:
-        model: the hooked model.
         spec: what intervenes, each at one hook point.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
         calls: one a prompt.
@@ -52,10 +51,10 @@ class GraphUnderTest:
     @cached_property
     def bound(self) -> BoundSpec:
         """The spec on the model, with every compared hook point captured."""
-        wanted = HookSpec().extend(self.spec)
+        spec = HookSpec().extend(self.spec)
         for name in self.names:
-            wanted.capture(name)
-        return bind(wanted, self.model, Outputs(carried=False))
+            spec.capture(name)
+        return bind(spec, self.model, Outputs(carried=False))
 
     @property
     def plan(self) -> Plan:
@@ -68,12 +67,12 @@ class GraphUnderTest:
 
         Inputs that are given have no defaults: OpenVINO takes one that has for a constant.
         """
-        made, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
-        proto = onnx_file.parse(made)
-        given = self.feeds(self.calls[0])
-        kept = [tensor for tensor in proto.graph.initializer if tensor.name not in given]
+        written, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
+        proto = onnx_file.parse(written)
+        feeds = self.feeds(self.calls[0])
+        weights = [tensor for tensor in proto.graph.initializer if tensor.name not in feeds]
         del proto.graph.initializer[:]
-        proto.graph.initializer.extend(kept)
+        proto.graph.initializer.extend(weights)
         return onnx.shape_inference.infer_shapes(proto)
 
     @cached_property
@@ -84,8 +83,9 @@ class GraphUnderTest:
     @cached_property
     def types(self) -> dict[str, int]:
         """Value -> its ONNX element type."""
-        held = self.proto.graph
-        return {value.name: value.type.tensor_type.elem_type for value in (*held.value_info, *held.input, *held.output)}
+        graph = self.proto.graph
+        values = (*graph.value_info, *graph.input, *graph.output)
+        return {value.name: value.type.tensor_type.elem_type for value in values}
 
     def graph_hash(self) -> str:
         """SHA-256 of the graph with the spec's interventions, in hexadecimal.
@@ -93,20 +93,16 @@ class GraphUnderTest:
         It does not depend on the hook points that are compared.
         """
         plan = bind(self.spec, self.model, Outputs(carried=False)).plan
-        made, _ = rewrite(self.model.proto, plan, self.model.metadata)
-        return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
+        written, _ = rewrite(self.model.proto, plan, self.model.metadata)
+        return sha256(onnx_file.parse(written).SerializeToString(deterministic=True)).hexdigest()
 
     def feeds(self, call: TokenBatch) -> Arrays:
-        """The inputs of one call: tokens, an empty past, and the spec's values.
-
-        Raises:
-            InterventionError: the spec does not fit the call.
-        """
+        """The inputs of one call: tokens, an empty past, and the spec's values."""
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
-    def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
+    def starts_of(self, values: Collection[str], ends: Iterable[str]) -> list[str]:
         """Known values that some others are computed from directly."""
-        return self.dataflow.needed(known, [*ends])
+        return self.dataflow.needed(values, [*ends])
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
         """Extract the nodes between some values and others; bfloat16 is float32 at the borders."""
@@ -138,27 +134,27 @@ class GraphUnderTest:
             ids: [batch, n].
         """
         both = np.concatenate([call.input_ids, ids], axis=1)
-        made = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
-        return replace(made, final_lengths=call.final_lengths)
+        batch = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        return replace(batch, final_lengths=call.final_lengths)
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Make bfloat16 inputs and outputs of a model float32: few runtimes take bfloat16."""
     first, last = [], []
     narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    taken: dict[str, str] = {}
+    inputs: dict[str, str] = {}
     for value in proto.graph.input:
         if value.type.tensor_type.elem_type == narrow:
-            taken[value.name] = f"{value.name}.narrow"
+            inputs[value.name] = f"{value.name}.narrow"
             value.type.tensor_type.elem_type = wide
-            first.append(onnx.helper.make_node("Cast", [value.name], [taken[value.name]], to=narrow))
-    given: dict[str, str] = {}
+            first.append(onnx.helper.make_node("Cast", [value.name], [inputs[value.name]], to=narrow))
+    outputs: dict[str, str] = {}
     for value in proto.graph.output:
         if value.type.tensor_type.elem_type == narrow:
-            given[value.name] = f"{value.name}.narrow"
+            outputs[value.name] = f"{value.name}.narrow"
             value.type.tensor_type.elem_type = wide
-            last.append(onnx.helper.make_node("Cast", [given[value.name]], [value.name], to=wide))
-    renamed = {**taken, **given}
+            last.append(onnx.helper.make_node("Cast", [outputs[value.name]], [value.name], to=wide))
+    renamed = {**inputs, **outputs}
     if renamed:
         _rename(proto, renamed)
         nodes = [*first, *proto.graph.node, *last]
@@ -171,6 +167,6 @@ def _rename(proto: onnx.ModelProto, renamed: dict[str, str]) -> None:
     for node in proto.graph.node:
         for names in (node.input, node.output):
             names[:] = [renamed.get(name, name) for name in names]
-    kept = [value for value in proto.graph.value_info if value.name not in renamed]
+    values = [value for value in proto.graph.value_info if value.name not in renamed]
     del proto.graph.value_info[:]
-    proto.graph.value_info.extend(kept)
+    proto.graph.value_info.extend(values)

@@ -20,18 +20,18 @@ from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.step_error import format_node
 
+RunnableGraph = tuple[GraphRuntime, GraphUnderTest]
+
 
 @dataclass
 class Narrowed:
     """The smallest part of a step with equal inputs and a different output.
 
     Attributes:
-        value: its output.
         starts: values that it starts from, besides the tokens.
         nodes: `name (operator)`, in the order in which they run.
         feeds: what it was run on: the first runtime's values, and the tokens.
         expected, found: what the first runtime has there, and what the second one makes of it.
-        difference: between the two.
     """
 
     value: str
@@ -44,84 +44,70 @@ class Narrowed:
 
 
 def narrow(
-    first: tuple[GraphRuntime, GraphUnderTest],
-    second: tuple[GraphRuntime, GraphUnderTest],
-    inputs: Arrays,
-    end: str,
-    prompt: int,
-    tolerance: float,
+    first: RunnableGraph, second: RunnableGraph, inputs: Arrays, end: str, prompt: int, tolerance: float
 ) -> Narrowed:
     """Compare every value of a step, each computed from the first runtime's values.
 
     Args:
-        first, second: runtime and graph.
         inputs: the first one's values at the hook points before the step.
-        end: the hook point at its end.
-        prompt: which.
-        tolerance: largest relative difference that is agreement.
 
     Returns:
         the part; the whole step, if no value inside differs by more by itself.
-
-    Raises:
-        ModelError: a runtime cannot run a part of the step.
     """
     unit = coarser(*(graph.model.metadata.dtype for _, graph in (first, second)))
     values = _shared(first[1], second[1], [*inputs], end)
-    wanted = _expected(first, inputs, values, prompt)
-    known = dict(inputs)
+    expected = _expected(first, inputs, values, prompt)
+    before = dict(inputs)
     for value in values:
-        found = _run(second, known, value, wanted[value], prompt, unit)
-        if found.difference.relative > tolerance:
-            return found
-        known[value] = wanted[value]
-    return _together(second, inputs, values, wanted, prompt, tolerance, unit)
+        part = _run(second, before, value, expected[value], prompt, unit)
+        if part.difference.relative > tolerance:
+            return part
+        before[value] = expected[value]
+    return _together(second, inputs, values, expected, prompt, tolerance, unit)
 
 
 def _together(
-    side: tuple[GraphRuntime, GraphUnderTest],
+    side: RunnableGraph,
     inputs: Arrays,
     values: Sequence[str],
-    wanted: Arrays,
+    expected: Arrays,
     prompt: int,
     tolerance: float,
     unit: str,
 ) -> Narrowed:
     """Find the shortest run of nodes that differs as a whole."""
-    runs = (_run(side, inputs, value, wanted[value], prompt, unit) for value in values)
-    found = whole = next((run for run in runs if run.difference.relative > tolerance), None)
-    if whole is None:
-        return _run(side, inputs, values[-1], wanted[values[-1]], prompt, unit)
-    for count in range(1, values.index(whole.value)):
-        known = inputs | {value: wanted[value] for value in values[:count]}
-        shorter = _run(side, known, whole.value, wanted[whole.value], prompt, unit)
+    runs = (_run(side, inputs, value, expected[value], prompt, unit) for value in values)
+    first = next((run for run in runs if run.difference.relative > tolerance), None)
+    if first is None:
+        return _run(side, inputs, values[-1], expected[values[-1]], prompt, unit)
+    shortest = first
+    for count in range(1, values.index(first.value)):
+        starts = inputs | {value: expected[value] for value in values[:count]}
+        shorter = _run(side, starts, first.value, expected[first.value], prompt, unit)
         if shorter.difference.relative <= tolerance:
             break
-        found = shorter
-    assert found is not None
-    return found
+        shortest = shorter
+    return shortest
 
 
-def _run(
-    side: tuple[GraphRuntime, GraphUnderTest], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
-) -> Narrowed:
+def _run(side: RunnableGraph, inputs: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str) -> Narrowed:
     """One value computed from those that are known."""
     runtime, graph = side
-    starts = graph.starts_of(list(known), [value])
-    feeds = graph.feeds(graph.calls[prompt]) | {name: known[name] for name in starts}
+    starts = graph.starts_of(list(inputs), [value])
+    feeds = graph.feeds(graph.calls[prompt]) | {name: inputs[name] for name in starts}
     with runtime.opened_part(graph, starts, [value]) as piece:
-        found = piece(feeds)
+        outputs = piece(feeds)
     part = extract(graph.dataflow, starts, [value])
     nodes = [format_node(node.name, node.op_type) for node in part.graph.node]
     used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
-    return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
+    return Narrowed(value, starts, nodes, used, {value: expected}, outputs, _difference(expected, outputs[value], unit))
 
 
-def _difference(expected: NDArray[Any], found: NDArray[Any], unit: str) -> Difference:
+def _difference(expected: NDArray[Any], other: NDArray[Any], unit: str) -> Difference:
     """Infinite if the shapes differ."""
     difference = Difference(unit=unit)
-    if expected.shape == found.shape:
-        difference.add(expected, found)
+    if expected.shape == other.shape:
+        difference.add(expected, other)
     else:
         difference.max_abs = float("inf")
     return difference
@@ -131,11 +117,11 @@ def _shared(first: GraphUnderTest, second: GraphUnderTest, starts: Sequence[str]
     """The values of a step that both graphs make, in the second one's order."""
     here, there = set(starts), {name for node in first.dataflow.nodes for name in node.output if name}
     nodes = sorted(second.dataflow.ancestors([end], here))
-    made = [name for i in nodes for name in second.dataflow.nodes[i].output if name]
+    outputs = [name for i in nodes for name in second.dataflow.nodes[i].output if name]
     reads = second.dataflow.read_by(nodes) | {end}
     if first.model.metadata.exporter != second.model.metadata.exporter:  # other names by chance mean other values
         there &= {*first.model.order}
-    return [name for name in made if name in there and name in reads and _told(first, second, name)]
+    return [name for name in outputs if name in there and name in reads and _told(first, second, name)]
 
 
 def _told(first: GraphUnderTest, second: GraphUnderTest, name: str) -> bool:
@@ -144,7 +130,7 @@ def _told(first: GraphUnderTest, second: GraphUnderTest, name: str) -> bool:
     return all(kinds) and onnx.TensorProto.STRING not in kinds
 
 
-def _expected(first: tuple[GraphRuntime, GraphUnderTest], inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
+def _expected(first: RunnableGraph, inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
     """The first runtime's values of a step, all of them from one run."""
     runtime, graph = first
     starts = graph.starts_of(list(inputs), values)

@@ -28,29 +28,29 @@ def as_recorded(
 
     A request that contradicts it is refused.
     """
-    kept = recording.facts
-    ids = [np.array(row, np.int64) for row in kept["prompts"]]
-    if calls and [call.input_ids.tolist() for call in calls] != kept["prompts"]:
+    facts = recording.facts
+    ids = [np.array(row, np.int64) for row in facts["prompts"]]
+    if calls and [call.input_ids.tolist() for call in calls] != facts["prompts"]:
         raise InputError(f"these prompts are not those of {recording.path}: leave them out to use the recorded ones")
-    missing = [name for name in kept["names"] if name not in model.order]
+    missing = [name for name in facts["names"] if name not in model.order]
     if missing:
         raise HookError(
             f"{recording.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
         )
-    chosen = [name for name in kept["names"] if name in names]
-    absent = [name for name in names if name not in kept["names"]]
+    chosen = [name for name in facts["names"] if name in names]
+    absent = [name for name in names if name not in facts["names"]]
     if absent:
-        raise HookError(f"{absent[0]} was not recorded in {recording.path}; it has {', '.join(kept['names'])}")
-    made = [make_token_batch(row, None, None, model.metadata.sizes) for row in ids]
-    greedy = min(settings.greedy, kept["count"])
+        raise HookError(f"{absent[0]} was not recorded in {recording.path}; it has {', '.join(facts['names'])}")
+    batches = [make_token_batch(row, None, None, model.metadata.sizes) for row in ids]
+    greedy = min(settings.greedy, facts["count"])
     if greedy < settings.greedy:
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
-    positions = kept["positions"]
+    positions = facts["positions"]
     if settings.positions is not None and list(settings.positions) != positions:
         raise InputError(
             f"{recording.path} has positions {positions or 'all'}: leave them out to use the recorded ones"
         )
-    return made, chosen, list(kept["texts"]), replace(settings, greedy=greedy, positions=positions)
+    return batches, chosen, list(facts["texts"]), replace(settings, greedy=greedy, positions=positions)
 
 
 def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
@@ -81,9 +81,6 @@ def keep(
 
     Returns:
         a line on what was written.
-
-    Raises:
-        SpecFileError: the file cannot be written.
     """
     assert side.recording is not None
     facts = {

@@ -25,7 +25,7 @@ from mionnx.machine.file_kinds import whose
 from mionnx.machine.files import atomic_path
 from mionnx.machine.tensor_file import open_tensors, read_header, sealed, told_of
 
-RUN_KEY, VERSION = "mionnx_run", "1"
+RUN_KEY, RUN_VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 CODE_DTYPES = {code: name for name, code in CODES.items()}
 FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "dtype", "hashes", "environment")
@@ -35,7 +35,6 @@ class RecordedValues:
     """Values by prompt and hook point, in one file.
 
     Attributes:
-        path: of the file.
         facts: what is known of the run; empty until it is kept.
     """
 
@@ -47,11 +46,7 @@ class RecordedValues:
         self._hash = sha256()
 
     def add(self, prompt: int, name: str, value: NDArray[Any]) -> None:
-        """Write a value at the end.
-
-        Raises:
-            SpecFileError: the disk is full.
-        """
+        """Write a value at the end."""
         data = np.ascontiguousarray(value)
         self._places[f"{prompt}.{name}"] = (str(data.dtype), value.shape, self._end)
         if data.size:
@@ -76,12 +71,8 @@ class RecordedValues:
         return np.memmap(self.path, dtype, "r", start, shape)
 
     def keep(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write everything as one safetensors file.
-
-        Raises:
-            SpecFileError: it cannot be written.
-        """
-        header: dict[str, Any] = {"__metadata__": {RUN_KEY: VERSION, "facts": json.dumps(facts)}}
+        """Write everything as one safetensors file."""
+        header: dict[str, Any] = {"__metadata__": {RUN_KEY: RUN_VERSION, "facts": json.dumps(facts)}}
         for key, (dtype, shape, start) in self._places.items():
             end = start + prod(shape) * np.dtype(dtype).itemsize
             header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -98,8 +89,8 @@ class RecordedValues:
         """
         with open_tensors(path, f"{path} is no recorded run") as file:
             metadata = file.metadata() or {}
-        if metadata.get(RUN_KEY) != VERSION:
-            raise SpecFileError(f"{path} is no recorded run of version {VERSION}: {whose(metadata)}")
+        if metadata.get(RUN_KEY) != RUN_VERSION:
+            raise SpecFileError(f"{path} is no recorded run of version {RUN_VERSION}: {whose(metadata)}")
         recording = cls(path)
         header, first = read_header(path)
         del header["__metadata__"]

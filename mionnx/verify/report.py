@@ -45,18 +45,7 @@ for title, file, run in ({sides}):
 '''
 
 
-def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: Side) -> None:
-    """Write the folder.
-
-    Args:
-        folder: made new.
-        found: what was found, for people.
-        part: what differs, and the arrays.
-        first, second: the sides.
-
-    Raises:
-        ModelError: it cannot be written.
-    """
+def write_report(folder: Path, summary: str, part: Narrowed, first: Side, second: Side) -> None:
     files = {"model.onnx": second} if first.graph is second.graph else {"first.onnx": first, "model.onnx": second}
     try:
         folder.mkdir(parents=True)
@@ -65,15 +54,15 @@ def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: 
         for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.found)):
             np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
         (folder / "reproduce.py").write_text(_program(first, second, files))
-        (folder / "README.md").write_text(_text(found, part, first, second))
+        (folder / "README.md").write_text(_text(summary, part, first, second))
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error}") from error
 
 
 def _standing(graph: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
     """Extract the part, weights included; the first model may lack some of the start values."""
-    made = {name for node in graph.dataflow.nodes for name in node.output}
-    proto = graph.part([name for name in part.starts if name in made], [part.value])
+    outputs = {name for node in graph.dataflow.nodes for name in node.output}
+    proto = graph.part([name for name in part.starts if name in outputs], [part.value])
     onnx_file.embed(proto, graph.model.folder)
     return proto
 
@@ -97,12 +86,12 @@ def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
     )
 
 
-def _text(found: str, part: Narrowed, first: Side, second: Side) -> str:
+def _text(summary: str, part: Narrowed, first: Side, second: Side) -> str:
     inputs = "\n".join(f"- `{name}` {value.dtype} {list(value.shape)}" for name, value in part.feeds.items())
     models = "" if first.graph is second.graph else "`first.onnx` is the same part of the first model. "
     where = {side.title: environment(side.runtime) for side in (first, second) if side.runtime}
     return (
-        f"# {first.title} and {second.title} disagree\n\n{found}\n\n"
+        f"# {first.title} and {second.title} disagree\n\n{summary}\n\n"
         f"`model.onnx` on `inputs.npz` gives `{part.value}`: `expected.npz` in {first.title}, `found.npz` in "
         f"{second.title}. {models}`python reproduce.py` needs numpy, onnx and the two runtimes.\n\n"
         f"Inputs:\n\n{inputs}\n\nMade on:\n\n```json\n{json.dumps(where, indent=1)}\n```\n"

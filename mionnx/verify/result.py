@@ -16,10 +16,10 @@ from mionnx.verify.result_table import list_of, loss_table, matrix_table, pairs,
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, readable
 
-LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
-SHOWN = 8  # nodes of a step that are named
-NARROW = 80  # columns of a terminal that has no room for all numbers
-TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
+LEAST_DIFFERENCE = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
+NAMED_NODES = 8  # nodes of a step that are named
+NARROW_WIDTH = 80  # columns of a terminal that has no room for all numbers
+TWICE, ONE_THREAD, IN_BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Fault(Storable):
     value: str | None = None
 
     def __str__(self) -> str:
-        named = ", ".join(self.nodes[:SHOWN]) + (f" and {len(self.nodes) - SHOWN} more" * (len(self.nodes) > SHOWN))
+        more = len(self.nodes) - NAMED_NODES
+        named = ", ".join(self.nodes[:NAMED_NODES]) + f" and {more} more" * (more > 0)
         where = f" between {', '.join(self.after) or 'the tokens'} and {self.hook}"
         at = f", first in {self.value}" if self.value else ""
         return f"{self.hook}: this step alone adds {self.local:.2e} of its scale{where}{at}; {named}"
@@ -52,14 +53,10 @@ class Beside(Brief, Storable):
     """One runtime beside the first.
 
     Attributes:
-        title: of the runtime.
         rows: one a hook point, in execution order.
         logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
             shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
-        fault: the first step that adds too much.
-        environment: versions, options, processor.
-        seconds: that it ran.
         layers: of a second model, what each layer adds to its distance from the first.
     """
 
@@ -107,8 +104,8 @@ class Beside(Brief, Storable):
     @property
     def steepest(self) -> Row | None:
         """The hook point whose step adds most by itself."""
-        told = [row for row in self.rows if row.local is not None]
-        return max(told, key=lambda row: row.local or 0.0) if told else None
+        rows = [row for row in self.rows if row.local is not None]
+        return max(rows, key=lambda row: row.local or 0.0) if rows else None
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,8 @@ class Repeat(Storable):
     """Difference of a run that was repeated in another way.
 
     Attributes:
-        runtime: its title.
-        what: `TWICE`, `ONE_THREAD` or `BATCH`.
+        what: `TWICE`, `ONE_THREAD` or `IN_BATCH`.
         identical: whether all bits are, at every hook point.
-        max_abs: the largest absolute difference.
         first: the first hook point that differs; None if none does.
         relative: the largest difference as a share of its hook point's largest value.
     """
@@ -138,16 +133,12 @@ class Verification(Shown):
     """Differences of runtimes, hook point by hook point.
 
     Attributes:
-        title: of the comparison.
         reference: the runtime that all others are compared with.
-        besides: the others.
         skipped: runtime -> why it did not run, and what would install it.
         failed: runtime -> how it failed while it ran.
         tolerance: largest relative difference that is agreement.
         notes: what a reader has to know: another graph, slices only.
-        prompts: what was run.
         hashes: of the reference's graph, weights and spec.
-        environment: of the reference.
         repeats: which runs are bit-identical, if that was asked for.
         matrices: of a quantised model beside its floats, what each matrix costs by itself, the heaviest first.
     """
@@ -178,14 +169,14 @@ class Verification(Shown):
         Raises:
             InputError: it was not compared.
         """
-        found = {beside.title: beside for beside in self.besides}
-        if title not in found:
-            raise InputError(f"no runtime {title!r} was compared, only {', '.join(found)}{nearest(title, found)}")
-        return found[title]
+        besides = {beside.title: beside for beside in self.besides}
+        if title not in besides:
+            raise InputError(f"no runtime {title!r} was compared, only {', '.join(besides)}{nearest(title, besides)}")
+        return besides[title]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        found = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats", "matrices")}
+        facts = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats", "matrices")}
         besides = [
             {
                 **asdict(beside),
@@ -196,7 +187,7 @@ class Verification(Shown):
             for beside in self.besides
         ]
         repeats, matrices = [asdict(one) for one in self.repeats], [asdict(one) for one in self.matrices]
-        return {**found, "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
+        return {**facts, "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
 
     def _facts(self) -> Iterator[str]:
         yield from (self.title, self.summary())
@@ -212,13 +203,13 @@ class Verification(Shown):
     def summary(self) -> str:
         """One line."""
         others = [one.title for one in self.besides if not one.agrees(self.tolerance)]
-        told = [f"{title} FAILED" for title in self.failed]
+        parts = [f"{title} FAILED" for title in self.failed]
         if others:
-            told.insert(0, f"{self.reference} and {', '.join(others)} DISAGREE at {self.tolerance:g}")
+            parts.insert(0, f"{self.reference} and {', '.join(others)} DISAGREE at {self.tolerance:g}")
         elif self.besides:
             agreeing = ", ".join(one.title for one in self.besides)
-            told.insert(0, f"{self.reference} and {agreeing} agree at {self.tolerance:g}")
-        return "; ".join(told) or f"{self.reference} ran; there was nothing to compare it with"
+            parts.insert(0, f"{self.reference} and {agreeing} agree at {self.tolerance:g}")
+        return "; ".join(parts) or f"{self.reference} ran; there was nothing to compare it with"
 
     def view(self) -> View:
         """Error by depth, one curve a runtime, dotted: what each step adds by itself; and tables."""
@@ -254,9 +245,9 @@ class Verification(Shown):
             "computed; dotted: what each step adds by itself, run on the first runtime's values; dashed: the "
             "tolerance. What is identical lies on the lowest line."
         )
-        levels = {"tolerance": self.tolerance} if self.tolerance > LEAST else {}
+        levels = {"tolerance": self.tolerance} if self.tolerance > LEAST_DIFFERENCE else {}
         unit = "largest difference / largest value"
-        return Lines(names, series, "", unit, LEAST, scale="log", levels=levels, note=note)
+        return Lines(names, series, "", unit, LEAST_DIFFERENCE, scale="log", levels=levels, note=note)
 
     def _runtimes(self) -> Table:
         heads = [f"beside {self.reference}", "", "largest relative", "at", "largest absolute", "cosine", "largest ulp"]
@@ -333,7 +324,6 @@ class Verification(Shown):
         return lines + [f"{name} {digest}" for name, digest in self.hashes.items()]
 
     def _columns(self) -> Columns:
-        """One row for each runtime and hook point."""
         rows = [{"runtime": beside.title, **asdict(row)} for beside in self.besides for row in beside.rows]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
@@ -349,7 +339,7 @@ class Verification(Shown):
         rows = [self._cells(beside) for beside in self.besides[:k]]
         titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
         table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
-        while not wide and table.narrower is not None and table.natural_width > NARROW:
+        while not wide and table.narrower is not None and table.natural_width > NARROW_WIDTH:
             table = table.narrower
         return table
 

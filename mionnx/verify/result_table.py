@@ -12,7 +12,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
-from mionnx.view.page import NOTHING
+from mionnx.view.page import NO_NUMBER
 
 MATRIX_HEADS = ("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "top 1")
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
@@ -26,7 +26,6 @@ def verification_table(rows: list[dict[str, str]], titles: Mapping[str, str], ti
     Args:
         rows: heading -> cell, of a runtime each; the cells of "at" are hook points.
         titles: further runtimes, which have a verdict only.
-        title: of the table.
     """
     heads = [*rows[0]] if rows else ["runtime", ""]
     return _chain([_table(rows, titles, title, *form) for form in _forms(heads)])
@@ -97,7 +96,7 @@ def list_of(heading: str, lines: Sequence[str], style: str) -> Table:
 
 def percent(share: float | None) -> str:
     """A share in percent; a dash where there is none."""
-    return NOTHING if share is None else f"{decimal(100 * share, 1)} %"
+    return NO_NUMBER if share is None else f"{decimal(100 * share, 1)} %"
 
 
 def pairs(values: Mapping[str, Any]) -> str:

@@ -13,11 +13,8 @@ class Row(Storable):
     """One hook point in one runtime beside the first.
 
     Attributes:
-        name: of the hook point.
-        max_abs, mean_abs: absolute difference.
         scale: the largest absolute value in the first runtime.
         relative: max_abs as a share of scale.
-        cosine: of the angle between the two.
         max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
         identical: whether all bits are.
         finite: whether the first runtime has numbers only: NaN agrees with NaN, and says nothing.
@@ -39,11 +36,12 @@ class Row(Storable):
     lost: float = 0.0
 
     @classmethod
-    def of(cls, name: str, found: Difference, local: Difference | None) -> "Row":
+    def of(cls, name: str, difference: Difference, local: Difference | None) -> "Row":
         """From what was added up."""
         added = None if local is None else local.relative
-        return cls(name, found.max_abs, found.mean_abs, found.scale, found.relative, found.cosine, found.max_ulp,
-                   found.mean_ulp, found.identical, found.finite, added, found.lost)  # fmt: skip
+        return cls(name, difference.max_abs, difference.mean_abs, difference.scale, difference.relative,
+                   difference.cosine, difference.max_ulp, difference.mean_ulp, difference.identical, difference.finite,
+                   added, difference.lost)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,6 @@ class LayerLoss(Storable):
     the second model's stream.
 
     Attributes:
-        layer: its number.
-        before: distance at `hook_resid_pre`.
-        after: distance at `hook_resid_post`.
         added: what is after less what was before; negative where the layer mends something.
     """
 
@@ -73,9 +68,9 @@ def layer_losses(lost: Mapping[str, float]) -> list[LayerLoss]:
         lost: hook point -> distance.
     """
     layers = sorted({layer for name in lost if (layer := HookPoint.parse(name).layer) is not None})
-    found = []
+    losses = []
     for layer in layers:
         before, after = lost.get(str(HookPoint.ResidPre(layer))), lost.get(str(HookPoint.ResidPost(layer)))
         if before is not None and after is not None:
-            found.append(LayerLoss(layer, before, after, after - before))
-    return found
+            losses.append(LayerLoss(layer, before, after, after - before))
+    return losses

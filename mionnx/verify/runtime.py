@@ -48,22 +48,16 @@ class Runtime(ABC):
 
 
 class GraphRuntime(Runtime):
-    """An engine with its options: it reads ONNX, and so can run any part of a graph.
-
-    Attributes:
-        options: settings, the engine's name among them.
-    """
+    """An engine with its options: it reads ONNX, and so can run any part of a graph."""
 
     def __init__(self, title: str, options: Options) -> None:
         super().__init__(title)
         self.options, self.engine = options, engine_of(options)
 
     def missing(self, graph: GraphUnderTest) -> str | None:
-        """See `Runtime.missing`."""
         return self.engine.missing(self.options) or self.engine.refuses(graph.proto)
 
     def facts(self) -> dict[str, str]:
-        """See `Runtime.facts`."""
         return self.engine.facts(self.options)
 
     def source(self) -> str | None:
@@ -83,9 +77,9 @@ class GraphRuntime(Runtime):
         with self.opened_part(graph, (), names) as piece:
 
             def run(call: TokenBatch, sink: Sink) -> None:
-                found = piece(graph.feeds(call))
+                outputs = piece(graph.feeds(call))
                 for name in names:
-                    sink(name, found.pop(name))
+                    sink(name, outputs.pop(name))
 
             yield run
 

@@ -32,31 +32,31 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
         choices = (*RUNTIME_NAMES, *providers)
         raise InputError(f"no runtime {name!r}; there are {', '.join(RUNTIME_NAMES)}, and ONNX Runtime's providers by "
                          f"their full names{nearest(name, choices)}")  # fmt: skip
-    given = _settings(title, name, settings)
-    threads = given.get("threads", 0)
+    options = _settings(title, name, settings)
+    threads = options.get("threads", 0)
     if name == "torch":
         return Eager(title, checkpoint, threads)
     if name in OTHER_ENGINES:
         return GraphRuntime(title, Options(threads=threads, fast="fast" in OTHER_ENGINES[name], engine=name))
     provider = next((short for short in PROVIDERS if name == f"ort-{short}"), name)
-    return GraphRuntime(title, Options(provider, threads, level=given.get("level", "all")))
+    return GraphRuntime(title, Options(provider, threads, level=options.get("level", "all")))
 
 
 def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     ort = name.startswith("ort-") or name.endswith(PROVIDER)
     for setting in settings:
         key, _, value = setting.partition("=")
-        if found.keys() & {"level" if setting in OPTIMISATION_LEVELS else key}:
+        if options.keys() & {"level" if setting in OPTIMISATION_LEVELS else key}:
             raise InputError(f"runtime {title!r}: {setting!r} is given after another setting of the same thing")
         if ort and setting in OPTIMISATION_LEVELS:
-            found["level"] = setting
+            options["level"] = setting
         elif key == "threads" and value.isdigit() and int(value) and (ort or name in WITH_THREADS):
-            found["threads"] = int(value)
+            options["threads"] = int(value)
         else:
-            known = [*(OPTIMISATION_LEVELS if ort else ()), *(["threads=N"] if ort or name in WITH_THREADS else [])]
+            choices = [*(OPTIMISATION_LEVELS if ort else ()), *(["threads=N"] if ort or name in WITH_THREADS else [])]
             raise InputError(
-                f"runtime {title!r}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}"
-                f"{nearest(setting, known)}"
+                f"runtime {title!r}: {name} has no setting {setting!r}; it has {', '.join(choices) or 'none'}"
+                f"{nearest(setting, choices)}"
             )
-    return found
+    return options

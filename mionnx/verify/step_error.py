@@ -13,35 +13,27 @@ from mionnx.verify.runtime import GraphRuntime
 
 
 def local_difference(
-    runtime: GraphRuntime, graph: GraphUnderTest, recording: RecordedValues, known: Sequence[str], end: str, unit: str
+    runtime: GraphRuntime, graph: GraphUnderTest, recording: RecordedValues, before: Sequence[str], end: str, unit: str
 ) -> Difference:
     """Measure the difference that one step adds.
 
     Args:
-        runtime, graph: what runs the step.
         recording: what the other one had; read only.
-        known: the hook points before the step, all on the recording.
-        end: the hook point after it, on the recording too.
-        unit: the coarser dtype of the two.
-
-    Raises:
-        ModelError: the runtime cannot run the step.
+        before: the hook points before the step, all on the recording.
     """
-    found = Difference(unit=unit)
-    starts = graph.starts_of(known, [end])
+    difference = Difference(unit=unit)
+    starts = graph.starts_of(before, [end])
     with runtime.opened_part(graph, starts, [end]) as piece:
         for prompt, call in enumerate(graph.calls):
             feeds = graph.feeds(call) | {name: recording.get(prompt, name) for name in starts}
-            found.add(recording.get(prompt, end), piece(feeds)[end])
-    return found
+            difference.add(recording.get(prompt, end), piece(feeds)[end])
+    return difference
 
 
-def nodes_of(graph: GraphUnderTest, known: Sequence[str], end: str) -> list[str]:
+def nodes_of(graph: GraphUnderTest, before: Sequence[str], end: str) -> list[str]:
     """The nodes of a step, as `name (operator)`, in the order in which they run."""
-    dataflow = graph.dataflow
-    return [
-        format_node(dataflow.nodes[i].name, dataflow.nodes[i].op_type) for i in sorted(dataflow.ancestors([end], known))
-    ]
+    nodes = [graph.dataflow.nodes[i] for i in sorted(graph.dataflow.ancestors([end], before))]
+    return [format_node(node.name, node.op_type) for node in nodes]
 
 
 def format_node(name: str, operator: str) -> str:

@@ -65,17 +65,17 @@ class Eager(Runtime):
         exporter, folder = self._exporter(graph), self._folder(graph)
         with _as_model_errors():
             opened = exporter.open_eagerly(folder, graph.model.metadata.dtype, self.threads)
-        wanted = {*names}
+        points = {*names}
 
         def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():
-                opened((call.input_ids, call.attention_mask, call.position_ids), _listener(graph, call, sink, wanted))
+                opened((call.input_ids, call.attention_mask, call.position_ids), _listener(graph, call, sink, points))
 
         yield run
 
 
 def _listener(
-    graph: GraphUnderTest, call: TokenBatch, sink: Sink, wanted: set[str]
+    graph: GraphUnderTest, call: TokenBatch, sink: Sink, points: set[str]
 ) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
     """Apply a spec's interventions by their numpy references, and record what is wanted."""
 
@@ -89,7 +89,7 @@ def _listener(
             value = selection.applied(value.astype(graph.model.dtype(point)), chosen).astype(value.dtype)
         if point.variant == "MlpExpertIndices":
             choice[point.layer] = value
-        if name in wanted:
+        if name in points:
             sink(name, value)
         return value if here else None
 

@@ -99,7 +99,7 @@ def verify(
         result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
         assert result.agrees, result.summary()
     """
-    given = [*_listed(prompts), *(windows(model, texts) if texts else ())]
+    batches = [*_listed(prompts), *(windows(model, texts) if texts else ())]
     greedy = 0 if texts else greedy
     if other is not None and runtimes is RUNTIMES:
         runtimes = RUNTIMES[:1]
@@ -107,14 +107,14 @@ def verify(
         runtimes, points, hooks, other.hooked if other else None, _path(against), _path(record), tolerance, local,
         greedy, positions, repeat, _path(checkpoint), matrices, experts,
     )  # fmt: skip
-    calls = [_call(model, prompt) for prompt in given]
-    spelled = [_shown(prompt, call) for prompt, call in zip(given, calls, strict=True)]
+    calls = [_call(model, prompt) for prompt in batches]
+    spelled = [_shown(prompt, call) for prompt, call in zip(batches, calls, strict=True)]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
     with shown(progress) as show:
-        found = compare_runtimes(model.hooked, calls, spelled, request, show)
+        verification = compare_runtimes(model.hooked, calls, spelled, request, show)
     model.give_back(later=True)
-    return found
+    return verification
 
 
 @typed()
@@ -154,11 +154,11 @@ def bisect(
     """
     hooked = other.hooked if other else None
     with shown(progress) as show:
-        found = bisect_graph(
+        bisection = bisect_graph(
             model.hooked, _call(model, prompt), list(runtimes), _path(folder), hooks, hooked, tolerance, show
         )
     model.give_back(later=True)
-    return found
+    return bisection
 
 
 def _listed(prompts: Any) -> list[Any]:
@@ -176,8 +176,8 @@ def _call(model: Runner, prompt: Prompt) -> TokenBatch:
     return call
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _shown(prompt: Prompt, call: TokenBatch) -> str:

@@ -1,12 +1,13 @@
 """`verify`: the arguments of a comparison, checked, and its parts in order."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.matrix_comparison import losses
 from mionnx.bind.bound_spec import bind
@@ -17,15 +18,15 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.compare import ComparisonSettings, Side, compare, record
-from mionnx.verify.determinism import repeats
+from mionnx.verify.compare import ComparisonSettings, Side, compare, record, stream
+from mionnx.verify.difference import Difference
 from mionnx.verify.environment import environment, hashes
-from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
 from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.result import Beside, Repeat, Verification
+from mionnx.verify.result import IN_BATCH, ONE_THREAD, TWICE, Beside, Repeat, Verification
 from mionnx.verify.runtime import GraphRuntime, Runtime
-from mionnx.verify.runtime_names import runtime_of
+from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
 
 HOOKS = "blocks.*.hook_resid_*"
 # Largest difference as a share of a value's largest entry that is agreement. Of half precision, five times its unit.
@@ -39,16 +40,12 @@ class Request:
     Attributes:
         runtimes: titles; all are compared with the first, or with a recorded run.
         hooks: globs of hook points; `hook_logits` is always compared. None for `HOOKS`, or all that were recorded.
-        spec: what intervenes.
         other: a second model, run in each of the runtimes too.
         against: a recorded run, which is then what all are compared with.
-        record: where to write the first runtime's values.
         tolerance: None for that of the dtype.
         local, greedy, positions: see `ComparisonSettings`.
         repeat: whether to look for bits that differ when a run is repeated.
-        checkpoint: where torch finds the weights.
         matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
-        experts: whether each matrix of a stack of experts is measured too.
     """
 
     runtimes: Sequence[str]
@@ -75,18 +72,18 @@ def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoi
     Raises:
         HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
     """
-    wanted = HookSpec().extend(spec)
+    captures = HookSpec().extend(spec)
     globs = [str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)]
     for glob in globs:
-        wanted.capture(glob)
-    wanted.capture(LOGITS)
+        captures.capture(glob)
+    captures.capture(LOGITS_POINT)
     named = {*globs, *(str(request.what) for request in spec.captures)}
-    found = [want for want in bind(wanted, model).plan.captures if want.hook in named or _plain(want)]
-    odd = [want.fetched for want in found if want.fetched != want.hook or want.inner is not None]
+    values = [want for want in bind(captures, model).plan.captures if want.hook in named or _plain(want)]
+    odd = [want.fetched for want in values if want.fetched != want.hook or want.inner is not None]
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")
-    chosen = {want.hook for want in found}
-    if globs and chosen <= {LOGITS} and LOGITS not in named:
+    chosen = {want.hook for want in values}
+    if globs and chosen <= {LOGITS_POINT} and LOGITS_POINT not in named:
         raise HookError(f"{globs[0]!r} means derived hook points only: give them by their full names")
     return sorted(chosen, key=lambda name: model.order[name])
 
@@ -123,7 +120,7 @@ def verify(
     graph = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
     runtimes, skipped = _runtimes(request, graph)
     hashed = hashes(graph) if request.record or recording else {"graph": graph.graph_hash()}
-    with tempfile.TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch:
         first, rest, where = _first(graph, runtimes, recording, hashed, notes, Path(scratch), settings)
         rest += _others(request, names, runtimes, graph, skipped)
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
@@ -131,28 +128,24 @@ def verify(
             notes.append(keep(first, request.record, prompts, hashed, where, settings))
     matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes, request.experts)
     again = runtimes if request.repeat else []
-    found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
+    repetitions = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     title = _title(model, request.other, graph)
     return Verification(title, first.title, besides, skipped, failed, settings.tolerance, notes,
-                        list(prompts), hashed, where, found, matrices)  # fmt: skip
+                        list(prompts), hashed, where, repetitions, matrices)  # fmt: skip
 
 
 def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:
-    """The hook points of both models; a note on those of the first only.
-
-    Raises:
-        HookError: one of those was asked for by its name.
-    """
+    """The hook points of both models; a note on those of the first only."""
     other = request.other
     missing = [name for name in names if other is not None and name not in other.order]
     if other is None or not missing:
         return names
     hooks = request.hooks if request.hooks is not None else HOOKS
-    given = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
-    asked = next((name for name in missing if name in given), None)
+    patterns = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
+    absent = next((name for name in missing if name in patterns), None)
     shared = [name for name in names if name not in missing]
-    if asked or not shared:
-        raise HookError(f"{other.name} has no hook point {asked or missing[0]!r}: choose hooks that both have")
+    if absent or not shared:
+        raise HookError(f"{other.name} has no hook point {absent or missing[0]!r}: choose hooks that both have")
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     notes.append(f"{other.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
     return shared
@@ -184,8 +177,8 @@ def _check(request: Request, calls: Sequence[TokenBatch]) -> None:
 
 
 def _check_positions(positions: Sequence[int] | None) -> None:
-    whole = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
-    if positions is not None and not (whole and len(positions)):
+    integers = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
+    if positions is not None and not (integers and len(positions)):
         raise InputError(f"positions must be a list of integers, at least one, got {positions!r}")
 
 
@@ -211,22 +204,17 @@ def _title(model: HookedModel, other: HookedModel | None, graph: GraphUnderTest)
 
 
 def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
-    """Split the requested runtimes into those that can run here, and reasons for the others.
-
-    Raises:
-        InputError: an unknown name.
-        RuntimeMissingError: fewer are left than a comparison needs.
-    """
-    asked = [runtime_of(title, request.checkpoint) for title in request.runtimes]
-    why = {runtime.title: runtime.missing(graph) for runtime in asked}
-    ready = [runtime for runtime in asked if why[runtime.title] is None]
+    """Split the requested runtimes into those that can run here, and reasons for the others."""
+    runtimes = [runtime_of(title, request.checkpoint) for title in request.runtimes]
+    why = {runtime.title: runtime.missing(graph) for runtime in runtimes}
+    ready = [runtime for runtime in runtimes if why[runtime.title] is None]
     skipped = {title: reason for title, reason in why.items() if reason is not None}
     alone = request.against or request.record or request.other or request.repeat
     if len(ready) < (1 if alone else 2):
-        told = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
+        reasons = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
         raise RuntimeMissingError(
             f"{len(ready)} of the runtimes {', '.join(request.runtimes)} can run here, and a comparison needs "
-            f"{1 if alone else 2}. {told}"
+            f"{1 if alone else 2}. {reasons}"
         )
     return ready, skipped
 
@@ -245,41 +233,41 @@ def _first(
     if recording is None:
         record(sides[0], RecordedValues(scratch / "first"), settings)
         return sides[0], sides[1:], environment(runtimes[0])
-    kept = recording.facts
+    facts = recording.facts
     notes += [
-        f"the recorded run has another {what}: {kept['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
+        f"the recorded run has another {what}: {facts['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
         for what, here in hashed.items()
-        if kept["hashes"].get(what) != here
+        if facts["hashes"].get(what) != here
     ]
-    pairs = zip(kept["greedy"], graph.calls, strict=True) if kept["greedy"] else ()
+    pairs = zip(facts["greedy"], graph.calls, strict=True) if facts["greedy"] else ()
     greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
-    notes += other_machine(kept["environment"], environment(runtimes[0]))
+    notes += other_machine(facts["environment"], environment(runtimes[0]))
     if settings.local and any(not isinstance(runtime, GraphRuntime) for runtime in runtimes):
         notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
-    first = Side(graph, None, recording, greedy, f"recorded {kept['title']}")
-    return first, sides, kept["environment"]
+    first = Side(graph, None, recording, greedy, f"recorded {facts['title']}")
+    return first, sides, facts["environment"]
 
 
 def _all_compared(
     first: Side, sides: Sequence[Side], scratch: Path, settings: ComparisonSettings
 ) -> tuple[list[Beside], dict[str, str]]:
     """Compare every side with the first; a side that fails takes nothing from the rest."""
-    found, failed = [], {}
+    besides, failed = [], {}
     for side in sides:
         try:
-            found.append(compare(first, side, scratch, settings))
+            besides.append(compare(first, side, scratch, settings))
         except ModelError as error:
             failed[side.title] = str(error)
         for name in ("second", "inner"):
             (scratch / name).unlink(missing_ok=True)
-    return found, failed
+    return besides, failed
 
 
 def _repeats(
     runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: ComparisonSettings
 ) -> Iterator[Repeat]:
     try:
-        yield from repeats(runtime, graph, request.checkpoint, settings.progress)
+        yield from _repeated(runtime, graph, request.checkpoint, settings.progress)
     except ModelError as error:
         failed[f"{runtime.title}, repeated"] = str(error)
     except InterventionError as error:  # a value for these rows only
@@ -287,11 +275,7 @@ def _repeats(
 
 
 def _others(
-    request: Request,
-    names: Sequence[str],
-    runtimes: Sequence[Runtime],
-    graph: GraphUnderTest,
-    skipped: dict[str, str],
+    request: Request, names: Sequence[str], runtimes: Sequence[Runtime], graph: GraphUnderTest, skipped: dict[str, str]
 ) -> list[Side]:
     """The second model in every runtime that can run it."""
     if request.other is None:
@@ -302,3 +286,49 @@ def _others(
     why = {side.title: runtime.missing(side.graph) for side, runtime in zip(sides, runtimes, strict=True)}
     skipped |= {title: reason for title, reason in why.items() if reason is not None}
     return [side for side in sides if why[side.title] is None]
+
+
+def _repeated(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
+    """Run a graph again in each way that a runtime has.
+
+    A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
+    """
+    with TemporaryDirectory() as scratch:
+        recording = RecordedValues(Path(scratch) / "first")
+        stream(Side(graph, runtime), recording.add, progress)
+        yield _repeat(runtime.title, TWICE, runtime, graph, graph, recording, progress)
+        name, *settings = runtime.title.split(":")
+        with_threads = name in WITH_THREADS or name.endswith("ExecutionProvider")
+        if with_threads and not any(setting.startswith("threads=") for setting in settings):
+            single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
+            yield _repeat(runtime.title, ONE_THREAD, single, graph, graph, recording, progress)
+        doubled = GraphUnderTest(graph.model, graph.spec, graph.names, [_doubled(call) for call in graph.calls])
+        yield _repeat(runtime.title, IN_BATCH, runtime, doubled, graph, recording, progress)
+
+
+def _doubled(call: TokenBatch) -> TokenBatch:
+    """Add the reversed text as a second row; lengths stay as they are."""
+    ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
+    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
+    return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
+
+
+def _repeat(
+    title: str,
+    what: str,
+    runtime: Runtime,
+    graph: GraphUnderTest,
+    first: GraphUnderTest,
+    recording: RecordedValues,
+    progress: Progress,
+) -> Repeat:
+    differences = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
+
+    def look(prompt: int, name: str, value: NDArray[Any]) -> None:
+        differences[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
+
+    stream(Side(graph, runtime), look, progress)
+    differing = [name for name in first.names if not differences[name].identical]
+    largest = max(one.max_abs for one in differences.values())
+    relative = max(one.relative for one in differences.values())
+    return Repeat(title, what, not differing, largest, relative, differing[0] if differing else None)

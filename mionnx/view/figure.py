@@ -37,10 +37,8 @@ def write_numbers(axes: "Axes", values: NDArray[Any], limit: float, size: float 
     """Write its number into each cell of a heat map.
 
     Args:
-        axes: of the map.
         values: [rows, columns].
         limit: the size of the number whose colour is the darkest.
-        size: of the letters.
     """
     places = 2 if limit >= 0.1 else 3 if limit >= 0.01 else 4
     for row, column in np.ndindex(*values.shape):
@@ -53,7 +51,6 @@ def token_label(token: str, most: int | None = None) -> str:
     """A token as a label: white space made visible, and `$` escaped against mathtext.
 
     Args:
-        token: its text.
         most: characters; a longer label is cut and ends in "…".
     """
     label = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")

@@ -20,9 +20,9 @@ from mionnx.machine.memory import format_bytes
 from mionnx.view.panels import Panel, Patterns, Series, View
 from mionnx.view.table import Table
 
-NOTHING = "\u2013"  # a number that is not there
+NO_NUMBER = "\u2013"  # a number that is not there
 DIGITS = 5  # significant digits of numbers on a page
-LEVELS = 255  # a weight on a page is (level / 255)^2, which keeps small weights apart
+WEIGHT_LEVELS = 255  # a weight on a page is (level / 255)^2, which keeps small weights apart
 SCRIPTS = {
     "HeatMap": "heatmap.js",
     "Bars": "charts.js",
@@ -46,7 +46,6 @@ def card(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
     """A small table for a notebook, without scripts.
 
     Args:
-        title: of the table.
         rows: (name, text, text in bold) each.
     """
     return _environment().get_template("card.html").render(title=title, rows=rows)
@@ -89,7 +88,7 @@ def plain(data: Any, digits: int | None = DIGITS) -> Any:
 def readable(value: float | None) -> str:
     """A number as people read it, with four digits; a dash for what is not finite."""
     if value is None or not np.isfinite(value):
-        return NOTHING
+        return NO_NUMBER
     if value == 0:
         return "0"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
@@ -104,7 +103,6 @@ def _contents(panel: Panel | Series | Table) -> dict[str, Any]:
 
 
 def _cell(markup: Any) -> list[str]:
-    """The text and the style of a cell."""
     text = markup if isinstance(markup, Styled) else Styled.from_markup(str(markup))
     return [text.plain, str(text.spans[0].style) if text.spans else str(text.style)]
 
@@ -113,9 +111,9 @@ def _weights(panel: Patterns) -> dict[str, Any]:
     """Patterns in 8 bits; of causal ones the lower triangles."""
     _refuse_too_large(panel, panel.patterns.size // 2)
     causal = not any(np.triu(layer, 1).any() for layer in panel.patterns)
-    kept = panel.patterns[..., *np.tril_indices(len(panel.tokens))] if causal else panel.patterns
-    _refuse_too_large(panel, kept.size)
-    levels = np.rint(np.sqrt(np.clip(kept, 0, 1)) * LEVELS).astype(np.uint8)
+    weights = panel.patterns[..., *np.tril_indices(len(panel.tokens))] if causal else panel.patterns
+    _refuse_too_large(panel, weights.size)
+    levels = np.rint(np.sqrt(np.clip(weights, 0, 1)) * WEIGHT_LEVELS).astype(np.uint8)
     return {**vars(panel), "patterns": base64.b64encode(levels.tobytes()).decode(), "causal": causal}
 
 

@@ -61,7 +61,6 @@ class Bars(Panel):
     """A bar for each label: red above zero, blue below.
 
     Attributes:
-        labels, values: of the bars.
         unit: label of the axis.
         errors: standard errors.
         upright: a picture draws all, in their order and without labels; False: the largest, from top to bottom.
@@ -83,7 +82,6 @@ class Series:
     """One line of `Lines`.
 
     Attributes:
-        name: in the legend.
         values: [points]; NaN where there is none.
         dotted: without points.
         errors: [points], of a picture's error bars.
@@ -105,7 +103,6 @@ class Lines(Panel):
 
     Attributes:
         across: numbers of the horizontal axis, or names of its points.
-        series: the curves.
         unit, vertical: labels of the horizontal and of the vertical axis.
         low, high: ends of the vertical axis; those of the numbers where they are None.
         scale: "linear" or "log", of the vertical axis; `low` is its end, and what is smaller lies there.
@@ -141,7 +138,6 @@ class Text(Panel):
         chips: [seq], (option, score) of what is largest at each token; a click chooses the option.
         chooses: the scores are those of the page's option.
         here: position with an outline.
-        unit: what a score is.
         legend: whether a scale of the colours stands below.
     """
 
@@ -167,7 +163,6 @@ class Graph(Panel):
         shared: pairs of nodes that a dotted line joins.
         sizes: of the circuits, one for each option of the page.
         most: number of all edges.
-        unit: what a score is.
         drawn: edges of a picture.
     """
 

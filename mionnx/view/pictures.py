@@ -28,7 +28,7 @@ TEXTS = 6  # texts of a figure
 SERIES = 8  # curves that a legend tells apart
 LABEL = 12  # characters of a token
 LETTERS = 14  # of a title, an inch
-WRAP, DENSE, ROWS = 30, 240, 12  # columns of words in a row; above DENSE columns no words, in at most so many rows
+WRAP, DENSE, WORD_ROWS = 30, 240, 12  # columns of words in a row; above DENSE columns no words, in at most so many rows
 NAMED_WEIGHTS = 40  # tokens up to which a pattern names them
 
 
@@ -55,7 +55,6 @@ def draw(view: View) -> "Figure":
 
 
 def _drawn(panel: Any) -> list[Any]:
-    """The panels of a row that have a picture."""
     if isinstance(panel, list):
         return [one for part in panel for one in _drawn(part)]
     without = isinstance(panel, Text) and len(panel.scores) != 1
@@ -113,12 +112,11 @@ def _maps(panel: HeatMap) -> tuple[list[_Map], float]:
 
 def _wrapped(columns: int) -> int:
     """Columns of each row of words: at most 30 unless there are hundreds."""
-    most = WRAP if columns <= DENSE else max(DENSE, ceil(columns / ROWS))
+    most = WRAP if columns <= DENSE else max(DENSE, ceil(columns / WORD_ROWS))
     return ceil(columns / ceil(columns / most))
 
 
 def _map_size(panel: HeatMap, beside: int) -> tuple[float, float]:
-    """Inches of one map of a panel."""
     values = next(iter(panel.colours.values()))
     rows, columns = (1 if np.ndim(values) == 1 else len(values)), np.shape(values)[-1]
     if len(panel.words):
@@ -137,7 +135,6 @@ def _heat_size(panel: HeatMap, beside: int) -> tuple[float, float]:
 
 
 def _grid(panel: HeatMap, beside: int) -> tuple[int, int]:
-    """Rows and columns of maps."""
     count = len(_maps(panel)[0])
     across = (
         1 if len(panel.words) else min(count, max(1, int(14 / (_map_size(panel, beside)[0] + 0.6))), ceil(count**0.5))
@@ -311,8 +308,8 @@ def _draw_graph(part: "Part", panel: Graph, beside: int) -> None:
         axes.text(x, y, token_label(name), ha="center", va="center", fontsize=7, bbox=box, zorder=2)
     axes.set_axis_off()
     axes.margins(0.08)
-    told = f"the {len(edges)} leading edges; by being kept, red raises {panel.unit}, blue lowers it"
-    axes.set_title(token_label(told), fontsize=9)
+    title = f"the {len(edges)} leading edges; by being kept, red raises {panel.unit}, blue lowers it"
+    axes.set_title(token_label(title), fontsize=9)
 
 
 def _placed(names: Iterable[str], places: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:

@@ -60,11 +60,7 @@ class Shown(Brief, Stored, ABC):
         return render_view(self.view())
 
     def table(self, k: int = 10) -> Table:
-        """Table for a terminal: the first k rows of the frame, or a table of the result's own.
-
-        Raises:
-            InputError: k is negative.
-        """
+        """Table for a terminal: the first k rows of the frame, or a table of the result's own."""
         at_least("k", k, 0)
         columns = self._columns()
         table = Table(*columns, title=markup(repr(self)))

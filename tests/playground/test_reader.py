@@ -22,7 +22,7 @@ from playground_deeds import (
 from playground_pages import LOGITS, idle, view, visit
 
 from mionnx import HookSpec, MIModel
-from mionnx.playground.chat import chat_of
+from mionnx.playground.folder import chat_of
 from mionnx.playground.graph import build_graph
 from mionnx.run.packaged_models import PACKAGED
 

@@ -7,7 +7,7 @@ from command_line import LLAMA, PROMPT, mionnx
 from rich.console import Console
 
 from mionnx import Verification
-from mionnx.verify.result import NARROW, Beside, Row
+from mionnx.verify.result import NARROW_WIDTH, Beside, Row
 from mionnx.verify.result_table import short_name
 
 LONG = "blocks.31.rwkv.hook_effective_attn_raw"
@@ -51,7 +51,7 @@ def test_more_room_tells_more():
 def test_without_a_width_it_is_wide_or_narrow():
     result = verification("ort-cpu:none", failed={"openvino": "no"})
     assert [column.header for column in result.table().columns] == ["runtime", "", *HEADS]
-    assert result.table(wide=False).natural_width <= NARROW < result.table().natural_width
+    assert result.table(wide=False).natural_width <= NARROW_WIDTH < result.table().natural_width
     assert "openvino" in str(result.table(wide=False))
     assert "runtime" in str(verification().table())
 

@@ -24,7 +24,7 @@ from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, Patterns, Shown, View, long_form
 
-TOLD = 6  # weights of a printed result
+PRINTED_WEIGHTS = 6  # weights of a printed result
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +33,6 @@ class AttentionPatterns(Shown):
     """Attention patterns of one text; effective attention for an RWKV model.
 
     Attributes:
-        tokens: of the prompt.
         layers, heads: numbers of the layers and heads in `patterns`.
         patterns: [layer, head, query, key], float32.
         effective: whether they are the effective attention of an RWKV model, positive and normalised.
@@ -73,7 +72,8 @@ class AttentionPatterns(Shown):
     def _lines(self) -> Iterator[str]:
         last = self.patterns[:, :, -1]
         yield f"the last token, {self.tokens[-1]!r}, reads most:"
-        for layer, head, key in np.transpose(np.unravel_index(np.argsort(-last, None, "stable")[:TOLD], last.shape)):
+        order = np.argsort(-last, None, "stable")[:PRINTED_WEIGHTS]
+        for layer, head, key in np.transpose(np.unravel_index(order, last.shape)):
             token = f"{key} {self.tokens[key]!r}"
             yield f"{decimal(last[layer, head, key])}  layer {self.layers[layer]}, head {self.heads[head]}: {token}"
 
@@ -84,7 +84,6 @@ class AttentionPatterns(Shown):
         return View(title, [Patterns(self.tokens, self.layers, self.heads, self.patterns, heading=one)])
 
     def _columns(self) -> Columns:
-        """One row for each weight."""
         tokens = [*enumerate(self.tokens)]
         axes: dict[str, Sequence[Any]] = {"layer": self.layers, "head": self.heads}
         axes |= {"query, query_token": tokens, "key, key_token": tokens}
@@ -152,13 +151,13 @@ def attention(
         return AttentionPatterns(texts[row].tokens, chosen, shown, patterns, effective)
 
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=False)
-    made = map_rows(model, request, read, "attention")
-    return made if is_list(model, prompt) else made[0]
+    results = map_rows(model, request, read, "attention")
+    return results if is_list(model, prompt) else results[0]
 
 
-def _checked(what: str, given: int | Sequence[int] | None, count: int) -> list[int]:
-    wanted = range(count) if given is None else [given] if isinstance(given, int | np.integer) else given
-    found = [int(one) for one in wanted if isinstance(one, int | np.integer) and 0 <= one < count]
-    if len(found) != len(wanted) or not found or len({*found}) != len(found):
-        raise InputError(f"{what}s {given!r}: the model has the {what}s 0 to {count - 1}; name each once")
-    return found
+def _checked(what: str, numbers: int | Sequence[int] | None, count: int) -> list[int]:
+    series = range(count) if numbers is None else [numbers] if isinstance(numbers, int | np.integer) else numbers
+    indices = [int(one) for one in series if isinstance(one, int | np.integer) and 0 <= one < count]
+    if len(indices) != len(series) or not indices or len({*indices}) != len(indices):
+        raise InputError(f"{what}s {numbers!r}: the model has the {what}s 0 to {count - 1}; name each once")
+    return indices

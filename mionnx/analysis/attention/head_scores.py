@@ -122,10 +122,10 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     else:
         if not isinstance(tokens, Iterable):
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-        given = read_array("tokens", tokens if hasattr(tokens, "__len__") else listed("tokens", tokens))
-        if given.ndim != 1 or given.dtype.kind not in "iu":
+        ids = read_array("tokens", tokens if hasattr(tokens, "__len__") else listed("tokens", tokens))
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-        candidates = np.unique([model.check_token(token) for token in given]).astype(np.int64)
+        candidates = np.unique([model.check_token(token) for token in ids]).astype(np.int64)
     sequences = repeat_sequences(candidates, prefix, batch, period, seed)
     limit = model.hooked.metadata.sizes.max_positions
     if limit is not None and sequences.ids.shape[1] > limit:

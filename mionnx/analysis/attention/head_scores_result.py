@@ -29,13 +29,10 @@ class HeadScores(Shown):
     `mionnx.analysis.attention.repeated_sequences` defines the kinds.
 
     Attributes:
-        kinds: of heads.
         values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets
             of the kind.
         chance: score of uniform attention to all positions.
         period: tokens of a sequence.
-        batch: sequences.
-        model: the model's name.
     """
 
     kinds: tuple[str, ...]
@@ -121,7 +118,6 @@ class HeadScores(Shown):
         return table
 
     def _columns(self) -> Columns:
-        """One row for each kind, layer and head."""
         _, layers, heads = self.values.shape
         axes = {"kind": self.kinds, "layer": range(layers), "head": range(heads)}
         return long_form(axes, {"score": self.values})

@@ -56,11 +56,7 @@ def repeat_sequences(
     """Draw random sequences and repeat each of them once.
 
     Args:
-        candidates: the tokens to draw from.
         prefix: ids before each row.
-        batch: number of rows.
-        period: tokens of one sequence.
-        seed: of the random generator.
 
     Raises:
         InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
@@ -81,29 +77,23 @@ def repeat_sequences(
 
 
 def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Check names of kinds.
-
-    Raises:
-        InputError: no kind, an unknown one (with the nearest name), or one that is repeated.
-    """
-    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in given:
+    """Check names of kinds."""
+    names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in names:
         if kind not in HEAD_KINDS:
             raise InputError(
                 f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
             )
-    if not given or len({*given}) != len(given):
-        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(given)}")
-    return given
+    if not names or len({*names}) != len(names):
+        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(names)}")
+    return names
 
 
 def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
     """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
 
     Args:
-        kind: of head.
         pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
-        sequences: the prompts of the patterns.
     """
     back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
     at = np.arange(sequences.period)

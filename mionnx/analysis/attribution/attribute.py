@@ -99,33 +99,29 @@ def attribute(
     refuse_several_streams(model.hooked, "attribution")
     texts = texts_of(model, prompt)
     places = [text.place(position) for text in texts]
-    asked = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
-    pairs = [_pair(model, *pair) for pair in zip(*asked, strict=True)]
+    sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
+    pairs = [_pair(model, *pair) for pair in zip(*sides, strict=True)]
 
     def read(row: int, cache: HookCache) -> Attribution:
-        for what, tokens in zip(("answer", "versus"), asked, strict=True):
+        for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
         return _attribution(model, texts[row], places[row], cache, *pairs[row])
 
     request = ListRequest(
         [text.ids for text in texts], _spec(model, position, hooks), batch_size, logits=Logits(positions=position)
     )
-    made = map_rows(model, request, read, "attribution")
+    results = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
-    return Attributions(tuple(made)) if is_list(model, prompt) else made[0]
+    return Attributions(tuple(results)) if is_list(model, prompt) else results[0]
 
 
 def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> tuple[int | None, int | None]:
-    return (
-        None if answer is None else token_of(model, answer),
-        None if versus is None else token_of(model, versus),
-    )
+    return (None if answer is None else token_of(model, answer), None if versus is None else token_of(model, versus))
 
 
 def _attribution(
     model: Runner, text: PromptText, index: int, cache: HookCache, answer: int | None, against: int | None
 ) -> Attribution:
-    """The contributions to a logit of one text."""
     logits = cache.output()[0, 0]
     chosen = int(logits.argmax()) if answer is None else answer
     if chosen == against:

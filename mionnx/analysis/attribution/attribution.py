@@ -15,7 +15,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Bars, Columns, HeatMap, Shown, Text, View, readable
 
-TOLD = 6  # components of a printed result
+PRINTED_COMPONENTS = 6  # components of a printed result
 _PLACE = re.compile(r"L(\d+)H(\d+)|(\d+)_")  # of a label with a layer
 MEANING = (
     "What each component adds to the logit directly, the final norm held at the scale of this position's stream; red "
@@ -38,11 +38,9 @@ class Attribution(Shown):
             "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV, JetMoE).
         values: [component] contributions, in logits.
         num_heads: heads a layer; 0 where they have no shares.
-        num_layers: layers.
         logit: the model's own logit, or difference, which the contributions add up to.
         capped: whether the model's logits are soft-capped after this.
         answer, versus: the tokens' texts; versus is None where the logit itself is taken apart.
-        tokens: the prompt's.
         position: at which the next token is predicted.
     """
 
@@ -58,11 +56,7 @@ class Attribution(Shown):
     position: int
 
     def __getitem__(self, label: str) -> float:
-        """The contribution of one component.
-
-        Raises:
-            KeyError: there is none of this label.
-        """
+        """The contribution of one component."""
         return dict(zip(self.labels, self.values.tolist(), strict=True))[label]
 
     def _facts(self) -> Iterator[str]:
@@ -71,7 +65,7 @@ class Attribution(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield f"at position {self.position}, after {self.tokens[self.position]!r}; the largest contributions:"
-        for label, value in self.top(TOLD):
+        for label, value in self.top(PRINTED_COMPONENTS):
             yield f"{decimal(value, 3, sign=True):>9}  {label}"
 
     @property
@@ -93,8 +87,8 @@ class Attribution(Shown):
     @property
     def what(self) -> str:
         """The logit or difference of logits, in words."""
-        asked = f"{self.answer!r}" + ("" if self.versus is None else f" minus that of {self.versus!r}")
-        return f"logit of {asked}" + (" before the soft cap" if self.capped else "")
+        tokens = f"{self.answer!r}" + ("" if self.versus is None else f" minus that of {self.versus!r}")
+        return f"logit of {tokens}" + (" before the soft cap" if self.capped else "")
 
     IN_JSON = ("tokens", "position", "answer", "versus", "logit", "total", "capped", "labels", "values", "heads")
 
@@ -105,7 +99,6 @@ class Attribution(Shown):
         return view_of(self, f"{self.what} at position {self.position}", self.logit, about, prompt)
 
     def _columns(self) -> Columns:
-        """One row for each component."""
         return {**places_of(self.labels), "contribution": self.values}
 
 
@@ -131,10 +124,8 @@ def view_of(
     """Contributions as bars, and those of heads as a map.
 
     Args:
-        contributions: the components.
         what, logit: the logit or difference in words, and its number.
         about: a line above a picture.
-        above: panels above the bars.
         errors: [component], standard errors.
     """
     gap = abs(float(contributions.values.sum()) - logit)
@@ -159,7 +150,7 @@ def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDA
 
 def places_of(labels: list[str]) -> dict[str, list[Any]]:
     """Component, layer and head of each label; None where it has none."""
-    found = [_PLACE.match(label) for label in labels]
-    layers = [None if one is None else int(one[1] or one[3]) for one in found]
-    heads = [None if one is None or one[2] is None else int(one[2]) for one in found]
+    matches = [_PLACE.match(label) for label in labels]
+    layers = [None if one is None else int(one[1] or one[3]) for one in matches]
+    heads = [None if one is None or one[2] is None else int(one[2]) for one in matches]
     return {"component": labels, "layer": layers, "head": heads}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.attribution.attribution import TOLD, Attribution, heads_of, places_of, view_of
+from mionnx.analysis.attribution.attribution import PRINTED_COMPONENTS, Attribution, heads_of, places_of, view_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
@@ -24,11 +24,7 @@ TWO = 2  # prompts from which on there is a spread
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
 class Attributions(Shown, Sequence[Attribution]):
-    """The `Attribution` of each of several prompts, as a sequence, and their mean.
-
-    Attributes:
-        each: of the prompts, in their order.
-    """
+    """The `Attribution` of each of several prompts, as a sequence, and their mean."""
 
     each: tuple[Attribution, ...]
     INSIDE: ClassVar = (Attribution,)
@@ -45,7 +41,6 @@ class Attributions(Shown, Sequence[Attribution]):
 
     @property
     def n(self) -> int:
-        """Number of prompts."""
         return len(self.each)
 
     @property
@@ -86,8 +81,8 @@ class Attributions(Shown, Sequence[Attribution]):
     @property
     def what(self) -> str:
         """The logit or difference of logits, in words."""
-        told = "logit of the answer" if self.each[0].versus is None else "lead of the answer"
-        return f"mean {told} over {count(self.n, 'prompt')}{' before the soft cap' * self.each[0].capped}"
+        quantity = "logit of the answer" if self.each[0].versus is None else "lead of the answer"
+        return f"mean {quantity} over {count(self.n, 'prompt')}{' before the soft cap' * self.each[0].capped}"
 
     def top(self, k: int | None = None) -> list[tuple[str, float]]:
         """The components with the largest mean contributions of either sign; all if `k` is left out."""
@@ -104,21 +99,20 @@ class Attributions(Shown, Sequence[Attribution]):
 
     def _lines(self) -> Iterator[str]:
         yield "the largest mean contributions, ± is the standard error:"
-        for i in self._order()[:TOLD]:
+        for i in self._order()[:PRINTED_COMPONENTS]:
             yield f"{decimal(self.values[i], 3, sign=True):>9}±{decimal(self.sem[i], 3)}  {self.labels[i]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything."""
-        told = ("tokens", "position", "answer", "versus", "logit")
+        facts = ("tokens", "position", "answer", "versus", "logit")
         names = ("n", "labels", "values", "std", "sem", "heads", "by_pair")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "prompts": [{name: getattr(one, name) for name in told} for one in self.each]}
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "prompts": [{name: getattr(one, name) for name in facts} for one in self.each]}
 
     def _columns(self) -> Columns:
-        """One row for each prompt and component."""
-        found = {name: column * self.n for name, column in places_of(self.labels).items()}
+        places = {name: column * self.n for name, column in places_of(self.labels).items()}
         pairs = np.repeat(np.arange(self.n), len(self.labels))
-        return {"pair": pairs, **found, "contribution": self.by_pair.ravel()}
+        return {"pair": pairs, **places, "contribution": self.by_pair.ravel()}
 
     def view(self) -> View:
         """Bars of the means with their standard errors, and the heads as a map."""

@@ -19,11 +19,7 @@ Labelled = tuple[NDArray[Any], list[str]]
 
 
 def layer_of(hooked: HookedModel, layer: int | None) -> int:
-    """The layer's number; the number of layers stands for the final norm, as do None and -1.
-
-    Raises:
-        InputError: there is none such.
-    """
+    """The layer's number; the number of layers stands for the final norm, as do None and -1."""
     count = hooked.metadata.sizes.num_layers
     if layer is None or layer == -1:
         return count
@@ -33,11 +29,7 @@ def layer_of(hooked: HookedModel, layer: int | None) -> int:
 
 
 def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
-    """The stream's hook point at the input of a layer's attention or MLP, or of the final norm.
-
-    Raises:
-        InputError: there is no MLP behind the last layer.
-    """
+    """The stream's hook point at the input of a layer's attention or MLP, or of the final norm."""
     count = hooked.metadata.sizes.num_layers
     if layer == count:
         if mlp_input:
@@ -81,11 +73,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
 
 
 def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bool) -> Named:
-    """The streams on the way to the input of a layer.
-
-    Raises:
-        HookError: streams within layers are asked for, and the model's layers have none (parallel blocks).
-    """
+    """The streams on the way to the input of a layer."""
     end, parts = input_of(hooked, layer, mlp_input), []
     for i in range(layer + 1):
         if i == hooked.metadata.sizes.num_layers:
@@ -165,11 +153,7 @@ def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Label
 
 
 def refuse_missing(cache: HookCache, names: Sequence[str]) -> None:
-    """Refuse a cache that lacks captures, naming the first of them.
-
-    Raises:
-        HookError: captures that are needed.
-    """
+    """Refuse a cache that lacks captures, naming the first of them."""
     missing = [name for name in names if name not in cache]
     if missing:
         raise HookError(

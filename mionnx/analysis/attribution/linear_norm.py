@@ -36,8 +36,6 @@ class LinearNorm:
     """A norm with its scale held fixed: a linear map.
 
     Attributes:
-        weight: w, [hidden].
-        bias: b, [hidden].
         centred: whether the mean is taken out.
         scale: s, [..., 1], one for each position of the actual stream.
     """
@@ -64,9 +62,7 @@ class LinearNorm:
         Taking out the mean is symmetric, so that it can be done to the direction.
 
         Args:
-            stack: [component, ..., hidden].
             direction: [..., hidden], broadcast to the stack's positions.
-            weighted: as `apply` takes it.
 
         Returns:
             [component, ...].
@@ -97,10 +93,6 @@ def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any]
     Args:
         norm: [n, hidden] -> [n, hidden]: the norm itself.
         stream: [..., hidden]: its actual input.
-        name: its place and the model's family, for errors.
-
-    Raises:
-        ModelError: it is no norm of the kind described above.
     """
     hidden = stream.shape[-1]
     probe = np.where(np.arange(hidden) % 2, -PROBE_ENTRIES, PROBE_ENTRIES)

@@ -16,9 +16,9 @@ from mionnx.machine.once import once_property
 from mionnx.run.segments import Rows, Segments
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
-BEFORE = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
+AT_INPUTS = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
 # What leaves a head's share of the attention output as it is, added to others.
-PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
+PLAIN_OPERATORS = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
 class LinearParts(Segments):
@@ -43,8 +43,6 @@ class LinearParts(Segments):
         """Run one norm.
 
         Args:
-            part: where the norm begins and ends.
-            rows: [n, hidden].
             beside: the norms to open as one graph with it, itself among them; the others run on zeros.
         """
         group = beside or (part,)
@@ -55,11 +53,7 @@ class LinearParts(Segments):
         return self.compute(piece, Rows.blank(1, len(rows)), [part[1]], feeds)[part[1]].reshape(rows.shape)
 
     def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
-        """The linear map that one norm is at a stream [..., hidden].
-
-        Raises:
-            ModelError: this part of the graph is no LayerNorm or RMSNorm.
-        """
+        """The linear map that one norm is at a stream [..., hidden]."""
         name = f"{self.model.metadata.family}: what lies between {part[0]} and {part[1]}"
         return linearise(lambda rows: self.norm(part, rows, beside), stream, name)
 
@@ -99,7 +93,6 @@ class LinearParts(Segments):
         """The logits [vocab] that are linear in y: the model's, or those before a soft cap.
 
         Args:
-            logits: [vocab].
             stream: [hidden], after the last layer.
         """
         if not self.head.capped:
@@ -129,13 +122,12 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
     if not products:
         raise HookError(f"{query} comes from no matrix product")
     end = flow.nodes[max(products)].input[0]
-    while (node := flow.producer(end)) is not None and node.op_type in BEFORE:
+    while (node := flow.producer(end)) is not None and node.op_type in AT_INPUTS:
         end = node.input[0]
     return before, end
 
 
 def _products(flow: Dataflow, end: str, start: str) -> set[int]:
-    """The matrix products between two values."""
     return {i for i in flow.ancestors([end], {start}) if flow.nodes[i].op_type in WEIGHT_PLACE}
 
 
@@ -149,7 +141,7 @@ def output_norms(hooked: HookedModel) -> dict[int, Part]:
         start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))
         value, plain = end, True
         while (node := flow.producer(value)) is not None and product_of(flow, node) is None:
-            plain &= node.op_type in PLAIN
+            plain &= node.op_type in PLAIN_OPERATORS
             value = next((name for name in node.input if _products(flow, name, start)), "")
         if not plain:
             norms[layer] = (value, end)

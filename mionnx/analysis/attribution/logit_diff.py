@@ -52,12 +52,10 @@ class LogitDiffs(Shown):
 
     @property
     def n(self) -> int:
-        """Number of prompts."""
         return len(self.logits)
 
     @property
     def mean(self) -> float:
-        """The mean difference."""
         return float(self.by_pair.mean())
 
     @property
@@ -96,9 +94,8 @@ class LogitDiffs(Shown):
     IN_JSON = ("n", "accuracy", "mean", "std", "sem", "by_pair", "prompts", "answers", "versus", "logits")
 
     def _columns(self) -> Columns:
-        """One row for each prompt."""
-        found: dict[str, Any] = {"pair": np.arange(self.n), "prompt": self.prompts, "answer": self.answers}
-        return {**found, "versus": self.versus, "difference": self.by_pair}
+        columns: dict[str, Any] = {"pair": np.arange(self.n), "prompt": self.prompts, "answer": self.answers}
+        return {**columns, "versus": self.versus, "difference": self.by_pair}
 
     def view(self) -> View:
         """The differences in ascending order with their mean, and a table of every prompt."""
@@ -114,8 +111,8 @@ class LogitDiffs(Shown):
         page = {"heading": "Prompts", "most": 25, "styles": {"answer": "token", "versus": "token"}}
         table = Table("prompt", "answer", "versus", "difference", title=self.facts(), on_page=page)
         for row in range(self.n)[:k]:
-            told = (self.prompts[row], repr(self.answers[row]), repr(self.versus[row]))
-            table.add_row(*told, decimal(self.by_pair[row], 3, sign=True))
+            cells = (self.prompts[row], repr(self.answers[row]), repr(self.versus[row]))
+            table.add_row(*cells, decimal(self.by_pair[row], 3, sign=True))
         return table
 
 
@@ -151,12 +148,12 @@ def get_logit_diff(
         both.mean, both.sem, both.accuracy
     """
     texts = texts_of(model, prompt)
-    asked = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
-    pairs = np.array([[token_of(model, token) for token in tokens] for tokens in asked]).T
+    sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
+    pairs = np.array([[token_of(model, token) for token in tokens] for tokens in sides]).T
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
         logits = cache.output()[0, 0]
-        for what, tokens in zip(("answer", "versus"), asked, strict=True):
+        for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], logits)
         return np.asarray(logits[pairs[row]].astype(np.float64))
 

@@ -172,11 +172,7 @@ def stack_head_results(
 def cache_of(
     model: Runner, source: Source, names: Sequence[str], layer: int, mlp_input: bool, with_norm_input: bool
 ) -> HookCache:
-    """Captures by name, and the input of the norm before a layer; runs the model for a prompt.
-
-    Raises:
-        HookError: a cache that lacks captures.
-    """
+    """Captures by name, and the input of the norm before a layer; runs the model for a prompt."""
     needed = [*names, *([decompose.input_of(model.hooked, layer, mlp_input)] if with_norm_input else [])]
     if isinstance(source, HookCache):
         decompose.refuse_missing(source, needed)

@@ -13,9 +13,9 @@ from mionnx.machine.ranges import index_within
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Text, View, readable
 
-TOLD = 6  # tokens of a printed result, the last ones
-ROWS = 20  # features in the picture
-COLUMNS = 60  # tokens in the picture
+PRINTED_TOKENS = 6  # tokens of a printed result, the last ones
+MAP_FEATURES = 20  # features in the picture
+MAP_TOKENS = 60  # tokens in the picture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +61,7 @@ class FeatureActivations(Shown):
         yield f"{len(self.followed)} followed"
 
     def _lines(self) -> Iterator[str]:
-        for position, token in list(enumerate(self.tokens))[-TOLD:]:
+        for position, token in list(enumerate(self.tokens))[-PRINTED_TOKENS:]:
             best = [f"{feature} ({spelled(value)})" for feature, value in self.top(position)[:5]]
             yield f"{position} {token!r}: {', '.join(best) or 'none'}"
 
@@ -103,17 +103,16 @@ class FeatureActivations(Shown):
 
     def _maps(self) -> list[HeatMap]:
         """The strongest followed features over the first tokens."""
-        order = np.argsort(-self.activations.max(axis=0, initial=0), kind="stable")[:ROWS]
+        order = np.argsort(-self.activations.max(axis=0, initial=0), kind="stable")[:MAP_FEATURES]
         if not len(order):
             return []
-        axes = {"feature": [str(self.followed[at]) for at in order], "token": self.tokens[:COLUMNS]}
-        more = len(self.tokens) - COLUMNS
+        axes = {"feature": [str(self.followed[at]) for at in order], "token": self.tokens[:MAP_TOKENS]}
+        more = len(self.tokens) - MAP_TOKENS
         note = f"and {more} more tokens" if more > 0 else ""
-        numbers = {"activation": np.maximum(self.activations[:COLUMNS, order].T, 0)}
+        numbers = {"activation": np.maximum(self.activations[:MAP_TOKENS, order].T, 0)}
         return [HeatMap(axes, numbers, diverging=False, heading="The strongest followed features", note=note)]
 
     def _columns(self) -> Columns:
-        """One row for each token and feature that is active there."""
         rows = [
             (position, self.tokens[position], feature, value)
             for position in range(len(self.tokens))

@@ -69,11 +69,11 @@ def _ranked(
     where = sae.config.hook
     if not where:
         raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
-    asked = {"k": np.array([k]), "followed": np.array(followed, np.int64)}
+    inputs = {"k": np.array([k]), "followed": np.array(followed, np.int64)}
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InterventionError("features() has captures of its own: give it interventions only")
-    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
+    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, inputs)))
     names = [f"{where}.hook_{name}" for name in ("top_ids", "top_values", "followed")]
     for name in names:
         spec.capture(name)

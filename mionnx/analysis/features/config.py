@@ -65,10 +65,6 @@ class Config:
 def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning.
 
-    Args:
-        cfg: the JSON.
-        names: of the weights beside it.
-
     Raises:
         ModelError: an architecture, activation or normalisation that is not known here.
     """
@@ -77,10 +73,10 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     old = version is None or int(version[0]) < 6
     name = str(facts.get("architecture") or "standard")
     function = facts.get("activation_fn", facts.get("activation_fn_str", "relu"))
-    given = facts.get("activation_fn_kwargs") or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"activation_fn_kwargs is {brief(given)}, and no table")
-    k = facts.get("k", given.get("k"))
+    options = facts.get("activation_fn_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ModelError(f"activation_fn_kwargs is {brief(options)}, and no table")
+    k = facts.get("k", options.get("k"))
     if function == "topk" and k is not None:
         name = "topk"
     if name not in ARCHITECTURES:
@@ -116,16 +112,12 @@ def _normalisation(name: Any) -> str:
 
 
 def check(config: Config, weights: Weights, where: str) -> None:
-    """Check the names and shapes of weights against a configuration.
-
-    Raises:
-        ModelError: a weight is missing, surplus, of another shape, or has NaN.
-    """
-    wanted = {"W_enc", "W_dec", "b_dec", *BIASES[config.activation], *(("W_skip",) if config.skip else ())}
-    if wanted != {*weights}:
-        missing, surplus = sorted(wanted - {*weights}), sorted({*weights} - wanted)
+    """Check the names and shapes of weights against a configuration."""
+    required = {"W_enc", "W_dec", "b_dec", *BIASES[config.activation], *(("W_skip",) if config.skip else ())}
+    if required != {*weights}:
+        missing, surplus = sorted(required - {*weights}), sorted({*weights} - required)
         raise ModelError(
-            f"{where}: a {config.activation} SAE has {sorted(wanted)}; missing {missing}, surplus {surplus}"
+            f"{where}: a {config.activation} SAE has {sorted(required)}; missing {missing}, surplus {surplus}"
         )
     if weights["W_enc"].ndim != 2 or weights["W_dec"].ndim != 2:
         raise ModelError(f"{where}: W_enc and W_dec must be matrices")

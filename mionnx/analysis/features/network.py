@@ -24,14 +24,13 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
     """The fragment that replaces a value.
 
     Args:
-        config, weights: of the SAE.
         error: whether the error term is kept.
     """
-    held, first = _held(config, weights), _first(config)
-    lines = [*first, *_encode(config, "", held), *_decode(config, "", "hook_sae_acts"), *_shaped(config, "")]
+    tensors, first = _held(config, weights), _first(config)
+    lines = [*first, *_encode(config, "", tensors), *_decode(config, "", "hook_sae_acts"), *_shaped(config, "")]
     if error:
         lines += [
-            *_encode(config, "clean_", held),
+            *_encode(config, "clean_", tensors),
             *_decode(config, "clean_", "clean_acts"),
             *_shaped(config, "clean_"),
         ]
@@ -42,30 +41,29 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
         ]
     else:
         lines.append("hook_sae_output = Identity(out)")
-    return _written(config, held, lines, "hook_sae_output")
+    return _written(config, tensors, lines, "hook_sae_output")
 
 
-def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int64]]) -> Fragment:
+def ranking(config: Config, weights: Weights, inputs: Mapping[str, NDArray[np.int64]]) -> Fragment:
     """A fragment that ranks features and leaves the value unchanged.
 
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
     Args:
-        config, weights: of the SAE.
-        asked: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
+        inputs: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
     """
     used = {name: array for name, array in weights.items() if name not in ("W_skip",)}
-    held = {name: array for name, array in _held(config, used).items() if config.by_decoder_norm or name != "W_dec"}
+    tensors = {name: array for name, array in _held(config, used).items() if config.by_decoder_norm or name != "W_dec"}
     if not config.subtracts_bias:
-        held.pop("b_dec")
-    lines = [*_first(config), *_encode(config, "clean_", held)]
+        tensors.pop("b_dec")
+    lines = [*_first(config), *_encode(config, "clean_", tensors)]
     lines += [
         "hook_top_values, hook_top_ids = TopK <axis = -1> (clean_acts, k)",
         "hook_followed = Gather <axis = -1> (clean_acts, followed)",
         "y = Identity(x)",
     ]
-    read = {name: array for name, array in held.items() if name != "W_dec"}
-    return _written(config, {**read, **asked}, lines, "y", alone=True)
+    read = {name: array for name, array in tensors.items() if name != "W_dec"}
+    return _written(config, {**read, **inputs}, lines, "y", alone=True)
 
 
 def _held(config: Config, weights: Weights) -> Weights:
@@ -75,21 +73,21 @@ def _held(config: Config, weights: Weights) -> Weights:
 
 
 def _written(
-    config: Config, held: Mapping[str, NDArray[Any]], lines: Lines, output: str, alone: bool = False
+    config: Config, tensors: Mapping[str, NDArray[Any]], lines: Lines, output: str, alone: bool = False
 ) -> Fragment:
     inputs = [
         f"float[{', '.join(map(str, array.shape))}] {name}" if array.dtype.kind == "f" else f"int64[n_{name}] {name}"
-        for name, array in held.items()
+        for name, array in tensors.items()
     ]
-    width = held["W_enc"].shape[0]
+    width = tensors["W_enc"].shape[0]
     wide = "batch, seq, n_heads, head_dim" if config.by_head else f"batch, seq, {width}"
     values, result = [f"float[{wide}] x"], wide
     if config.transcoder and not alone:
-        result = f"batch, seq, {held['W_dec'].shape[1]}"
+        result = f"batch, seq, {tensors['W_dec'].shape[1]}"
         values = [f"float[{result}] old", f"float[{wide}] x"]
     head = f"sae ({', '.join([*values, *inputs])}) => (float[{result}] {output})"
     body = "\n  ".join(lines)
-    return written(f'<ir_version: 10, opset_import: ["": 21]>\n{head} {{\n  {body}\n}}', held)
+    return written(f'<ir_version: 10, opset_import: ["": 21]>\n{head} {{\n  {body}\n}}', tensors)
 
 
 def _first(config: Config) -> Lines:
@@ -102,10 +100,10 @@ def _first(config: Config) -> Lines:
     return [*lines, "hook_sae_input = Identity(vector)"]
 
 
-def _encode(config: Config, tag: str, held: Weights) -> Lines:
+def _encode(config: Config, tag: str, tensors: Weights) -> Lines:
     """From the vector, or the hook point behind it, to the activations."""
     source = "vector" if tag else "hook_sae_input"
-    lines = [*_normalise(config, tag, source, held["W_enc"].shape[0])]
+    lines = [*_normalise(config, tag, source, tensors["W_enc"].shape[0])]
     lines.append(
         f"{tag}centred = Sub({tag}normal, b_dec)" if config.subtracts_bias else _same(f"{tag}centred", f"{tag}normal")
     )

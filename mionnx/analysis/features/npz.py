@@ -46,9 +46,6 @@ THROWN = (  # what zipfile, its codecs and numpy's reader of headers throw of a 
 def read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """The arrays of a file, one after the other.
 
-    Args:
-        path: of the file.
-
     Yields:
         name, array of floating-point numbers.
 
@@ -81,8 +78,8 @@ def _array(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> NDArray[Any]
         raise ModelError(f"{path}: {member.filename} has numbers of the dtype {dtype}; weights are floating-point")
     length = prod(shape) * dtype.itemsize
     if length != member.file_size - file.tell() or any(size < 0 for size in shape):
-        held = member.file_size - file.tell()
-        raise ModelError(f"{path}: {member.filename} of shape {list(shape)} takes {length:,} bytes, and has {held:,}")
+        rest = member.file_size - file.tell()
+        raise ModelError(f"{path}: {member.filename} of shape {list(shape)} takes {length:,} bytes, and has {rest:,}")
     data = bytearray()
     while len(data) < length:
         piece = file.read(min(PIECE_BYTES, length - len(data)))

@@ -1,4 +1,4 @@
-"""`SAE`: a sparse autoencoder or transcoder, and the specs that put it into a model."""
+"""`SAE`: a sparse autoencoder or transcoder, its files, and the specs that put it into a model."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,20 +8,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.features import files
-from mionnx.analysis.features.config import Config, Weights, check
+from mionnx.analysis.features.config import Config, Weights, check, from_saelens
 from mionnx.analysis.features.network import autoencoder
+from mionnx.analysis.features.npz import read_npz
 from mionnx.analysis.steering.directions import Direction
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
+from mionnx.graph.folder_file import read_json
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
+from mionnx.machine.tensor_file import read_tensors
 from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
 
 ERROR = ("kept", "dropped")
+SAE_CONFIG, SAE_WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
+FOLDED = ("scaling_factor", "finetuning_scaling_factor")
 
 
 @typed(InputError)
@@ -29,17 +33,12 @@ class SAE:
     """A sparse autoencoder or transcoder, read from SAELens' or Gemma Scope's files.
 
     Attributes:
-        config: what it computes.
         weights: "W_enc" [d_in, d_sae], "W_dec" [d_sae, d_out], "b_dec" [d_out] and the biases [d_sae] of its kind,
             float32.
     """
 
     def __init__(self, config: Config, weights: Weights, where: str = "SAE") -> None:
-        """Check a configuration against its weights.
-
-        Raises:
-            ModelError: weights that are missing, surplus or of another shape.
-        """
+        """Check a configuration against its weights."""
         try:
             arrays = {name: np.asarray(to_array(weight), np.float32) for name, weight in weights.items()}
         except ValueError as error:
@@ -65,7 +64,7 @@ class SAE:
         Example:
             sae = SAE.load("gemma-scope/layer_20", hook="blocks.20.hook_resid_post")
         """
-        config, weights = files.read(Path(path), str(hook), str(hook_out))
+        config, weights = _read(Path(path), str(hook), str(hook_out))
         return cls(config, weights, str(path)).at(hook, hook_out)
 
     def at(self, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
@@ -87,7 +86,6 @@ class SAE:
 
     @property
     def d_sae(self) -> int:
-        """Number of features."""
         return self.weights["W_enc"].shape[1]
 
     @property
@@ -197,11 +195,7 @@ class SAE:
         return row
 
     def known(self, feature: Any) -> int:
-        """A feature's number.
-
-        Raises:
-            InterventionError: the SAE has no such feature.
-        """
+        """A feature's number."""
         integer = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
         if not integer or not 0 <= feature < self.d_sae:
             raise InterventionError(f"feature {feature!r} of {self.d_sae} (0 to {self.d_sae - 1})")
@@ -231,3 +225,57 @@ class SAE:
     def __repr__(self) -> str:
         kind = f"{self.config.activation}{' transcoder' if self.config.transcoder else ''}"
         return f"SAE({kind}, {self.d_in} to {self.d_sae} features, {self.config.hook or 'no hook'})"
+
+
+def _read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
+    """Configuration and weights; Gemma Scope's files leave to `hook_out` what is a transcoder."""
+    try:
+        folder = path if path.is_dir() else path.parent
+        path.exists()
+    except OSError as error:  # a name that no file can have
+        raise ModelError(f"{path}: {error.strerror}") from error
+    if path.suffix == ".npz" or (path.is_dir() and (path / PARAMS).is_file()):
+        return _gemma_scope(path / PARAMS if path.is_dir() else path, hook, hook_out)
+    if not (folder / SAE_CONFIG).is_file() or not (folder / SAE_WEIGHTS).is_file():
+        raise ModelError(f"{path} has neither {SAE_CONFIG} with {SAE_WEIGHTS} nor {PARAMS}")
+    cfg = read_json(folder / SAE_CONFIG)
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
+        raise ModelError(f"{folder / SAE_CONFIG} is no configuration of an SAE")
+    weights = _unscaled(_tensors(folder / SAE_WEIGHTS), folder)
+    try:
+        return from_saelens(cfg, {*weights}), weights
+    except ModelError as error:
+        raise ModelError(f"{folder / SAE_CONFIG}: {error}") from error
+
+
+def _tensors(path: Path) -> Weights:
+    tensors = read_tensors(path, f"{path} is damaged", ModelError)[1]
+    return {name: _floats(array, f"{path}: {name}") for name, array in tensors.items()}
+
+
+def _floats(array: NDArray[Any], what: str) -> NDArray[np.float32]:
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise ModelError(f"{what} has numbers of the dtype {array.dtype}; weights are floating-point")
+    return np.ascontiguousarray(array.astype(np.float32))
+
+
+def _unscaled(weights: Weights, folder: Path) -> Weights:
+    """Weights without the scaling factor of old SAELens versions, which is 1 unless fine-tuned."""
+    for name in FOLDED:
+        if name in weights and not np.allclose(weights[name], 1):
+            raise ModelError(f"{folder}: {name} is not 1: fold it into the decoder with SAELens first")
+    return {name: array for name, array in weights.items() if name not in FOLDED}
+
+
+def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
+    """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
+    weights: Weights = {}
+    for name, array in read_npz(path):
+        if _cased(name) in weights:
+            raise ModelError(f"{path} has two members for {_cased(name)}: refused")
+        weights[_cased(name)] = _floats(array, f"{path}: {name}")
+    return Config("jumprelu", transcoder=bool(hook_out), hook=hook, hook_out=hook_out), weights
+
+
+def _cased(name: str) -> str:
+    return f"W_{name[2:]}" if name.startswith("w_") else name

@@ -18,7 +18,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.view import Columns, Each, HeatMap, Lines, Series, Shown, View, long_form
 
-TOLD = 6  # points of a printed result
+PRINTED_POINTS = 6  # points of a printed result
 CURVES = 8  # tokens of a chart
 RANK = "rank of the answer (0: top token)"
 MEANING = (
@@ -45,7 +45,6 @@ class LensResult(Shown):
         readout: the predictions: [points, positions, ...].
         answers: [positions] the top token after the last layer.
         tracked: further tokens that the page follows through the layers.
-        spell: a token's text.
         known: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.reader`.
     """
@@ -66,7 +65,6 @@ class LensResult(Shown):
         """Read a lens that `save` wrote as .safetensors: the same numbers, tables and pages.
 
         Args:
-            path: the file.
             model: the model that the lens was made with. Without it only tokens that are in the lens can be asked for,
                 by their ids: `probability_of` and the like those that were tracked.
 
@@ -125,11 +123,7 @@ class LensResult(Shown):
         return self.readout.divergence
 
     def probability_of(self, token: int | str) -> NDArray[np.float32]:
-        """[points, positions]: the probability of a token, given by id or text.
-
-        Raises:
-            InputError: there is no such token.
-        """
+        """[points, positions]: the probability of a token, given by id or text."""
         return np.exp(self._of(token).log_probs[..., 0])
 
     def log_probability_of(self, token: int | str) -> NDArray[np.float32]:
@@ -146,7 +140,7 @@ class LensResult(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield f"at position {self.positions[-1]}, after {self.tokens[-1]!r}:"
-        for i in np.unique(np.linspace(0, len(self.points) - 1, TOLD).astype(int)):
+        for i in np.unique(np.linspace(0, len(self.points) - 1, PRINTED_POINTS).astype(int)):
             best = [f"{self.spell(token)!r} {decimal(probability, 3)}" for token, probability in self.best(i, -1)[:3]]
             yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
 
@@ -190,9 +184,6 @@ class LensResult(Shown):
 
         Args:
             point, position: indices among those that were read; negative ones count from the end.
-
-        Raises:
-            InputError: no such point or position.
         """
         point = index_within("point", point, len(self.points))
         position = index_within("position", position, len(self.positions))

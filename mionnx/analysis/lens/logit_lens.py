@@ -104,8 +104,8 @@ def logit_lens(
         [lens.spell(token) for token, _ in lens.best(-1, -1)]  # the last layer's top tokens at the last position
     """
     if hooks is not None and not isinstance(hooks, HookSpec):
-        given = "; k=5 asks for five tokens, layers=[5] for a layer" if isinstance(hooks, int) else ""
-        raise InputError(refusal("hooks", HookSpec | None, hooks) + given)
+        hint = "; k=5 asks for five tokens, layers=[5] for a layer" if isinstance(hooks, int) else ""
+        raise InputError(refusal("hooks", HookSpec | None, hooks) + hint)
     if is_stream(source):
         unread = hooks is layers is positions is None and batch_size == AUTO
         if not (unread and points == "resid_post" and len(token_ids) == 0):
@@ -124,9 +124,9 @@ def logit_lens(
         return _lens_result(model, texts[row], names, indices[row], streams, tracked, k)
 
     spec = _capturing(hooks, captured, positions)
-    made = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
+    results = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
-    return made if is_list(model, source) else made[0]
+    return results if is_list(model, source) else results[0]
 
 
 def _lens_result(
@@ -176,15 +176,15 @@ def _last_stream(model: Runner) -> str:
 
 def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
     """The hook points of the requested residual streams, in execution order."""
-    wanted = [points] if isinstance(points, str) else list(points)
-    for point in wanted:
+    kinds = [points] if isinstance(points, str) else list(points)
+    for point in kinds:
         if point not in STREAMS:
             raise HookError(f"no residual stream {point!r}; one of {', '.join(STREAMS)}{nearest(point, STREAMS)}")
     chosen = range(model.num_layers) if layers is None else layers
     missing = [layer for layer in chosen if layer not in range(model.num_layers)]
     if missing:
         raise InputError(f"no layer {missing[0]!r}: the model has layers 0 to {model.num_layers - 1}")
-    names = [f"blocks.{layer}.hook_{point}" for layer in sorted({*chosen}) for point in STREAMS if point in wanted]
+    names = [f"blocks.{layer}.hook_{point}" for layer in sorted({*chosen}) for point in STREAMS if point in kinds]
     for name in names:
         model.hooked.axes(HookPoint.parse(name))  # refuses what the model does not have
     if not names:
@@ -196,8 +196,8 @@ def _indices(text: PromptText, positions: int | Sequence[int] | None) -> list[in
     """The positions to read, counted from the start."""
     if positions is None:
         return list(range(len(text)))
-    wanted: Iterable[int] = [int(positions)] if isinstance(positions, int | np.integer) else positions
-    indices = [text.place(position) for position in wanted]
+    numbers: Iterable[int] = [int(positions)] if isinstance(positions, int | np.integer) else positions
+    indices = [text.place(position) for position in numbers]
     if not indices:
         raise InputError("a lens of no positions would be empty")
     return indices

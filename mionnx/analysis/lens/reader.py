@@ -16,7 +16,7 @@ from mionnx.run.open_model import Recipe
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 
-ADVICE = ": LensResult.load(path, model=model) reads further tokens"
+MORE_TOKENS = ": LensResult.load(path, model=model) reads further tokens"
 
 
 class LensReader:
@@ -33,11 +33,6 @@ class LensReader:
 
     @once_property
     def model(self) -> Runner:
-        """The model.
-
-        Raises:
-            ModelError: its folder is not there any more.
-        """
         return self._model.open() if isinstance(self._model, Recipe) else self._model
 
     @property
@@ -50,11 +45,7 @@ class LensReader:
         return token_text(self.model, token)
 
     def known(self, token: int | str) -> int:
-        """The id of a token that is given by id or text.
-
-        Raises:
-            InputError: no such token.
-        """
+        """The id of a token that is given by id or text."""
         return token_of(self.model, token)
 
     def read(self, chosen: NDArray[np.int64], k: int = 1) -> Readout:
@@ -78,9 +69,7 @@ class SavedReader:
 
     Attributes:
         streams: as those of a `LensReader`; None if the lens was saved without.
-        source: as that of a `LensReader`.
         words: token -> its text, of all tokens in the lens.
-        tracked, readout: of the lens.
     """
 
     def __init__(
@@ -95,13 +84,9 @@ class SavedReader:
         self.tracked, self.readout = tracked, readout
 
     def spell(self, token: int) -> str:
-        """A token's text.
-
-        Raises:
-            InputError: a token that is not in the lens.
-        """
+        """A token's text."""
         if token not in self.words:
-            raise InputError(f"token {token} is not in this lens{ADVICE}")
+            raise InputError(f"token {token} is not in this lens{MORE_TOKENS}")
         return self.words[token]
 
     def known(self, token: int | str) -> int:
@@ -112,15 +97,15 @@ class SavedReader:
         """
         if token not in self.tracked:
             tracked = ", ".join(f"{one} {self.words[one]!r}" for one in self.tracked) or "none"
-            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){ADVICE}")
+            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){MORE_TOKENS}")
         return int(token)
 
     def read(self, chosen: NDArray[np.int64]) -> Readout:
         """Read a tracked token, the same at every position."""
         column = 1 + self.tracked.index(self.known(int(chosen[0, 0])))
-        found = {field.name: getattr(self.readout, field.name) for field in fields(Readout)}
-        found |= {name: found[name][..., [column]] for name in ("log_probs", "ranks")}
-        return Readout(**found)
+        values = {field.name: getattr(self.readout, field.name) for field in fields(Readout)}
+        values |= {name: values[name][..., [column]] for name in ("log_probs", "ranks")}
+        return Readout(**values)
 
 
 def source_of(model: Runner) -> list[str]:

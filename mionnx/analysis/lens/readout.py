@@ -60,12 +60,7 @@ class Lens(Segments):
 
         Args:
             reference: [positions, hidden]: the stream that the others are compared with.
-            streams: [n, positions, hidden].
             chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
-            k: how many of the largest.
-
-        Raises:
-            InputError: another k than 1 to the vocabulary's size, or tokens outside of it.
         """
         self._check(chosen, k)
         shape = (len(streams), len(reference))

@@ -127,23 +127,14 @@ def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
 
 
 def products(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
-    """The product of every row with a vector, in float64.
-
-    Args:
-        matrix: [rows, width], of any float dtype.
-        vector: [width].
-    """
+    """The product of every row with a vector, in float64."""
     exact = vector.astype(np.float64)
     blocks = range(0, len(matrix), BLOCK)
     return np.concatenate([matrix[first : first + BLOCK].astype(np.float64) @ exact for first in blocks])
 
 
 def cosines(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
-    """The cosine of every row with a vector; 0 for a row of zeros.
-
-    Raises:
-        InputError: the vector is zero, which points nowhere.
-    """
+    """The cosine of every row with a vector; 0 for a row of zeros."""
     length = np.linalg.norm(vector.astype(np.float64))
     if length == 0:
         raise InputError("query is zero: it has no direction that embeddings could be compared with")
@@ -153,11 +144,7 @@ def cosines(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
 
 
 def largest(values: NDArray[np.float64], k: int) -> list[tuple[int, float]]:
-    """The k largest values with their indices, the largest first; equal ones by index.
-
-    Raises:
-        InputError: another k than 1 to the number of values.
-    """
+    """The k largest values with their indices, the largest first; equal ones by index."""
     if not isinstance(k, int | np.integer) or not 1 <= k <= len(values):
         raise InputError(f"k={k!r}; it must be an integer from 1 to {len(values)}, the vocabulary's size")
     order = np.argsort(-values, kind="stable")[:k]

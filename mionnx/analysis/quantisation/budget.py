@@ -41,7 +41,6 @@ class MeasuredText:
     """The prompts of a measurement, with the model's own distributions in a file.
 
     Attributes:
-        calls: the prompts.
         first: the logarithms of the probabilities of each, mapped.
     """
 
@@ -55,10 +54,10 @@ class MeasuredText:
 
     def divergence(self, logits: Iterator[NDArray[np.float32]]) -> Divergence:
         """KL of logits, prompt by prompt."""
-        found = Divergence()
+        divergence = Divergence()
         for one, first in zip(logits, self.first, strict=True):
-            found.add(first, one)
-        return found
+            divergence.add(first, one)
+        return divergence
 
 
 @contextmanager
@@ -74,12 +73,12 @@ def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
     Raises:
         InputError: experts of a stack have different bits.
     """
-    found = dict[str, Matrix]()
+    stacks = dict[str, Matrix]()
     for name, matrix in matrices.items():
         stack, _ = expert_of(name) or (name, None)
-        if found.setdefault(stack, matrix).bits != matrix.bits:
+        if stacks.setdefault(stack, matrix).bits != matrix.bits:
             raise InputError(f"a budget moves the experts of {stack!r} together: name it in in_8_bits, not {name!r}")
-    return found
+    return stacks
 
 
 @dataclass
@@ -87,13 +86,8 @@ class Search:
     """The matrices of a model and what is known of them.
 
     Attributes:
-        model: of floats.
-        text: to measure on.
         matrices: weight, or stack of experts -> how it is held, at the bits asked for.
-        settings: of the blocks.
         bound: KL in nats.
-        progress: called as (stage, done, total).
-        importance: of the inputs of matrices.
         measured: bits of all matrices -> KL, of every measurement.
     """
 
@@ -110,16 +104,16 @@ class Search:
         """KL with all matrices at these bits, over all of the text."""
         key = tuple(bits.values())
         if key not in self.measured:
-            made = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
+            candidates = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
             stage, done = f"measuring all matrices together, {len(self.measured) + 1}", 0
 
-            def told(more: int) -> None:
+            def report(more: int) -> None:
                 nonlocal done
                 done += more
-                self.progress(stage, done, len(made))
+                self.progress(stage, done, len(candidates))
 
-            by_input = {name: one for one in made for name in one.inputs}
-            self.measured[key] = self.text.divergence(self.model.with_all(by_input, self.text.calls, told)).mean
+            by_input = {name: one for one in candidates for name in one.inputs}
+            self.measured[key] = self.text.divergence(self.model.with_all(by_input, self.text.calls, report)).mean
         return self.measured[key]
 
     def _candidate(self, name: str, bits: int) -> Candidate:
@@ -135,18 +129,18 @@ class Search:
         Raises:
             ModelError: the bound cannot be met; the message says what can.
         """
-        asked = {name: matrix.bits for name, matrix in self.matrices.items()}
-        wide = dict.fromkeys(asked, WIDE_BITS)
-        if self.kl(asked) <= self.bound:
-            return asked, []
-        if asked != wide and self.kl(wide) <= self.bound:
-            return self._along(self._moves(asked, wide))
-        moves = self._moves(wide, dict.fromkeys(asked, IN_FLOATS))
+        begin = {name: matrix.bits for name, matrix in self.matrices.items()}
+        wide = dict.fromkeys(begin, WIDE_BITS)
+        if self.kl(begin) <= self.bound:
+            return begin, []
+        if begin != wide and self.kl(wide) <= self.bound:
+            return self._along(self._moves(begin, wide))
+        moves = self._moves(wide, dict.fromkeys(begin, IN_FLOATS))
         fewest = moves.steps[-2]  # one of them is in blocks
         if self.kl(fewest) > self.bound:
             best = min(fewest.items(), key=lambda one: -one[1])[0]
             raise ModelError(
-                f"budget={self.bound:g}: KL is {self.kl(asked):.3g} nats as asked, {self.kl(wide):.3g} with all "
+                f"budget={self.bound:g}: KL is {self.kl(begin):.3g} nats as asked, {self.kl(wide):.3g} with all "
                 f"matrices in 8 bits, and {self.kl(fewest):.3g} with all but {best} in floats: nothing is left to "
                 "quantise within the bound"
             )
@@ -159,8 +153,8 @@ class Search:
     def _moves(self, begin: Bits, end: Bits) -> Moves:
         """Measure the cost of each matrix at its first bits, beside the bytes that its last take."""
         moving = [name for name in begin if begin[name] != end[name]]
-        made = [self._candidate(name, begin[name]) for name in moving]
-        losses = matrix_losses(self.model, made, self.text.calls, self.progress)
+        candidates = [self._candidate(name, begin[name]) for name in moving]
+        losses = matrix_losses(self.model, candidates, self.text.calls, self.progress)
         more = {name: self._bytes(name, end[name]) - self._bytes(name, begin[name]) for name in moving}
         return Moves.of(begin, end, losses, more)
 
@@ -181,9 +175,9 @@ class Search:
     def _between(self, low: int, high: int, moves: Moves) -> int:
         """Guess the step at which KL is the bound, from the sums of single matrices' KL."""
         within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
-        wanted = self._left(within, above)
-        found = next((at for at in range(low, high) if moves.left[at] <= wanted), high)
-        return min(max(found, low + 1), high - 1)
+        target = self._left(within, above)
+        step = next((at for at in range(low, high) if moves.left[at] <= target), high)
+        return min(max(step, low + 1), high - 1)
 
     def _left(self, within: tuple[float, float], above: tuple[float, float]) -> float:
         """The sum of single matrices' KL at which KL is the bound, between two pairs of both."""
@@ -192,7 +186,7 @@ class Search:
 
     def _smaller(self, moves: Moves, low: int, high: int) -> list[dict[str, int]]:
         """Bits within the bound that take fewer bytes than a step, the fewest first."""
-        found, best = list[dict[str, int]](), moves.steps[high]
+        sets, best = list[dict[str, int]](), moves.steps[high]
         within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
         last = len(self.measured) + MORE
         for turn in range(4 * MORE):
@@ -204,7 +198,7 @@ class Search:
                 within = left, within[1]
             elif self.kl(bits) <= self.bound:
                 best, within = bits, (left, self.kl(bits))
-                found.insert(0, bits)
+                sets.insert(0, bits)
             else:
                 above = left, self.kl(bits)
-        return found
+        return sets

@@ -21,9 +21,7 @@ def mean_squares(
     """Measure what the products of a model read.
 
     Args:
-        model: of floats.
         calls: prompts without padding.
-        options: of the engine.
         progress: called as (stage, done, total) in layers.
 
     Returns:
@@ -45,6 +43,5 @@ def mean_squares(
 
 
 def _squares(value: NDArray[np.floating]) -> NDArray[np.float64]:
-    """The sum of squares over all axes but the last."""
     rows = value.reshape(-1, value.shape[-1])
     return np.asarray(np.square(rows, dtype=np.float64).sum(axis=0))

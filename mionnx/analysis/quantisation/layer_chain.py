@@ -40,7 +40,6 @@ class LayerChain(Segments):
     """The pieces of a model of floats, from the embedding to the head.
 
     Attributes:
-        pieces: their numbers.
         products: weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
         read: weight -> what its first product reads.
         matrices: piece -> the weights that it reads.
@@ -77,8 +76,6 @@ class LayerChain(Segments):
         """Run one piece.
 
         Args:
-            piece: its number.
-            stage: a prompt before it.
             others: matrices in the place of the model's own, by name.
             ends: names of values to return too; those that the piece does not compute are left out.
 
@@ -97,7 +94,6 @@ class LayerChain(Segments):
         Args:
             stages: the prompts before the first piece.
             others: asked for the matrices of each piece.
-            first: number of the first piece.
         """
         stages = [*stages]
         for piece in range(first, self.layers + 1):

@@ -18,7 +18,7 @@ def losses(
     other: HookedModel | None,
     calls: Sequence[TokenBatch],
     spec: HookSpec,
-    asked: bool | None,
+    matrices: bool | None,
     progress: Progress,
     notes: list[str],
     experts: bool = False,
@@ -26,16 +26,9 @@ def losses(
     """Measure the matrices of the quantised one of two models, those that cost most first.
 
     Args:
-        one, other: the two models.
-        calls: the prompts.
-        spec: what intervenes in the comparison.
-        asked: None: where one of the two is quantised, and nothing intervenes.
-        progress: called as (stage, done, total).
+        matrices: None: where one of the two is quantised, and nothing intervenes.
         notes: is told on how many tokens.
         experts: whether each expert's matrix is measured too; it is asked for then.
-
-    Raises:
-        InputError: it was asked for, and cannot be.
     """
     pair = _pair(one, other)
     why = None
@@ -43,24 +36,24 @@ def losses(
         why = "other= must be the floats of a model that mionnx quantised, or the reverse"
     elif spec.num_interventions():
         why = "matrices are measured without interventions"
-    if experts and asked is False:
+    if experts and matrices is False:
         raise InputError("experts=True with matrices=False: experts are measured with the other matrices")
-    if not calls or asked is False or (why and asked is None and not experts):
+    if not calls or matrices is False or (why and matrices is None and not experts):
         return []
     if why or pair is None:
         raise InputError(f"{'experts' if experts else 'matrices'}=True: {why}")
     floats, blocks = pair
     model = FloatModel(floats, Options(prepack=False))
-    candidates = of_model(model.found, blocks, experts)
+    candidates = of_model(model.uses, blocks, experts)
     if experts and not any(expert_of(one.name) for one in candidates):
         raise InputError(f"experts=True: {blocks.name} has no stack of experts in blocks")
     tokens = sum(call.input_ids.size for call in sample(calls, floats))
     notes.append(f"{len(candidates)} matrices of {blocks.name}, one at a time in {floats.name}: over {tokens} tokens")
-    found = sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
-    idle = sum(loss.output_error == 0 < loss.weight_error and expert_of(loss.name) is not None for loss in found)
+    results = sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
+    idle = sum(loss.output_error == 0 < loss.weight_error and expert_of(loss.name) is not None for loss in results)
     if idle:
         notes.append(f"{idle} of the experts' matrices were chosen by no token: nothing is known of their cost")
-    return found
+    return results
 
 
 def _pair(one: HookedModel, other: HookedModel | None) -> tuple[HookedModel, HookedModel] | None:

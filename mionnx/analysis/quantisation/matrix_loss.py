@@ -62,10 +62,6 @@ class Candidate:
     """A matrix that may stand in the place of the model's own.
 
     Attributes:
-        name: of the weight.
-        bits: of its numbers.
-        bytes: that it takes.
-        numbers: makes them.
         product, table: whether products read it; whether tokens pick its rows.
     """
 
@@ -84,26 +80,20 @@ class Candidate:
 
 
 class FloatModel:
-    """A model of floats whose matrices are replaced.
-
-    Attributes:
-        hooked: the model.
-        found: its matrices.
-        chain: it, open.
-    """
+    """A model of floats whose matrices are replaced."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
-        self.hooked, self.found = hooked, find_weights(hooked)
-        self.chain = LayerChain(hooked, self.found, options)
+        self.hooked, self.uses = hooked, find_weights(hooked)
+        self.chain = LayerChain(hooked, self.uses, options)
 
     def is_head(self, name: str) -> bool:
         """Whether the logits come from a weight."""
-        return any(one.head for one in self.found.products if one.weight == name)
+        return any(one.head for one in self.uses.products if one.weight == name)
 
     def turned(self, name: str) -> bool:
         """Whether a weight is held [out, in]."""
         stack, _ = expert_of(name) or (name, None)
-        products: list[Product | ExpertStack] = [*self.found.products, *self.found.stacks]
+        products: list[Product | ExpertStack] = [*self.uses.products, *self.uses.stacks]
         return next((one.turned for one in products if one.weight == stack), True)
 
     def own(self, name: str) -> NDArray[Any]:
@@ -112,32 +102,31 @@ class FloatModel:
 
     def held(self, name: str, numbers: NDArray[Any]) -> NDArray[Any]:
         """Numbers as the graph holds the weight; those of an expert within a copy of its stack."""
-        made = numbers if self.turned(name) else numbers.swapaxes(-1, -2)
+        oriented = numbers if self.turned(name) else numbers.swapaxes(-1, -2)
         expert = expert_of(name)
         if expert is None:
-            return np.ascontiguousarray(made)
+            return np.ascontiguousarray(oriented)
         stack = np.array(rows_of(self.hooked, expert[0], turned=True))
-        stack[expert[1]] = made
+        stack[expert[1]] = oriented
         return stack
 
     def with_all(
-        self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], told: Callable[[int], None]
+        self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], report: Callable[[int], None]
     ) -> Iterator[NDArray[Any]]:
         """The logits of each prompt with many matrices in the place of its own.
 
         Args:
             candidates: by the inputs that they are fed to.
-            calls: the prompts.
-            told: called for every matrix that was made.
+            report: called for every matrix that was made.
         """
 
         def others(names: Any) -> Arrays:
-            given: Arrays = {}
+            arrays: Arrays = {}
             for candidate in {one.name: one for name in names if (one := candidates.get(name)) is not None}.values():
-                made = self.held(candidate.name, candidate.numbers())
-                given |= {name: made for name in candidate.inputs if name in names}
-                told(1)
-            return given
+                array = self.held(candidate.name, candidate.numbers())
+                arrays |= {name: array for name in candidate.inputs if name in names}
+                report(1)
+            return arrays
 
         return self.chain.logits_of([*map(Stage.first, calls)], others)
 
@@ -161,13 +150,9 @@ def matrix_losses(
     """Measure each candidate by itself, on the beginnings of prompts.
 
     Args:
-        model: of floats.
         candidates: at most one for each weight.
         calls: the prompts; see `sample`.
         progress: called as (stage, done, total) in matrices.
-
-    Raises:
-        ModelError: the model cannot be run, or its logits are no numbers.
     """
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
@@ -175,8 +160,8 @@ def matrix_losses(
     first = [log_probabilities(logits) for logits in chain.logits_of(stages)]
     for piece in chain.pieces:
         here = [one for one in candidates if places[one.name] == piece]
-        wanted = [value for one in here for name in one.inputs for value in chain.products[name]]
-        after, own = zip(*(chain.step(piece, stage, {}, wanted) for stage in stages), strict=True)
+        ends = [value for one in here for name in one.inputs for value in chain.products[name]]
+        after, own = zip(*(chain.step(piece, stage, {}, ends) for stage in stages), strict=True)
         for candidate in here:
             losses[candidate.name] = _loss(model, candidate, piece, stages, own, first)
             progress("one matrix at a time", len(losses), len(candidates))
@@ -193,17 +178,17 @@ def _loss(
     first: Sequence[NDArray[np.float32]],
 ) -> MatrixLoss:
     chain, numbers = model.chain, candidate.numbers()
-    given = dict.fromkeys(candidate.inputs, model.held(candidate.name, numbers))
+    fed = dict.fromkeys(candidate.inputs, model.held(candidate.name, numbers))
     error = _share(model.own(candidate.name), numbers)
     stack, rows = expert_of(candidate.name) or (candidate.name, ...)
     values = [value for value in chain.products.get(stack, []) if value in own[0]]
-    outputs = [chain.step(piece, stage, given, values)[1] for stage in stages] if values and not candidate.table else []
+    outputs = [chain.step(piece, stage, fed, values)[1] for stage in stages] if values and not candidate.table else []
     pairs = [
         (one[value][rows], other[value][rows]) for one, other in zip(own, outputs, strict=False) for value in values
     ]
     kl, top_1 = 0.0, 1.0
     if rows is ... or not all(np.array_equal(*pair) for pair in pairs):  # an expert that nobody chose costs nothing
-        kl, top_1 = _divergence(chain.logits_of(stages, lambda _: given, piece), first)
+        kl, top_1 = _divergence(chain.logits_of(stages, lambda _: fed, piece), first)
     layer = piece if piece in range(chain.layers) and not model.is_head(candidate.name) else None
     apart = _ratio([_parts(*pair) for pair in pairs]) if pairs else error
     return MatrixLoss(candidate.name, layer, numbers.shape, candidate.bits, candidate.bytes, error, apart, kl, top_1)
@@ -211,14 +196,13 @@ def _loss(
 
 def _divergence(logits: Iterator[NDArray[Any]], first: Sequence[NDArray[np.float32]]) -> tuple[float, float]:
     """KL and the share of equal top tokens over all prompts."""
-    found = Divergence()
+    divergence = Divergence()
     for one, beside in zip(logits, first, strict=True):
-        found.add(beside, one)
-    return found.mean, found.top_1
+        divergence.add(beside, one)
+    return divergence.mean, divergence.top_1
 
 
 def _share(own: NDArray[Any], other: NDArray[Any]) -> float:
-    """Length of a difference as a share of the first array's length."""
     return _ratio([_parts(own, other)])
 
 

@@ -40,10 +40,10 @@ class Moves:
     @cached_property
     def steps(self) -> list[dict[str, int]]:
         """Bits of all matrices after none, one, two .. have moved."""
-        made = [dict(self.begin)]
+        steps = [dict(self.begin)]
         for loss in self.losses:
-            made.append({**made[-1], loss.name: self.end[loss.name]})
-        return made
+            steps.append({**steps[-1], loss.name: self.end[loss.name]})
+        return steps
 
     @cached_property
     def left(self) -> list[float]:

@@ -18,11 +18,6 @@ class Divergence:
 
     KL = log E exp(d - m), d the difference of the logits and m its mean, both over the first distribution: small
     differences keep their digits, which those of two logarithms of probabilities lose.
-
-    Attributes:
-        positions: compared.
-        total, largest: the sum and the largest of KL.
-        same: positions with the same top token.
     """
 
     positions: int = 0
@@ -31,11 +26,7 @@ class Divergence:
     same: int = 0
 
     def add(self, first: NDArray[np.float32], other: NDArray[Any]) -> None:
-        """Compare a first run's log probabilities with another's logits, [..., vocab].
-
-        Raises:
-            ModelError: logits that are no numbers.
-        """
+        """Compare a first run's log probabilities with another's logits, [..., vocab]."""
         vocab = first.shape[-1]
         one, two = first.reshape(-1, vocab), other.reshape(-1, vocab)
         rows = max(1, LOGITS_AT_ONCE // vocab)

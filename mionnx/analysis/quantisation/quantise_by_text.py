@@ -49,14 +49,11 @@ def quantise_by_text(
     """Write a quantised model by what it computes on texts.
 
     Args:
-        model: of floats.
-        folder: to make.
         settings: of the blocks; matrices that cost too much take more bits than these say.
         budget: a bound of KL(floats || blocks) in nats, the mean over the tokens; None for no bound.
         texts: what KL is measured on; None for what the model writes by itself.
         importance: whether scales weight columns by what multiplies them, on what the model writes by itself; texts to
             take in its place.
-        progress: called as (stage, done, total).
 
     Raises:
         InputError: no such bound, or no text.
@@ -70,41 +67,40 @@ def quantise_by_text(
     if importance and settings.bits == WIDE_BITS:
         raise InputError("importance has no effect on 8 bits: it weights the scales of blocks of 4")
     model.hooked.need_weights("quantising it")
-    weights, told = Importance(), dict[str, Any]()
+    weights, entry = Importance(), dict[str, Any]()
     options = Options(threads=model.options.threads, prepack=False)
     if importance:
         ids = own_text(model) if importance is True else windows(model, importance)
         weights = mean_squares(model.hooked, calls_of(model, ids), options, progress)
-        told = {"importance": _text(ids, importance is True)}
+        entry = {"importance": _text(ids, importance is True)}
     if budget is None:
         with new_folder(folder, ModelError) as partial:
             quantise_into(model.hooked, partial, settings, progress, importance=weights)
-            _record(HookedModel.open(partial, check="none"), told)
+            _record(HookedModel.open(partial, check="none"), entry)
         return folder
     floats = FloatModel(model.hooked, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewBlocksWarning)  # it is said when the model is written
-        chosen = choose(model.hooked, floats.found, settings)
+        chosen = choose(model.hooked, floats.uses, settings)
     matrices = whole_stacks(chosen.matrices)
     ids = own_text(model) if texts is None else windows(model, texts)
     with text_of(floats, calls_of(model, ids), progress) as text:
         search = Search(floats, text, matrices, settings, budget, progress, weights)
-        return _within(model, folder, search, told, _text(ids, texts is None))
+        return _within(model, folder, search, entry, _text(ids, texts is None))
 
 
 def _text(ids: Sequence[Ids], own: bool) -> dict[str, Any]:
-    """A text in a model's metadata."""
     return {"text": "own" if own else "given", "text_sha256": digest(ids), "tokens": sum(one.size for one in ids)}
 
 
-def _within(model: Runner, folder: Path, search: Search, told: dict[str, Any], text: dict[str, Any]) -> Path:
+def _within(model: Runner, folder: Path, search: Search, entry: dict[str, Any], text: dict[str, Any]) -> Path:
     """Choose bits and write the model; the next bits if it turns out to be above the bound."""
     bits, more = search.run()
-    asked = {name: matrix.bits for name, matrix in search.matrices.items()}
-    without = search.kl(asked)
-    known = {"bound": search.bound, "kl_without": without, "bytes_without": search.bytes(asked), **text}
+    begin = {name: matrix.bits for name, matrix in search.matrices.items()}
+    without = search.kl(begin)
+    facts = {"bound": search.bound, "kl_without": without, "bytes_without": search.bytes(begin), **text}
     for one in (bits, *more):
-        if _written(model, folder, search, one, told, known):
+        if _written(model, folder, search, one, entry, facts):
             return folder
     raise ModelError(f"budget={search.bound:g} is not met by the model as it is written, whatever the bits")
 
@@ -114,32 +110,32 @@ class _AboveError(Exception):
 
 
 def _written(
-    model: Runner, folder: Path, search: Search, bits: Bits, told: dict[str, Any], known: dict[str, Any]
+    model: Runner, folder: Path, search: Search, bits: Bits, entry: dict[str, Any], facts: dict[str, Any]
 ) -> bool:
     """Write a model, unless it turns out to be above the bound."""
     settings = search.settings
     try:
         with new_folder(folder, ModelError) as partial:
-            made = _settings(settings, bits)
-            quantise_into(model.hooked, partial, made, search.progress, importance=search.importance)
+            changed = _settings(settings, bits)
+            quantise_into(model.hooked, partial, changed, search.progress, importance=search.importance)
             opened = HookedModel.open(partial, check="none")
-            found = _measured(opened, search.text, model.options.threads, search.progress)
-            if found.mean > search.bound:
+            divergence = _measured(opened, search.text, model.options.threads, search.progress)
+            if divergence.mean > search.bound:
                 raise _AboveError
             wide = [name for name, one in bits.items() if one == WIDE_BITS and settings.bits_of(name) != WIDE_BITS]
-            kept = [name for name, one in bits.items() if one == IN_FLOATS]
-            moved = {"moved_to_8_bits": wide, "moved_to_floats": kept}
-            reached = {"kl": found.mean, "top_1": found.top_1, "bytes": search.bytes(bits), **moved}
-            _record(opened, {**told, "budget": known | reached})
+            floats = [name for name, one in bits.items() if one == IN_FLOATS]
+            moved = {"moved_to_8_bits": wide, "moved_to_floats": floats}
+            reached = {"kl": divergence.mean, "top_1": divergence.top_1, "bytes": search.bytes(bits), **moved}
+            _record(opened, {**entry, "budget": facts | reached})
     except _AboveError:
         return False
     return True
 
 
-def _measured(made: HookedModel, text: MeasuredText, threads: int, progress: Progress) -> Divergence:
+def _measured(hooked: HookedModel, text: MeasuredText, threads: int, progress: Progress) -> Divergence:
     """KL of a quantised model over a text, its products in floats."""
-    products = any(node.op_type == "MatMulNBits" for node in made.proto.graph.node)
-    model = at_level(made, 0) if products else made
+    products = any(node.op_type == "MatMulNBits" for node in hooked.proto.graph.node)
+    model = at_level(hooked, 0) if products else hooked
     bound, options = bind(HookSpec(), model, Outputs(carried=False)), Options(threads=threads)
     graph, _ = rewrite(model.proto, bound.plan, model.metadata)
     divergence = Divergence()
@@ -151,21 +147,20 @@ def _measured(made: HookedModel, text: MeasuredText, threads: int, progress: Pro
     return divergence
 
 
-def _record(made: HookedModel, entry: dict[str, Any]) -> None:
+def _record(hooked: HookedModel, entry: dict[str, Any]) -> None:
     """Write what was measured into the model's metadata."""
-    proto = onnx_file.read(made.folder / GRAPH)
-    metadata = replace(made.metadata, quantised={**made.metadata.quantised, **entry})
+    proto = onnx_file.read(hooked.folder / GRAPH)
+    metadata = replace(hooked.metadata, quantised={**hooked.metadata.quantised, **entry})
     del proto.metadata_props[:]
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
-    (made.folder / GRAPH).write_bytes(proto.SerializeToString())
+    (hooked.folder / GRAPH).write_bytes(proto.SerializeToString())
 
 
 def _settings(settings: Quantisation, bits: Bits) -> Quantisation:
-    """The settings by which each matrix has its bits."""
-    kept = tuple(escape(name) for name, one in bits.items() if one == IN_FLOATS)
+    floats = tuple(escape(name) for name, one in bits.items() if one == IN_FLOATS)
     wide = tuple(escape(name) for name, one in bits.items() if one == WIDE_BITS)
-    keep = (*settings.keep, *kept)
-    if len(wide) + len(kept) == len(bits):
+    keep = (*settings.keep, *floats)
+    if len(wide) + len(floats) == len(bits):
         return replace(settings, bits=WIDE_BITS, in_8_bits=(), keep=keep)
     return replace(settings, in_8_bits=wide, keep=keep)

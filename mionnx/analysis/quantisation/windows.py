@@ -26,13 +26,12 @@ def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
 
     Raises:
         InputError: no text, or one of a single token.
-        TokenizerError: the model has no tokenizer.
     """
-    given = [texts] if isinstance(texts, str) else list(texts)
-    if not given:
+    documents = [texts] if isinstance(texts, str) else list(texts)
+    if not documents:
         raise InputError("texts=[]: there is no text to measure on")
     limit = min(WINDOW, model.hooked.metadata.sizes.max_positions or WINDOW)
-    return [window for text in given for window in _cut(model, text, limit)]
+    return [window for text in documents for window in _cut(model, text, limit)]
 
 
 def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
@@ -46,10 +45,10 @@ def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
 
 def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
     """The special tokens before a text, and its own."""
-    whole = np.asarray(model.tokenize(text).ids, np.int64)
+    ids = np.asarray(model.tokenize(text).ids, np.int64)
     bare = np.asarray(encode(model.tokenizer, text, add_special_tokens=False).ids, np.int64)
-    at = next((at for at in range(len(whole) - len(bare) + 1) if (whole[at : at + len(bare)] == bare).all()), 0)
-    return whole[:at], bare
+    at = next((at for at in range(len(ids) - len(bare) + 1) if (ids[at : at + len(bare)] == bare).all()), 0)
+    return ids[:at], bare
 
 
 def own_text(model: Runner) -> list[Ids]:
@@ -64,10 +63,10 @@ def own_text(model: Runner) -> list[Ids]:
     first = first or next(iter(model.hooked.end_tokens()), 0)
     length = min(OWN_LENGTH, model.hooked.metadata.sizes.max_positions or OWN_LENGTH)
     begin = np.full((OWN_ROWS, 1), first, np.int64)
-    made = generate(
+    generation = generate(
         model, begin, max_new_tokens=length - 1, do_sample=True, top_k=0, seed=0, eos_token_id=[], pad_token_id=0
     )
-    return [np.stack(made.ids[at : at + 2]) for at in range(0, OWN_ROWS, 2)]
+    return [np.stack(generation.ids[at : at + 2]) for at in range(0, OWN_ROWS, 2)]
 
 
 def calls_of(model: Runner, ids: Sequence[Ids]) -> list[TokenBatch]:
@@ -77,7 +76,7 @@ def calls_of(model: Runner, ids: Sequence[Ids]) -> list[TokenBatch]:
 
 def digest(ids: Sequence[Ids]) -> str:
     """SHA-256 of windows' tokens, in hexadecimal."""
-    found = sha256()
+    sha = sha256()
     for one in ids:
-        found.update(np.array(one.shape, "<i8").tobytes() + np.ascontiguousarray(one, "<i8").tobytes())
-    return found.hexdigest()
+        sha.update(np.array(one.shape, "<i8").tobytes() + np.ascontiguousarray(one, "<i8").tobytes())
+    return sha.hexdigest()

@@ -29,8 +29,6 @@ class SteeringCalibration(Stored):
     """Strengths in units of the stream that they are added to; `save` writes .safetensors.
 
     Attributes:
-        hook: the short name of the hook point.
-        layers: the layers.
         stream_norms: [layers], the median length of the value there over the prompts' tokens but the first of each.
         direction_norms: [layers], the lengths of the directions.
     """
@@ -111,7 +109,6 @@ def vector_norms(
 
 
 def _later(length: int, positions: Any) -> NDArray[np.bool_]:
-    """[tokens]: which chosen tokens of a text are not its first one."""
     if positions is None or isinstance(positions, str):
         return np.arange(length) > 0
     return np.atleast_1d(positions) % length > 0
@@ -126,7 +123,7 @@ def _lengths(
         spec.capture(point, positions=None if isinstance(positions, str) else positions)
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
-        found = numbers(cache)
-        return np.stack([np.linalg.norm(found[point][0].astype(np.float64), axis=-1) for point in points])
+        values = numbers(cache)
+        return np.stack([np.linalg.norm(values[point][0].astype(np.float64), axis=-1) for point in points])
 
     return map_rows(model, ListRequest([*texts], spec, batch_size, logits=False), read, "measuring")

@@ -87,8 +87,8 @@ def _activations(
         spec.capture(point, positions=positions)
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
-        found = numbers(cache)
-        return np.stack([found[point][0].astype(np.float64).mean(axis=0) for point in points])
+        values = numbers(cache)
+        return np.stack([values[point][0].astype(np.float64).mean(axis=0) for point in points])
 
     request = ListRequest(model.ids(texts), spec, batch_size, logits=False)
     return np.stack(map_rows(model, request, read, "capturing", progress=progress), axis=1)

@@ -50,12 +50,10 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
 
     Args:
         vectors: layer -> [width], to add to `blocks.N.hook_resid_post`; layers from 1 on.
-        path: of the file.
         model_hint: llama.cpp's name of the architecture, such as "llama"; it is not checked by anything.
 
     Raises:
         SpecFileError: a direction that the format has no name for, or a file that cannot be written.
-        RuntimeMissingError: the gguf package is not installed.
     """
     gguf = _gguf()
     if 0 in vectors:
@@ -83,7 +81,6 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
 
     Raises:
         SpecFileError: no such file, or none that llama.cpp would take.
-        RuntimeMissingError: the gguf package is not installed.
     """
     gguf = _gguf()
     if is_no_file(Path(path)):
@@ -114,8 +111,8 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
 def _check_sum(path: str | Path, facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:
     if CHECKSUM not in facts:
         return
-    told = [str(facts.get(HINT, "")), str(facts.get(COUNT))]  # an empty hint is not written
-    if facts[CHECKSUM] != values_checksum(tensors, told):
+    entries = [str(facts.get(HINT, "")), str(facts.get(COUNT))]  # an empty hint is not written
+    if facts[CHECKSUM] != values_checksum(tensors, entries):
         raise SpecFileError(f"{path} is damaged: it does not have the checksum that was written with it")
 
 

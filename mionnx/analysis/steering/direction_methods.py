@@ -51,8 +51,6 @@ def directions_of(positive: Matrix, negative: Matrix, method: str, layers: tuple
 
     Args:
         positive, negative: activations, [layers, pairs, width].
-        method: "mean_difference" or "pca".
-        layers: their numbers, for messages.
 
     Raises:
         InputError: another method.

@@ -37,7 +37,6 @@ class Direction(Brief):
     """A vector at one hook point.
 
     Attributes:
-        hook: the hook point's name.
         vector: [width], float32; strength 1 adds it as it is.
     """
 
@@ -53,7 +52,6 @@ class Direction(Brief):
 
     @property
     def norm(self) -> float:
-        """Its length."""
         return float(np.linalg.norm(self.vector))
 
     def intervention(self, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
@@ -91,7 +89,6 @@ class Directions(Shown):
 
         Raises:
             InterventionError: vectors that are not [layers, width], NaN, a zero vector, layers that repeat.
-            HookError: no hook point of this name has one vector a token in every layer.
         """
         self.hook = template_of(hook)[0]
         self.vectors, self.layers = _vectors(vectors), tuple(int(layer) for layer in layers)
@@ -191,8 +188,8 @@ class Directions(Shown):
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
-        given = self.layers if layers is None else layers
-        chosen = [given] if isinstance(given, int | np.integer) else [*given]
+        numbers = self.layers if layers is None else layers
+        chosen = [numbers] if isinstance(numbers, int | np.integer) else [*numbers]
         if not chosen:
             raise InterventionError("steering in no layers would do nothing")
         return chosen
@@ -228,10 +225,10 @@ class Directions(Shown):
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
             declared = json.loads(metadata["declaration"])
-            known = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
+            measures = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
             vectors = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
             layers = sorted(vectors)
-            separation = Separation(**known) if known else None
+            separation = Separation(**measures) if measures else None
             return cls(np.stack([vectors[layer] for layer in layers]), layers, **declared, separation=separation)
         except (KeyError, TypeError, ValueError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error
@@ -314,7 +311,6 @@ class Directions(Shown):
         return table
 
     def _columns(self) -> Columns:
-        """One row for each layer."""
         cosines = [*self.convergence(), np.nan]
         columns: dict[str, Any] = {"layer": [*self.layers], "length": self.norms, "cosine with the next": cosines}
         return columns if self.separation is None else {**columns, **vars(self.separation)}

@@ -117,12 +117,7 @@ class DoseTrial:
     """One direction tried on prompts."""
 
     def __init__(
-        self,
-        model: Runner,
-        texts: list[Tokens],
-        direction: Direction,
-        positions: Any,
-        batch_size: BatchSize,
+        self, model: Runner, texts: list[Tokens], direction: Direction, positions: Any, batch_size: BatchSize
     ) -> None:
         self.model, self.texts, self.direction = model, texts, direction
         self.positions, self.batch_size = positions, batch_size

@@ -17,7 +17,7 @@ from mionnx.machine.typed import typed
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, long_form, readable
 
 LETTERS = 64  # of a prompt in a legend
-NOTHING = 1e-9  # nats of rounding
+ROUNDING_KL = 1e-9  # nats of rounding
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +27,6 @@ class Answers(Brief, Storable):
     Attributes:
         kl: KL divergence (without || with), in nats.
         probabilities: of the target.
-        top: the top token.
         top_probabilities: its probability.
     """
 
@@ -44,9 +43,7 @@ class DoseResponse(Shown):
 
     Attributes:
         hook: where it was added.
-        prompts: [prompts], texts.
         strengths: [strengths], ascending.
-        answers: what came of each.
         targets: [prompts], the tokens whose probability is followed.
         baseline: [prompts], the top tokens without steering.
         flips: [prompts], the strength nearest 0, on either side, from which the top token is the target; NaN if it is
@@ -173,7 +170,6 @@ class DoseResponse(Shown):
         return table
 
     def _answers(self, row: int) -> Table:
-        """The answers to one prompt at each strength."""
         target = f"P({self.names[int(self.targets[row])]})"
         styles = {"top token": "token", "its probability": "share", target: "share"}
         page = {"heading": f"Answers to “{self.prompts[row]}”", "styles": styles}
@@ -181,11 +177,10 @@ class DoseResponse(Shown):
         shares = self.answers.top_probabilities[row], self.probabilities[row]
         for strength, top, *probabilities, kl in zip(self.strengths, self.top(row), *shares, self.kl[row], strict=True):
             numbers = (decimal(one, 4) for one in probabilities)
-            table.add_row(readable(strength), escape(top), *numbers, "0" if kl < NOTHING else readable(kl))
+            table.add_row(readable(strength), escape(top), *numbers, "0" if kl < ROUNDING_KL else readable(kl))
         return table
 
     def _columns(self) -> Columns:
-        """One row for each prompt and strength."""
         prompts = [*zip(self.prompts, (self.names[int(token)] for token in self.targets), strict=True)]
         top = np.array([self.names[int(token)] for token in self.answers.top.ravel()], object)
         numbers = {"top_token": top, "top_probability": self.answers.top_probabilities}

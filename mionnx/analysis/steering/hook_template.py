@@ -11,9 +11,6 @@ def template_of(hook: str | HookPoint) -> tuple[str, str]:
 
     Args:
         hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
-
-    Raises:
-        HookError: there is none, or the name is that of one layer's.
     """
     name, kinds = str(hook), _kinds()
     if (layer := layer_of(name)) is not None:

@@ -11,11 +11,7 @@ Texts = str | Sequence[str]
 
 
 def texts_of(name: str, texts: Texts) -> list[str]:
-    """One text or several as a list.
-
-    Raises:
-        InputError: none, an empty one, or no texts.
-    """
+    """One text or several as a list."""
     rows = [texts] if isinstance(texts, str) else list(texts)
     if not rows or not all(isinstance(text, str) and text for text in rows):
         raise InputError(f"{name} must be one or more texts, got {texts!r}")
@@ -29,11 +25,7 @@ def one_list_each(positions: Any) -> bool:
 
 
 def positions_of(positions: Any, prompt: int, count: int) -> Any:
-    """The positions in one of `count` prompts.
-
-    Raises:
-        InputError: lists for another number of prompts.
-    """
+    """The positions in one of `count` prompts."""
     if not one_list_each(positions):
         return positions
     if len(positions) != count:
@@ -42,11 +34,7 @@ def positions_of(positions: Any, prompt: int, count: int) -> Any:
 
 
 def whole_numbers(positions: Any) -> list[int] | None:
-    """The positions in every text; None for all of them.
-
-    Raises:
-        InputError: neither integers nor "prompt" nor None.
-    """
+    """The positions in every text; None for all of them."""
     if positions is None or (isinstance(positions, str) and positions == "prompt"):
         return None
     several = [positions] if isinstance(positions, int | np.integer) else positions
