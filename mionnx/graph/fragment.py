@@ -29,8 +29,8 @@ from onnx.reference import ReferenceEvaluator
 from mionnx.errors import InterventionError
 from mionnx.graph import onnx_file, validate
 
-FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
-LARGEST = 2**31 - 2**16  # bytes of one protobuf message
+FLOAT_DTYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+LARGEST_MESSAGE = 2**31 - 2**16  # bytes of one protobuf message
 Source: TypeAlias = "Fragment | onnx.ModelProto | bytes | str | Path"
 
 
@@ -113,7 +113,7 @@ class Fragment:
         Raises:
             InterventionError: weights of more than the 2 GiB that an ONNX file holds.
         """
-        if self.size > LARGEST:
+        if self.size > LARGEST_MESSAGE:
             raise InterventionError(f"splice: weights of {self.size / 2**30:.1f} GiB; an ONNX file holds 2")
         proto = onnx.ModelProto()
         proto.CopyFrom(self.structure)
@@ -194,7 +194,7 @@ def _parted(proto: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict
 
 def _is_weight(tensor: onnx.TensorProto) -> bool:
     external = tensor.data_location == onnx.TensorProto.EXTERNAL
-    return external or (tensor.data_type in FLOATS and int(np.prod(tensor.dims)) > 1)
+    return external or (tensor.data_type in FLOAT_DTYPES and int(np.prod(tensor.dims)) > 1)
 
 
 def _read(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:

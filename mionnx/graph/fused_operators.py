@@ -24,8 +24,8 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.onnx_file import check_texts
 from mionnx.graph.operator_table import Expansion, expansion_of
 
-LARGEST = 2**14  # characters of one node's text
-LOWEST = -9999.0  # what is added to a score that no query shall read, or less
+LONGEST_NODE_TEXT = 2**14  # characters of one node's text
+MASKED_SCORE = -9999.0  # what is added to a score that no query shall read, or less
 
 # What computes masks and lengths of a call.
 CALL = frozenset(
@@ -85,8 +85,8 @@ def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
 
 def _parse(text: str) -> onnx.NodeProto:
     node = onnx.NodeProto()
-    if len(text) > LARGEST:
-        raise ModelError(f"a fused operator in the metadata has more than {LARGEST:,} characters: refused")
+    if len(text) > LONGEST_NODE_TEXT:
+        raise ModelError(f"a fused operator in the metadata has more than {LONGEST_NODE_TEXT:,} characters: refused")
     try:
         node.ParseFromString(base64.b64decode(text, validate=True))
     except (binascii.Error, DecodeError, ValueError) as error:
@@ -154,7 +154,7 @@ class _Reader:
         if node is None or node.op_type != "Where" or len(node.input) != 3:
             return None
         shown, hidden = (self._number(value) for value in node.input[1:])
-        return node.input[0] if shown == 0 and hidden is not None and hidden <= LOWEST else None
+        return node.input[0] if shown == 0 and hidden is not None and hidden <= MASKED_SCORE else None
 
     def _number(self, name: str) -> float | None:
         """A constant number; None if a value is none."""

@@ -76,7 +76,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
 ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
-LARGEST = 2**28  # bytes of a graph without its weights
+LARGEST_GRAPH = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
@@ -115,7 +115,7 @@ class HookedModel:
     @classmethod
     def _read(cls, folder: Path) -> "HookedModel":
         """Read a graph and its metadata, and check them against each other."""
-        proto = onnx_file.read(folder / GRAPH, LARGEST)
+        proto = onnx_file.read(folder / GRAPH, LARGEST_GRAPH)
         validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)

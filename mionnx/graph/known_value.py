@@ -20,7 +20,7 @@ from onnx.shape_inference import infer_node_outputs
 from mionnx.errors import ModelError
 from mionnx.graph.operator_table import DOMAIN, contrib_outputs
 
-SMALL = 2**12  # elements of a value whose content is followed
+MOST_FOLLOWED = 2**12  # elements of a value whose content is followed
 Dims = tuple[int | None, ...]
 # Operators that compute sizes. None takes longer than its inputs and outputs are large.
 FOLDED = frozenset(
@@ -89,7 +89,7 @@ def of_shape(dtype: int, shape: Dims | None, constant: bool, data: NDArray[Any] 
 def of_array(array: NDArray[Any]) -> Known:
     """A constant."""
     dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    return of_shape(dtype, array.shape, True, array if array.size <= SMALL else None)
+    return of_shape(dtype, array.shape, True, array if array.size <= MOST_FOLLOWED else None)
 
 
 def of_tensor(tensor: onnx.TensorProto) -> Known:
@@ -97,7 +97,7 @@ def of_tensor(tensor: onnx.TensorProto) -> Known:
     dims, count = tuple(tensor.dims), prod(tensor.dims)
     if tensor.data_type == onnx.TensorProto.STRING:
         raise ModelError(f"{tensor.name!r} is text: no graph of a model computes with texts")
-    if count > SMALL or tensor.data_location == onnx.TensorProto.EXTERNAL:
+    if count > MOST_FOLLOWED or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return of_shape(tensor.data_type, dims, True)
     return of_shape(tensor.data_type, dims, True, onnx.numpy_helper.to_array(tensor))
 
@@ -261,7 +261,7 @@ def _content(
         return nothing
     if any(known is not None and known.data is None for known in inputs):
         return nothing
-    if any(known.most is None or known.most > SMALL for known in made):
+    if any(known.most is None or known.most > MOST_FOLLOWED for known in made):
         return nothing
     graph = onnx.helper.make_graph(
         [node],

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.graph.output_head import ELEMENTWISE, LOGITS
+from mionnx.graph.output_head import HEAD_ELEMENTWISE, LOGITS
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.graph.weight_value import linear_bias, linear_weight, product_of, table_of, weight_value
 
 Matrix = NDArray[Any]
-ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
+ACTIVATION_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
-SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
-LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
+RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
+WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def embedding(model: HookedModel) -> NDArray[Any]:
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:
         for node in (flow.nodes[i] for i in flow.consumers[name]):
-            if node.op_type in LOOKUPS and node.input[1] == name and node.input[0] not in varying:
+            if node.op_type in WEIGHT_LOOKUPS and node.input[1] == name and node.input[0] not in varying:
                 return table_of(flow, model.folder, node)
-            names += node.output[:1] if node.op_type in SHAPING else []
+            names += node.output[:1] if node.op_type in RESHAPING else []
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
 
 
@@ -157,7 +157,7 @@ def _head(model: HookedModel) -> _Head:
         if product is not None:
             return _Head(flow, product, name, passed, varying)
         computed = [entry for entry in node.input if entry in varying]
-        if node.op_type not in ELEMENTWISE | ROUNDING or len(computed) != 1:
+        if node.op_type not in HEAD_ELEMENTWISE | ACTIVATION_ROUNDING or len(computed) != 1:
             break
         passed.append(node)
         name = computed[0]

@@ -19,7 +19,7 @@ from mionnx.graph.stock_graph import is_table
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
 COMPILED = f"{PREFIX}compiled"  # of a compiled intervention graph, which is no hooked model
-LARGEST = 2**24  # characters; 30 layers have 40,000
+LONGEST_METADATA = 2**24  # characters; 30 layers have 40,000
 NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed between additions
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
@@ -204,8 +204,8 @@ class Metadata:
         Raises:
             ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
         """
-        if sum(len(key) + len(text) for key, text in props.items()) > LARGEST:
-            raise ModelError(f"the hooked model's metadata has more than {LARGEST:,} characters: refused")
+        if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:
+            raise ModelError(f"the hooked model's metadata has more than {LONGEST_METADATA:,} characters: refused")
         if f"{PREFIX}format" not in props:
             raise ModelError(
                 "this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`"

@@ -19,11 +19,11 @@ from mionnx.graph.folder_file import check_regular
 
 ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
-LARGEST = 2**31  # bytes of an ONNX file
+LARGEST_FILE = 2**31  # bytes of an ONNX file
 PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbers in a byte
 
 
-def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
+def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
 
     Args:

@@ -20,7 +20,7 @@ from mionnx.graph.blocks import in_order, unpack
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.offset_products import offsets_of, order_of
 
-BITS = (2, 4, 8)
+PACKED_BITS = (2, 4, 8)
 LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
@@ -115,6 +115,6 @@ def attributes(node: onnx.NodeProto) -> dict[str, int]:
 
 def _bits(node: onnx.NodeProto) -> int:
     bits = attributes(node).get("bits", 4)
-    if bits not in BITS:
-        raise ModelError(f"{node.name}: {node.op_type} with numbers of {bits} bits; {BITS} are read")
+    if bits not in PACKED_BITS:
+        raise ModelError(f"{node.name}: {node.op_type} with numbers of {bits} bits; {PACKED_BITS} are read")
     return bits

@@ -13,7 +13,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.matrices import Matrix
 from mionnx.graph.weight_value import linear_weight, table_of
 
-OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
+PACKED_OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
 BIAS = 5  # place of a MatMulNBits' bias
 
 
@@ -29,7 +29,7 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
     """
     flow, made, numbers = Dataflow(proto), list[onnx.NodeProto](), dict[str, Matrix]()
     for node in proto.graph.node:
-        if node.op_type not in OPERATORS:
+        if node.op_type not in PACKED_OPERATORS:
             made.append(node)
             continue
         lookup = node.op_type == "GatherBlockQuantized"

@@ -26,8 +26,8 @@ from mionnx.graph.packed_weight import matmul_nbits
 Numbers = NDArray[np.floating]
 QUANTISED = "_quantized"  # what ONNX Runtime's quantiser puts behind the name of a weight
 # Operator -> places of its weight's scales and zero points among its inputs.
-SCALES = {"DynamicQuantizeMatMul": (2, 3), "MatMulIntegerToFloat": (3, 5)}
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+SCALE_INPUTS = {"DynamicQuantizeMatMul": (2, 3), "MatMulIntegerToFloat": (3, 5)}
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
 def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
@@ -49,7 +49,7 @@ def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
         if maker is not None and maker.op_type == "DequantizeLinear":
             return dequantised(proto, folder, maker)
     array = onnx_file.weight(proto, folder, name)
-    return array if array.dtype.name in FLOATS else _scaled(proto, folder, name, array)
+    return array if array.dtype.name in FLOAT_NAMES else _scaled(proto, folder, name, array)
 
 
 def dequantised(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> Numbers:
@@ -122,7 +122,7 @@ def refuse_integers(name: str, array: NDArray) -> None:
     Raises:
         ModelError: naming it and its dtype.
     """
-    if array.dtype.name not in FLOATS:
+    if array.dtype.name not in FLOAT_NAMES:
         raise ModelError(
             f"the weight {name!r} is quantised, {array.dtype} {list(array.shape)}, and the graph does not say its "
             "scales where they are known: DequantizeLinear, QLinearMatMul, MatMulInteger, MatMulNBits. Open the model "
@@ -144,8 +144,8 @@ def _scaled(proto: onnx.ModelProto, folder: Path, name: str, integers: NDArray) 
                 return _picked(proto, folder, following, integers)
         if node.op_type == "QLinearMatMul" and place == 3:
             return _by_column(proto, folder, integers, node.input[4], node.input[5])
-        if place == 1 and node.op_type in SCALES:
-            scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALES[node.op_type])
+        if place == 1 and node.op_type in SCALE_INPUTS:
+            scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALE_INPUTS[node.op_type])
             return _by_column(proto, folder, integers, scales, zeros)
         if node.op_type == "MatMulNBits" and place == 1:
             return matmul_nbits(flow, folder, node)

@@ -24,23 +24,23 @@ from mionnx.graph.metadata import Metadata
 from mionnx.graph.weight_check import Progress, sampled, silent
 
 RECORD = "weights.sha256.json"
-SMALL = 2**26  # bytes of a file that an export waits for
+SMALL_FILE = 2**26  # bytes of a file that an export waits for
 
-Facts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or changed
+FileFacts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or changed
 
 
-def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> Facts:
+def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> FileFacts:
     """Describe weight files for `Metadata.weight_files`; only small ones are waited for.
 
     Args:
         folder, names: of the files.
         progress: called as (stage, done, total) in bytes.
     """
-    found: Facts = {}
+    found: FileFacts = {}
     for name in sorted({*names}):
         file, stat = folder / name, (folder / name).stat()
         file_digest.start([file])
-        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL else file_digest.known(file)
+        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL_FILE else file_digest.known(file)
         found[name] = {"size": stat.st_size, "sampled": sampled(file)}
         found[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
     return found
@@ -48,7 +48,7 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
 
 def describe_export(
     folder: Path, names: Iterable[str], checkpoint: Iterable[Path], progress: Progress = silent
-) -> tuple[str, Facts]:
+) -> tuple[str, FileFacts]:
     """Describe the weights of an export for `Metadata`.
 
     Args:
@@ -84,7 +84,7 @@ def combined(digests: Iterable[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def recorded(folder: Path, metadata: Metadata) -> Facts:
+def recorded(folder: Path, metadata: Metadata) -> FileFacts:
     """Read what is known of a model's weight files, by its graph and by the record beside it."""
     found = {name: dict(facts) for name, facts in metadata.weight_files.items()}
     if all("sha256" in facts for facts in found.values()):
@@ -106,7 +106,7 @@ def is_pending(folder: Path, metadata: Metadata) -> bool:
     return any("sha256" not in facts for facts in recorded(folder, metadata).values())
 
 
-def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> Facts:
+def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> FileFacts:
     """Hash the weight files that have not been hashed, and record them.
 
     Args:
@@ -168,7 +168,7 @@ def _check_unchanged(file: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def _write(path: Path, facts: Facts) -> None:
+def _write(path: Path, facts: FileFacts) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.partial")
     try:
         partial.write_text(json.dumps(facts, indent=1))

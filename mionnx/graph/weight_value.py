@@ -16,7 +16,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.offset_products import product_of_sum, row_offsets_of
 from mionnx.graph.packed_weight import attributes, gather_integers
-from mionnx.graph.quantised_weight import FLOATS, dequantise, rounded, weight_numbers
+from mionnx.graph.quantised_weight import FLOAT_NAMES, dequantise, rounded, weight_numbers
 
 Matrix = NDArray[Any]
 # Operator -> place of the weight among the inputs of a linear map. MatMulInteger is one with the scale behind it.
@@ -47,7 +47,7 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
     node = flow.producer(name)
     if node is None or node.op_type == "Constant":
         array = onnx_file.weight(flow.proto, folder, name)
-        return array if array.dtype.name in FLOATS else weight_numbers(flow.proto, folder, name)
+        return array if array.dtype.name in FLOAT_NAMES else weight_numbers(flow.proto, folder, name)
     if node.op_type == "DequantizeLinear":
         return _dequantised(flow, folder, node)
     if node.op_type == "Cast":

@@ -48,7 +48,7 @@ from mionnx.machine.cache_entry import (
     sha256,
     unlinked,
 )
-from mionnx.machine.leftovers import LOCK, new_folder, partial_path, remove_leftovers
+from mionnx.machine.leftovers import LOCK_FILE, new_folder, partial_path, remove_leftovers
 
 ENTRY_KINDS = (MODELS, "bases", "graphs", "npm")
 IN_USE = "in use"
@@ -206,7 +206,7 @@ class DiskCache:
                     "sha256": sha256(file),
                 }
                 for file in files_in(partial)
-                if file.name != LOCK
+                if file.name != LOCK_FILE
             }
             manifest: dict[str, Any] = {"of": entry.address, "what": facts, "files": files, "made": time.time()}
             manifest["sha256"] = digest(manifest)

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from mionnx.machine.cache_entry import CLOCK, files_in
 
-LOCK = ".mionnx.lock"
+LOCK_FILE = ".mionnx.lock"
 PARTIAL_NAME = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 AN_HOUR = 3600.0
 A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it makes in less
@@ -45,10 +45,10 @@ def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         try:
-            with FileLock(partial / LOCK):
+            with FileLock(partial / LOCK_FILE):
                 yield partial
                 partial.rename(target)  # under its lock: nobody takes it for a leftover meanwhile
-                (target / LOCK).unlink()
+                (target / LOCK_FILE).unlink()
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as cause:
@@ -96,7 +96,7 @@ def _ours(path: Path, holding: Collection[str], files: re.Pattern[str] | None) -
     """Whether mionnx made it, in a folder where others may write too."""
     if path.is_dir():
         begun = files is not None and not any(path.iterdir())  # killed before it had a lock
-        return begun or any((path / name).exists() for name in [LOCK, *holding])
+        return begun or any((path / name).exists() for name in [LOCK_FILE, *holding])
     found = PARTIAL_NAME.fullmatch(path.name)
     return files is not None and found is not None and files.fullmatch(found["name"]) is not None
 
@@ -110,9 +110,9 @@ def _own(path: Path) -> bool:
 
 
 def _abandoned(partial: Path) -> bool:
-    if (partial / LOCK).is_file():
+    if (partial / LOCK_FILE).is_file():
         begun = partial.stat().st_mtime
-        with FileLock(partial / LOCK, timeout=0):
+        with FileLock(partial / LOCK_FILE, timeout=0):
             return _dead(partial, begun) or time.time() - begun > A_MOMENT
     changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
     return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
@@ -145,7 +145,7 @@ def temporary_folder() -> Path:
         if os.getpid() not in _temporary:
             remove_leftovers(Path(tempfile.gettempdir()), holding=())
             folder = Path(tempfile.mkdtemp(prefix=".mionnx.", suffix=f".{os.getpid()}.partial"))
-            lock = FileLock(folder / LOCK)
+            lock = FileLock(folder / LOCK_FILE)
             lock.acquire()
             _held.append(lock)
             _temporary[os.getpid()] = folder

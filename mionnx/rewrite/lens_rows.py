@@ -21,8 +21,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
 PREFIX, TOKENS = "mionnx.rows", "input_ids"
-ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
-TOP, TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
+LENS_ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
+TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
 
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
@@ -39,7 +39,7 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     op = Builder(graph, LOGITS, PREFIX, report)
     last = tensors[streams[-1]]
     readers = list(last.outputs)
-    rows = op.input(ROWS, np.int64, 1)
+    rows = op.input(LENS_ROWS, np.int64, 1)
     stack = op.Concat(*(tensors[name] for name in streams), axis=1, name="stack")
     chosen = op.Gather(stack, rows, axis=1, name="chosen", dtype=last.dtype)
     for node in readers:
@@ -142,7 +142,7 @@ def _largest(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
     tracked = op.Gather(numbers, op.input(TRACKED, np.int64, 1), axis=2)
     found = {
         TOP: (op.Sub(values, total), "k"),
-        TOP_IDS: (op.Cast(ids, to=np.int32), "k"),
+        ROWS_TOP_IDS: (op.Cast(ids, to=np.int32), "k"),
         TRACKED_LOG_PROBS: (op.Sub(tracked, total), "t"),
     }
     for name, (value, axis) in found.items():

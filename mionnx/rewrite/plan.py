@@ -194,7 +194,7 @@ class Gradients:
         return {self.of: METRIC_SEED} | {name: f"{METRIC_SEED}.{name}" for name in self.beside}
 
 
-LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
+LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 LOGIT_BEGIN = "mionnx.logits.begin"
 TOP_IDS = "mionnx.logits.top_ids"
 NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand

@@ -19,14 +19,14 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from mionnx.errors import GradientError
 from mionnx.graph.builder import ONE_DTYPE
 from mionnx.graph.dataflow import reads, subgraphs
-from mionnx.rewrite.gradient.facts import INT64, Dims, Facts, attributes
+from mionnx.rewrite.gradient.facts import INT64, Dims, NodeFacts, attributes
 
 Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
 Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
 SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
 
 
-class Names:
+class FreshNames:
     """Names and constants that a graph and its subgraphs share.
 
     Attributes:
@@ -69,8 +69,8 @@ class Backward:
 
     def __init__(
         self,
-        names: Names,
-        facts: Facts,
+        names: FreshNames,
+        facts: NodeFacts,
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
@@ -81,7 +81,7 @@ class Backward:
         self.nodes: list[NodeProto] = []
         self._known: dict[tuple[Any, ...], list[str]] = {}
 
-    def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
+    def inside(self, facts: NodeFacts, active: Collection[str]) -> "Backward":
         """The same for a subgraph."""
         return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
 

@@ -15,8 +15,8 @@ from onnx import ModelProto, helper
 from mionnx.errors import GradientError
 from mionnx.graph.dataflow import reads
 from mionnx.rewrite.gradient.activity import activity, prune
-from mionnx.rewrite.gradient.backward import Backward, Names, Rule
-from mionnx.rewrite.gradient.facts import Facts
+from mionnx.rewrite.gradient.backward import Backward, FreshNames, Rule
+from mionnx.rewrite.gradient.facts import NodeFacts
 from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.plan import gradient_name
 
@@ -52,10 +52,10 @@ def differentiate(
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]
-    facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
+    facts = NodeFacts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
     active = activity(nodes, facts, [*by, *filter(facts.is_float, varying)], [of])
     _refuse_idle(of, by, active)
-    op = Backward(Names(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
+    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
     found = op.run(nodes, {of: _seed(op, done, of, seed)})
     _refuse_constant(of, by, found)
     ends = [_output(op, done, name, found[name]) for name in by]
@@ -104,7 +104,7 @@ def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
     return made
 
 
-def _declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
+def _declared(facts: NodeFacts, name: str, like: str) -> onnx.ValueInfoProto:
     shape = facts.shapes.get(like)
     dims = None if shape is None else [None if isinstance(dim, str) and dim[0] == "?" else dim for dim in shape]
     return helper.make_tensor_value_info(name, facts.type(like), dims)

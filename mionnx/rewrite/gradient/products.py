@@ -6,7 +6,7 @@ from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
-from mionnx.rewrite.gradient.facts import NARROW
+from mionnx.rewrite.gradient.facts import NARROW_FLOATS
 
 
 def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -70,7 +70,7 @@ def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]
         raise GradientError("there is no gradient by the weights of a norm")
     axis, kind = op.attribute(node, "axis", -1), op.facts.type(x)
     axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.facts.rank(x))]
-    inner = TensorProto.FLOAT if kind in NARROW and op.attribute(node, "stash_type", 1) == 1 else kind
+    inner = TensorProto.FLOAT if kind in NARROW_FLOATS and op.attribute(node, "stash_type", 1) == 1 else kind
     value = x if inner == kind else op.Cast(x, to=inner)
     if node.op_type == "LayerNormalization":
         value = op.Sub(value, op.ReduceMean(value, axes, keepdims=1))
@@ -103,7 +103,7 @@ def _rotary(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     return {0: op.RotaryEmbedding(given[0], cos, op.Neg(sin), *rest, **own)}
 
 
-PRODUCTS: dict[str, Rule] = {
+PRODUCT_RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "LayerNormalization": _norm,
     "LogSoftmax": _log_softmax,

@@ -8,12 +8,12 @@ from onnx import GraphProto, NodeProto, helper
 from mionnx.graph.dataflow import from_outside, subgraphs
 from mionnx.rewrite.gradient.activity import activity, prune
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
-from mionnx.rewrite.gradient.blocks import BLOCKS
-from mionnx.rewrite.gradient.elementwise import ELEMENTWISE
+from mionnx.rewrite.gradient.blocks import BLOCK_RULES
+from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES
 from mionnx.rewrite.gradient.loops import scan_rule
-from mionnx.rewrite.gradient.products import PRODUCTS
+from mionnx.rewrite.gradient.products import PRODUCT_RULES
 from mionnx.rewrite.gradient.propagation import FROZEN_NORMS, FROZEN_PATTERNS, SHARES
-from mionnx.rewrite.gradient.shaping import SHAPING
+from mionnx.rewrite.gradient.shaping import SHAPING_RULES
 from mionnx.rewrite.gradient.subgraph import copy_of, declared
 
 
@@ -111,7 +111,7 @@ def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Gi
     return helper.make_graph(nodes, op.names.fresh("branch"), [], outputs)
 
 
-RULES: Mapping[str, Rule] = {**ELEMENTWISE, **BLOCKS, **PRODUCTS, **REDUCTIONS, **SHAPING}
+RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **BLOCK_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
 # Name of a set of rules -> the rules.
 SETS: Mapping[str, Mapping[str, Rule]] = {

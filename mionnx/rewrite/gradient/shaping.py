@@ -7,7 +7,7 @@ from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, numbers
-from mionnx.rewrite.gradient.facts import NARROW
+from mionnx.rewrite.gradient.facts import NARROW_FLOATS
 
 
 def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -131,7 +131,7 @@ def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **give
     float16 in float32: ONNX Runtime adds no other there on a CPU.
     """
     kind = op.facts.type(dy)
-    wide = TensorProto.FLOAT if kind in NARROW else kind
+    wide = TensorProto.FLOAT if kind in NARROW_FLOATS else kind
     parts = op.Cast(dy, to=wide) if wide != kind else dy
     made = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **given)
     return str(op.Cast(made, to=kind) if wide != kind else made)
@@ -220,7 +220,7 @@ def _trilu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     return {0: op.Trilu(given[0], *node.input[1:], upper=op.attribute(node, "upper", 1))}
 
 
-SHAPING: dict[str, Rule] = {
+SHAPING_RULES: dict[str, Rule] = {
     "Concat": _concat,
     "Expand": _expand,
     "Flatten": _reshape,

@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
 
 from mionnx import InputError
 from mionnx.analysis.lens import nearest_tokens
-from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
 
 RNG = np.random.default_rng(0)
 
