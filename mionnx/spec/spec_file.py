@@ -35,7 +35,7 @@ from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of
 
-WRITTEN = "1"
+SPEC_FORM = "1"
 REQUIRED = ("captures", "interventions")
 OPTIONAL = ("state_knockouts", "state_steerings", "gradients", "metric")
 Declaration = dict[str, Any]
@@ -58,7 +58,7 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
 
 def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:
     lists = {key: entries for key, entries in declaration.items() if entries or key in REQUIRED}
-    return {"mionnx_spec": WRITTEN, "declaration": json.dumps(lists)}
+    return {"mionnx_spec": SPEC_FORM, "declaration": json.dumps(lists)}
 
 
 def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spec:
@@ -75,8 +75,8 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
     if "mionnx_spec" not in metadata:
         raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
-    if metadata["mionnx_spec"] != WRITTEN:
-        raise SpecFileError(f"{path} is no spec of version {WRITTEN}: its metadata says {metadata['mionnx_spec']!r}")
+    if metadata["mionnx_spec"] != SPEC_FORM:
+        raise SpecFileError(f"{path} is no spec of version {SPEC_FORM}: its metadata says {metadata['mionnx_spec']!r}")
     with told_of(path):
         spec = build(_checked(json.loads(metadata["declaration"])), tensors)
     if tensors:
