@@ -43,7 +43,6 @@ class GivenBlocks:
 
     Attributes:
         rows, columns: outputs and inputs of its product.
-        bits, block_size: of its blocks.
         zero_points, offsets: whether it has some.
         order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
             None where they stand in order.
@@ -99,7 +98,6 @@ def of_integers(
         integers: [rows, columns].
         scales: [rows, blocks].
         zeros: [rows, blocks]; None for the middle.
-        bits, block_size: see `Blocks`.
     """
     rows, columns = integers.shape
     count = -(-columns // block_size)

@@ -32,9 +32,6 @@ Field = tuple[int, int, int, int]  # its number, where it begins, where its cont
 def read_light(path: Path) -> onnx.ModelProto:
     """Read a model; its larger initializers become external data, in the model's own file.
 
-    Args:
-        path: of the file.
-
     Raises:
         ModelError: no regular file, no protobuf, or names that are no text.
         google.protobuf.message.DecodeError: protobuf, but no ONNX.

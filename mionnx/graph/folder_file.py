@@ -17,22 +17,14 @@ LARGEST_BESIDE = 2**30  # bytes of a file beside a graph: a vocabulary, a config
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name that a checkpoint or a graph gives, links followed.
-
-    Raises:
-        ModelError: it leads out of the folder, or to what is no regular file.
-    """
+    """Resolve a file name that a checkpoint or a graph gives, links followed."""
     path = resolve(folder, name)
     check_regular(path)
     return path
 
 
 def files_beside(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Small files of a folder by patterns of their names.
-
-    Raises:
-        ModelError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
-    """
+    """Small files of a folder by patterns of their names."""
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     for file in files:
         check_regular(inside(folder, file.name), LARGEST_BESIDE)

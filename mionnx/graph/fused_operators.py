@@ -64,7 +64,6 @@ def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
     """Read the fused operators of a graph.
 
     Args:
-        flow: of the graph.
         texts: as `written` made them.
 
     Raises:
@@ -105,11 +104,7 @@ class _Reader:
         self.inputs = {value.name for value in graph.input} - self.held.keys()
 
     def operator(self, node: onnx.NodeProto) -> FusedOperator:
-        """Check one node.
-
-        Raises:
-            ValueError: what it may not be.
-        """
+        """Check one node."""
         expansion = _expansion(node)
         for name in filter(None, node.input):
             _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")

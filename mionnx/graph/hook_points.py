@@ -40,13 +40,11 @@ class Variant:
 
     Attributes:
         template: the name, `{i}` being the layer.
-        axes: the names of the value's axes, in order.
         group: the part of a layer that it belongs to; an RWKV's time mixing counts as attention.
         derived_from: the variant after which it can be computed. No value of the graph carries a derived hook point: it
             is computed for its capture alone, and can only be captured.
         instead: the variant to intervene at where this one is derived.
         on_request: whether it is so large that a pattern like "*" does not mean it; one that names it does.
-        name: the variant.
     """
 
     template: str

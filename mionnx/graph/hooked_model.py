@@ -96,10 +96,6 @@ class HookedModel:
             folder: of the model.
             check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
             progress: called as (stage, done, total) while every byte is read.
-
-        Raises:
-            ModelError: see the module's text.
-            InputError: another `check`.
         """
         with boundary(ModelError, f"{folder / GRAPH} is damaged"):
             model = cls._read(folder)
@@ -143,11 +139,7 @@ class HookedModel:
 
     @cached_property
     def stock(self) -> StockGraph | None:
-        """The graph of an adopted file as it came, checked; None if there is none.
-
-        Raises:
-            ModelError: it is damaged, takes what this model does not, or has a value without a bound.
-        """
+        """The graph of an adopted file as it came, checked; None if there is none."""
         if not self.metadata.stock:
             return None
         found = unpacked(self.metadata.stock)
@@ -235,21 +227,13 @@ class HookedModel:
         return not lacks_weights(self.proto)
 
     def need_weights(self, what: str = "running it") -> None:
-        """Refuse what needs weights, if there are none.
-
-        Raises:
-            ModelError: there are none.
-        """
+        """Refuse what needs weights, if there are none."""
         if not self.has_weights:
             refuse(self.folder, what)
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`.
-
-        Raises:
-            ModelError: the weights have changed since the export.
-        """
+        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`."""
         return weight_record.weights_sha256(self.folder, self.metadata)
 
     @cached_property

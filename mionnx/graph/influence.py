@@ -62,7 +62,6 @@ class Influence:
         """The reach of a hook point.
 
         Args:
-            hook: its name.
             overwritten: hook points whose values are replaced whole: nothing passes them.
         """
         key = hook, overwritten

@@ -166,7 +166,6 @@ def infer_types_of(
     """Infer the types of a node's outputs by onnx.
 
     Args:
-        node: of an operator that onnx has a schema of.
         types, content: of its inputs by name; the content of those that are known.
         opsets: domain -> version.
 

@@ -47,11 +47,7 @@ class Head:
 
 
 def head(model: HookedModel) -> Head:
-    """The matrix product that the logits come from.
-
-    Raises:
-        ModelError: they come from none, or from one whose matrix is computed.
-    """
+    """The matrix product that the logits come from."""
     found = _head(model)
     weight = linear_weight(found.flow, model.folder, found.product)
     bias = linear_bias(found.flow, model.folder, found.product)
@@ -76,20 +72,12 @@ def embedding(model: HookedModel) -> NDArray[Any]:
 
 
 def unembedding(model: HookedModel) -> NDArray[Any]:
-    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U.
-
-    Raises:
-        ModelError: the logits are no product with a matrix of the graph.
-    """
+    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U."""
     return head(model).weight
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
-    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none.
-
-    Raises:
-        ModelError: the logits are no product with a matrix of the graph.
-    """
+    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none."""
     size = model.metadata.sizes.vocab_size
     found = _head(model)
     for name in found.constants():
@@ -128,8 +116,6 @@ class _Head:
     """The matrix product behind the logits.
 
     Attributes:
-        flow: of the graph.
-        product: its node.
         value: what it gives as [batch, seq, vocab]; of integers, with their scale.
         passed: the nodes after it, the last first.
         varying: the values that depend on an input.

@@ -53,11 +53,7 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_len
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The context length that a checkpoint's config names; None if it names none.
-
-    Args:
-        config: the table of `config.json`.
-    """
+    """The context length that a checkpoint's config names; None if it names none."""
     inner = config.get("text_config")
     found = [config.get(name) for name in CONTEXT_NAMES] + ([context_length(inner)] if isinstance(inner, dict) else [])
     return next((length for length in found if type(length) is int and length > 0), None)
@@ -90,13 +86,7 @@ OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not wri
 
 
 def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
-    """Axis name -> size, of the axes of a hook point that are as long in every pass.
-
-    Args:
-        point: the hook point.
-        sizes: of the model.
-        heads: of its layer.
-    """
+    """Axis name -> size, of the axes of a hook point that are as long in every pass."""
     count, size, value_size = heads
     width = value_size if point.variant in ("AttnV", "AttnZ") else size
     named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
@@ -232,11 +222,7 @@ class Metadata:
 
 
 def _check(read: Metadata) -> None:
-    """Check types and limits.
-
-    Raises:
-        ValueError: the first that is wrong.
-    """
+    """Check types and limits."""
     for name, value in asdict(read.sizes).items():
         if not (value is None and name in ("max_positions", "n_experts", "n_chosen", "d_expert")):
             _check_number(f"sizes.{name}", value)

@@ -27,7 +27,6 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
 
     Args:
-        path: of the file.
         largest: bytes; a larger file is not read.
 
     Raises:
@@ -50,7 +49,6 @@ def check_texts(message: Message, where: str) -> None:
     """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
 
     Args:
-        message: a model or a part of one.
         where: what it was read from, for the refusal.
 
     Raises:

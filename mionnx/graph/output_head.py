@@ -17,7 +17,6 @@ def head_and_tail(value: Tensor, through: frozenset[str] = HEAD_ELEMENTWISE) -> 
     """The matrix product that a value comes from, and the elementwise nodes after it.
 
     Args:
-        value: the logits.
         through: operators that may follow the product.
     """
     passed: list[Node] = []

@@ -68,7 +68,6 @@ def gather_integers(
     """The table of a GatherBlockQuantized as integers.
 
     Args:
-        node: the node.
         data: the table as it is held.
         zero: its zero points as they are held; None if there are none.
         blocks: in a row.
@@ -93,7 +92,6 @@ def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelPro
     """Copy a graph and set the accuracy level of every MatMulNBits; also count these.
 
     Args:
-        proto: the graph, without its weights.
         level: 0, floats, or 4, what is read rounded to 8 bits.
     """
     made = onnx.ModelProto()

@@ -18,15 +18,7 @@ BIAS = 5  # place of a MatMulNBits' bias
 
 
 def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
-    """Exchange the operators on blocks of a graph, in place.
-
-    Args:
-        proto: the graph.
-        folder: of its weight files.
-
-    Raises:
-        ModelError: blocks that are not read, such as those in another order.
-    """
+    """Exchange the operators on blocks of a graph, in place."""
     flow, made, numbers = Dataflow(proto), list[onnx.NodeProto](), dict[str, Matrix]()
     for node in proto.graph.node:
         if node.op_type not in PACKED_OPERATORS:

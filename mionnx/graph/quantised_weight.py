@@ -34,12 +34,7 @@ def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
     """The numbers of a weight, by its name before it was quantised.
 
     Args:
-        proto: the graph.
-        folder: of its weight files.
         name: an initializer, or a weight that ONNX Runtime's quantiser has renamed.
-
-    Raises:
-        ModelError: no such weight, or integers without scales.
     """
     held = {tensor.name for tensor in proto.graph.initializer}
     if name not in held and name + QUANTISED in held:
@@ -53,11 +48,7 @@ def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
 
 
 def dequantised(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> Numbers:
-    """The output of a DequantizeLinear of weights.
-
-    Raises:
-        ModelError: its inputs are no weights.
-    """
+    """The output of a DequantizeLinear of weights."""
     integers, scale, *zeros = [onnx_file.weight(proto, folder, name) for name in node.input if name]
     return dequantise(integers, scale, zeros[0] if zeros else None, *_axis(node))
 

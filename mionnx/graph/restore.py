@@ -16,8 +16,6 @@ def restore(
 
     Args:
         proto: a graph that was made from an adopted one; left alone.
-        origin: the adopted graph.
-        fused: its fused operators.
         padding: whether texts may be padded; operators that are right without padding only then stay as they are.
 
     Returns:

@@ -138,9 +138,6 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: 
     """Check the graph of an adopted file as it came, as the hooked graph is checked.
 
     Args:
-        stock: the graph.
-        hooked: the hooked one.
-        folder: of their weights.
         kind: of a call for which every value must have a bound.
 
     Raises:

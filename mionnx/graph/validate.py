@@ -44,15 +44,11 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
 
     Args:
         proto: a model without its external data.
-        folder: of its external data.
         batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
             of constants alone.
 
     Returns:
         name of a value -> what is known of it in the last of the batches.
-
-    Raises:
-        ModelError: the first thing that is wrong.
     """
     check_counts(proto)
     root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()

@@ -39,16 +39,12 @@ def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int
     """Check the sizes of all values.
 
     Args:
-        proto: a valid model.
         shapes: of inputs; of an input that is not there no shape is known.
         weights: bytes of the weights, those outside the graph included.
         whole: whether every value must have a bound; otherwise those that are made of constants alone.
 
     Returns:
         name of a value of the outermost graph -> what is known of it.
-
-    Raises:
-        ModelError: a value that is too large or has no bound.
     """
     return _Walk(proto, weights).check(shapes, whole)
 

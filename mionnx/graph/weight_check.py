@@ -37,7 +37,6 @@ def fingerprints(folder: Path, names: Iterable[str], progress: Progress = silent
     """Size, sampled hash and whole hash of weight files, for `Metadata.weight_files`.
 
     Args:
-        folder, names: of the files.
         progress: called as (stage, done, total) in bytes.
     """
     files = {name: folder / name for name in sorted({*names})}
@@ -78,9 +77,6 @@ def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], H
 
     Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
 
-    Args:
-        folder, names: of the files.
-
     Yields:
         a function that waits for `sha256` of all files, in the order of their names, and their `fingerprints`.
     """
@@ -112,8 +108,6 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
     """Compare a model's weight files with what was recorded of them.
 
     Args:
-        folder: the hooked model's folder.
-        metadata: of its graph.
         names: the weight files that the graph reads.
         level: "sampled", "full" (every byte), or "none".
         progress: called as (stage, done, total) in bytes.

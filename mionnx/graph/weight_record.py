@@ -33,7 +33,6 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
     """Describe weight files for `Metadata.weight_files`; only small ones are waited for.
 
     Args:
-        folder, names: of the files.
         progress: called as (stage, done, total) in bytes.
     """
     found: FileFacts = {}
@@ -52,7 +51,6 @@ def describe_export(
     """Describe the weights of an export for `Metadata`.
 
     Args:
-        folder, names, progress: see `describe`.
         checkpoint: the files that the weights came from.
 
     Returns:
@@ -69,9 +67,6 @@ def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
     Args:
         files: that its weights are in.
         progress: called as (stage, done, total) in bytes.
-
-    Raises:
-        OSError: one cannot be read, or changes meanwhile.
     """
     files = sorted(files)
     file_digest.start(files)
@@ -110,7 +105,6 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
     """Hash the weight files that have not been hashed, and record them.
 
     Args:
-        folder, metadata: of the model.
         progress: called as (stage, done, total) in bytes.
 
     Returns:
@@ -149,11 +143,7 @@ def complete_beside(folder: Path, metadata: Metadata) -> Thread | None:
 
 
 def weights_sha256(folder: Path, metadata: Metadata) -> str:
-    """One hash of a model's weights, waited for where it is not known yet.
-
-    Raises:
-        ModelError: see `complete`.
-    """
+    """One hash of a model's weights, waited for where it is not known yet."""
     if metadata.weights_sha256 or not metadata.weight_files:
         return metadata.weights_sha256
     return combined(facts["sha256"] for _, facts in sorted(complete(folder, metadata).items()))

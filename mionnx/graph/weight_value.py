@@ -37,12 +37,7 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
     """Numbers of a value that follows from weights alone.
 
     Args:
-        flow: of the graph.
-        folder: of its weight files.
         name: of an initializer, or of a value made from some.
-
-    Raises:
-        ModelError: it is computed in another way, or is integers without scales.
     """
     node = flow.producer(name)
     if node is None or node.op_type == "Constant":
@@ -57,11 +52,7 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
 
 
 def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """Numbers of the table [rows, width] that a (quantised) Gather picks rows from.
-
-    Raises:
-        ModelError: the table is computed, or quantised in a way that is not read.
-    """
+    """Numbers of the table [rows, width] that a (quantised) Gather picks rows from."""
     if node.op_type == "Gather":
         return weight_value(flow, folder, node.input[0])
     scale = onnx_file.weight(flow.proto, folder, node.input[2])
@@ -77,22 +68,14 @@ def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
 
 
 def linear_weight(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """Numbers of the matrix [in, out] that a linear map multiplies with.
-
-    Raises:
-        ModelError: the matrix is computed, or quantised in a way that is not read.
-    """
+    """Numbers of the matrix [in, out] that a linear map multiplies with."""
     matrix = weight_value(flow, folder, node.input[WEIGHT_PLACE[node.op_type]])
     turned = node.op_type == "MatMulNBits" or attributes(node).get("transB", 0)
     return matrix.T if turned else matrix
 
 
 def linear_bias(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix | None:
-    """The bias that a linear map itself adds; None if it adds none.
-
-    Raises:
-        ModelError: the bias is computed.
-    """
+    """The bias that a linear map itself adds; None if it adds none."""
     place = BIAS_PLACE.get(node.op_type, len(node.input))
     held = len(node.input) > place and node.input[place]
     return weight_value(flow, folder, node.input[place]) if held else None

@@ -27,7 +27,6 @@ class RenderedChat:
     """Messages as one text.
 
     Attributes:
-        text: the text.
         spans: per message where its content stands in the text; none where the template leaves it out.
     """
 
@@ -40,7 +39,6 @@ class ChatTemplate:
     """A model's chat template.
 
     Attributes:
-        source: jinja2.
         tokens: special tokens that the template may name, `bos_token` for one.
     """
 
@@ -53,9 +51,6 @@ class ChatTemplate:
         """Render messages, and find where each one stands in the text.
 
         A second rendering has characters of no meaning at both ends of each content, and has to be the same otherwise.
-
-        Raises:
-            TokenizerError: the template refuses the messages, fails, or takes too long.
         """
         plain = {"tools": None, "documents": None, **self.tokens, **variables}
         plain["add_generation_prompt"] = add_generation_prompt
@@ -72,7 +67,6 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
     """Load the chat template of a model's folder.
 
     Args:
-        folder: of the model.
         chosen: a template to use in place of the folder's.
 
     Raises:

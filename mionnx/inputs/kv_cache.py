@@ -171,9 +171,7 @@ def fitting_feeds(cache: KVCache, shapes: Mapping[str, tuple[int, ...]], dtype: 
     """A cache as the inputs of a graph; its arrays are looked at, the arguments are not.
 
     Args:
-        cache: the past.
         shapes: input -> its shape, layer by layer.
-        dtype: of all.
 
     Raises:
         InputError: another number of layers, another shape or dtype.

@@ -40,11 +40,7 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
 
 
 def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arrays:
-    """The inputs that carry the past of a call.
-
-    Raises:
-        InputError: another number of layers, another shape or dtype.
-    """
+    """The inputs that carry the past of a call."""
     sizes, dtype = model.metadata.sizes, model.past_dtype
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
@@ -56,22 +52,14 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
-    """Output of the graph -> the input that takes it in the next pass.
-
-    Raises:
-        InputError: the graph has no cache.
-    """
+    """Output of the graph -> the input that takes it in the next pass."""
     refuse_without_cache(model, "generate")
     names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
     return dict(zip(names.outputs(layers), names.inputs(layers), strict=True))
 
 
 def present_names(model: HookedModel, use_cache: bool) -> list[str]:
-    """Names of the outputs to fetch for a next pass; an RWKV's state always is.
-
-    Raises:
-        InputError: the graph has no cache.
-    """
+    """Names of the outputs to fetch for a next pass; an RWKV's state always is."""
     if use_cache:
         refuse_without_cache(model, "use_cache")
     recurrent, layers = model.metadata.recurrent, model.metadata.sizes.num_layers

@@ -58,7 +58,6 @@ def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | Non
     Args:
         tokens, attention_mask: as `make_token_batch` takes them; padding on either side is left out.
         past: what came before, a row each.
-        sizes: of the model.
 
     Raises:
         InputError: as `make_token_batch`; the row of a list is named.

@@ -60,11 +60,7 @@ class TokenRows:
         return given
 
     def mask_array(self, given: Any) -> NDArray[Any]:
-        """A mask [batch, seq or total]; rows of unequal length are padded as the ids are.
-
-        Raises:
-            InputError: no array, or rows whose lengths are not those of the ids.
-        """
+        """A mask [batch, seq or total]; rows of unequal length are padded as the ids are."""
         if _is_ragged(given) and tuple(map(len, given)) == self.widths:
             return _padded([read_array("a row of attention_mask", row) for row in given])
         return np.atleast_2d(read_array("attention_mask", given))

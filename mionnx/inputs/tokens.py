@@ -43,7 +43,6 @@ class Tokens(Brief):
     """A tokenised text.
 
     Attributes:
-        text: the text.
         ids: [seq], int64.
         offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
         pieces: per token its text as it is decoded, " capital".
@@ -140,7 +139,6 @@ def check_growth(tokenizer: Tokenizer, path: Path) -> None:
 
     Args:
         tokenizer: as its file says, not used yet.
-        path: of the file, for the refusal.
 
     Raises:
         TokenizerError: a part does.
@@ -216,7 +214,6 @@ def encode(
 
     Raises:
         InputError: memory does not hold the tokens of so long a text.
-        TokenizerError: the tokenizer's rules fail on the text.
     """
     if len(text) > SLOW_LENGTH and (need := TAKEN * len(text)) > (free := memory.available()):
         raise InputError(
@@ -249,11 +246,7 @@ def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> 
 
 
 def decode(tokenizer: Decoder, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """The text of tokens.
-
-    Raises:
-        TokenizerError: the tokenizer's rules fail on them.
-    """
+    """The text of tokens."""
     with boundary(TokenizerError, f"the tokenizer does not decode the tokens {spelled([*ids])}"):
         # A streamer's own tokenizer may know of no special tokens.
         return tokenizer.decode([*ids]) if skip_special_tokens else tokenizer.decode([*ids], skip_special_tokens=False)

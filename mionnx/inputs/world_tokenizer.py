@@ -22,7 +22,6 @@ class Encoding:
     """A tokenised text; the names are those of the `tokenizers` library.
 
     Attributes:
-        ids: of the tokens.
         offsets: per token (start, end) in characters; a token of a part of a character covers that character.
         tokens: each as text, bytes that are no text by themselves as \\x escapes.
     """
@@ -103,11 +102,7 @@ class WorldTokenizer:
         return found
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; bytes that are no UTF-8, as half a character, become U+FFFD.
-
-        Raises:
-            TokenizerError: an id outside the vocabulary.
-        """
+        """The text of tokens; bytes that are no UTF-8, as half a character, become U+FFFD."""
         parts = [b"" if token == 0 and skip_special_tokens else self._of(token) for token in ids]
         return b"".join(parts).decode(errors="replace")
 

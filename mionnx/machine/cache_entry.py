@@ -126,11 +126,7 @@ class CacheEntry:
         return any(_alive(mark) for mark in [*files_in(self.pins)] if not mark.name.startswith(me))
 
     def mark(self) -> None:
-        """Mark it as used by this process, now.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Mark it as used by this process, now."""
         unlinked(self.pins).mkdir(exist_ok=True)
         me = psutil.Process()
         (self.pins / f"{socket.gethostname()}@{me.pid}@{me.create_time():.2f}").touch()
@@ -170,11 +166,7 @@ class CacheEntry:
         return faults
 
     def clear(self) -> None:
-        """Remove its folder, the mark last: what a killed process leaves still has it.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove its folder, the mark last: what a killed process leaves still has it."""
         for path in [path for path in self.path.iterdir() if path.name != MARK]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

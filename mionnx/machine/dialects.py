@@ -271,13 +271,7 @@ _LINES = {(word.owner, name): word.line for word in reversed(TABLE) for name in 
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error of an unknown attribute, with the line of the table or the nearest known one.
-
-    Args:
-        owner: the class.
-        name: the attribute.
-        known: those that exist.
-    """
+    """The error of an unknown attribute, with the line of the table or the nearest known one."""
     return UnknownNameError(f"{owner} has no {name!r}{_told(owner, name, known)}")
 
 

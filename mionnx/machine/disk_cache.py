@@ -66,7 +66,6 @@ class DiskCache:
     """All entries under one root.
 
     Attributes:
-        root: the store's folder.
         limit: bytes that it may hold.
     """
 
@@ -152,7 +151,6 @@ class DiskCache:
         """Warn of a store without use, once for each reason.
 
         Args:
-            error: the reason.
             otherwise: what is done without it.
             subject: what cannot be stored, where it is said apart from the rest.
         """
@@ -279,7 +277,6 @@ class DiskCache:
         """Remove an entry, unless a live process uses it.
 
         Args:
-            entry: the entry.
             mine: remove it even if this process uses it.
 
         Returns:

@@ -137,9 +137,6 @@ def temporary_folder() -> Path:
     """The folder of this process for what cannot be kept; it goes away with the process.
 
     What a killed process left in the system's temporary folder is removed by the next that needs one.
-
-    Raises:
-        OSError: it cannot be made.
     """
     with _making:
         if os.getpid() not in _temporary:

@@ -54,7 +54,6 @@ def choose(
     """Choose the weights of blocks; warn if most of the model stays in floats.
 
     Args:
-        model, found, settings: see `quantise`.
         given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
 
     Raises:

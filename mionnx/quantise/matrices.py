@@ -30,8 +30,6 @@ class Product:
     """One matrix product with a weight.
 
     Attributes:
-        node: its node.
-        weight: the initializer.
         turned: whether the weight is [out, in], as MatMulNBits holds it.
         head: whether the logits come from it.
     """
@@ -47,7 +45,6 @@ class ExpertStack:
     """The products of rows with the matrices that they chose: a Scan over a stack of experts.
 
     Attributes:
-        node: its node.
         weight: the initializer, [experts, out, in] or [experts, in, out].
         turned: whether a matrix is [out, in].
         count: of the experts.

@@ -67,7 +67,6 @@ def quantise_into(
     """Write the files of a quantised model into a folder; see `quantise`.
 
     Args:
-        model, folder, settings, progress: see `quantise`.
         given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
             files hold in the places of these weights is not read.
         importance: weight -> mean square of each of its inputs, [in]; see `quantise_blocks`.

@@ -39,7 +39,6 @@ class Matrix:
 
     Attributes:
         turned: whether it is held [out, in].
-        bits, block_size: of its blocks.
         zero_points: whether they have some.
         product: whether a product reads it.
         table: whether tokens pick its rows.
@@ -169,8 +168,6 @@ class _Writer:
     """Appends nodes of blocks to a graph.
 
     Attributes:
-        graph: that is written.
-        settings: of all products.
         ranks: of the values, where blocks have offsets.
     """
 

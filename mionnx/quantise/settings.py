@@ -64,11 +64,7 @@ class Quantisation:
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> "Quantisation":
-        """Read back what `to_entry` gave.
-
-        Raises:
-            InputError: no such settings.
-        """
+        """Read back what `to_entry` gave."""
         known = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
         return cls(**known)
 

@@ -31,9 +31,6 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     Args:
         graph: with logits of all positions.
         streams: names of the residual streams, the one that the head reads last.
-
-    Raises:
-        ModelError: something else than the head reads the last stream, or it reads more than that.
     """
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, PREFIX, report)
@@ -56,7 +53,6 @@ class _Head:
     """The nodes from the chosen rows to the logits, made to read those rows alone.
 
     Attributes:
-        op: adds nodes.
         chosen: the rows.
         last: name of the stream in whose place they are.
     """

@@ -49,9 +49,6 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
     Args:
         declaration: the lists of rule 3; optional ones are left out where they are empty.
         tensors: values by name.
-
-    Raises:
-        SpecFileError: a dtype that safetensors does not have.
     """
     return to_bytes(tensors, _metadata(declaration))
 
@@ -65,12 +62,10 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
     """Read a spec file.
 
     Args:
-        path: the file.
         build: makes the spec of a declaration, and takes the tensors that it uses out of the dictionary.
 
     Raises:
         SpecFileError: the file is missing, damaged, or of another version.
-        MIError: what `build` refuses, with the file's name.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
     if "mionnx_spec" not in metadata:

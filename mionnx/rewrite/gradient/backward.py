@@ -60,10 +60,8 @@ class Backward:
     added once.
 
     Attributes:
-        names, facts: of the graph.
         rules, subgraph_rules: operator -> how to go back through it.
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.
-        opset: of the graph.
         nodes: those added so far.
     """
 
@@ -157,7 +155,6 @@ class Backward:
 
         Args:
             cotangent: of what the value was broadcast to.
-            value: name of the value.
             wide: the cotangent's axes, as far as they are known.
         """
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
@@ -200,9 +197,6 @@ class Backward:
 
         Returns:
             the cotangents of every active value.
-
-        Raises:
-            GradientError: an operator without a rule, or without one for what it is asked here.
         """
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
         found: dict[str, str] = {}

@@ -35,7 +35,6 @@ def differentiate(
     """Add the gradients of the sum of a value.
 
     Args:
-        model: the graph, without weights; left alone.
         of: the value whose sum is differentiated.
         by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
         seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
@@ -44,10 +43,6 @@ def differentiate(
 
     Returns:
         the graph with further nodes and outputs.
-
-    Raises:
-        GradientError: `of` does not depend on a value, an operator between them has no rule, or the rules take all that
-            depends on a value for a constant.
     """
     done = ModelProto()
     done.CopyFrom(model)

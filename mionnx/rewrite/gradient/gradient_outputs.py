@@ -16,11 +16,7 @@ HOOK_NAME = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, a
 
 
 def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) -> onnx.ModelProto:
-    """Add the gradients of a graph that computes the metric.
-
-    Raises:
-        GradientError: the metric does not depend on a value, or an operator between them has no rule.
-    """
+    """Add the gradients of a graph that computes the metric."""
     if not gradients.by:
         return proto
     made = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}

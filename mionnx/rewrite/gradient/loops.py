@@ -24,11 +24,7 @@ from mionnx.rewrite.gradient.subgraph import Copy, copy_of, declared, infer_insi
 
 @dataclass(frozen=True)
 class Loop:
-    """A `Scan` node as it came, with its body as it came.
-
-    Attributes:
-        node, body: of the graph.
-    """
+    """A `Scan` node as it came, with its body as it came."""
 
     node: NodeProto
     body: GraphProto

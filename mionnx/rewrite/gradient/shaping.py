@@ -110,9 +110,6 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
     Args:
         x: what was gathered from.
         dy: the cotangent of what was gathered.
-        index: the places.
-        axis: along which.
-        index_rank: the number of axes of the index.
     """
     rank = op.facts.rank(x)
     axis %= rank

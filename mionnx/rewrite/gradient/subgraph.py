@@ -35,7 +35,6 @@ def copy_of(graph: GraphProto, names: FreshNames, outer: NodeFacts, given: Mappi
 
     Args:
         graph: the subgraph; left alone.
-        names: for what is new.
         outer: what is known around it.
         given: its inputs -> what they are called in the copy.
     """
