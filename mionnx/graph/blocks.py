@@ -85,8 +85,8 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
     """The columns of a matrix in the order of the inputs; those of the same input are added."""
     if order is None:
         return matrix
-    found, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
-    return found if times == 1 else found.reshape(len(found), -1, times).sum(axis=-1, dtype=matrix.dtype)
+    columns, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
+    return columns if times == 1 else columns.reshape(len(columns), -1, times).sum(axis=-1, dtype=matrix.dtype)
 
 
 def of_integers(

@@ -54,8 +54,8 @@ def read_properties(path: Path) -> dict[str, str]:
         google.protobuf.message.DecodeError: protobuf, but no ONNX.
     """
     with _mapped(path) as data:
-        found = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
-    entries = [onnx.StringStringEntryProto.FromString(entry) for entry in found]
+        texts = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
+    entries = [onnx.StringStringEntryProto.FromString(entry) for entry in texts]
     for entry in entries:
         check_texts(entry, str(path))
     return {entry.key: entry.value for entry in entries}
@@ -86,10 +86,10 @@ def _graph(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
 def _tensor(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
     """The message of a tensor, its bytes external data if there are many."""
     fields = [*_fields(data, start, stop)]
-    held = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > SMALL_WEIGHT]
-    if not held:
+    spans = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > SMALL_WEIGHT]
+    if not spans:
         return data[start:stop]
-    ((begin, end),) = held[-1:]  # of a field that is there twice, the last counts
+    ((begin, end),) = spans[-1:]  # of a field that is there twice, the last counts
     rest = (data[first:last] for number, first, _, last in fields if number != RAW_DATA)
     tensor = onnx.TensorProto.FromString(b"".join(rest))
     tensor.data_location = onnx.TensorProto.EXTERNAL

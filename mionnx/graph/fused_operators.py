@@ -69,17 +69,17 @@ def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
     Raises:
         ModelError: one that cannot be what the graph's nodes stand for.
     """
-    reader, found = _Reader(flow), list[FusedOperator]()
+    reader, operators = _Reader(flow), list[FusedOperator]()
     for text in texts:
         node = _parse(text)
         try:
-            found.append(reader.operator(node))
+            operators.append(reader.operator(node))
         except ValueError as error:
             raise ModelError(f"the metadata's fused {node.op_type[:60]} cannot stand in this graph: {error}") from error
-    made = [name for one in found for name in one.node.output if name]
-    if len({*made}) < len(made):
+    outputs = [name for one in operators for name in one.node.output if name]
+    if len({*outputs}) < len(outputs):
         raise ModelError("the metadata have two fused operators that make the same value")
-    return found
+    return operators
 
 
 def _parse(text: str) -> onnx.NodeProto:
@@ -110,19 +110,22 @@ class _Reader:
             _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
-        known = {*filter(None, node.input)}
-        known |= {*filter(None, map(self._booleans, known))} if expansion.masked else set()
-        above = self.flow.ancestors(ends, known)
-        region = self._region(above, known)
+        sources = {*filter(None, node.input)}
+        sources |= {*filter(None, map(self._booleans, sources))} if expansion.masked else set()
+        above = self.flow.ancestors(ends, sources)
+        region = self._region(above, sources)
         names = {self.flow.nodes[i].op_type for i in region}
         other = sorted(names - expansion.nodes)
         _expect(not other, f"{', '.join(other)} stands between what it reads and makes")
-        made = {name for i in region for name in self.flow.nodes[i].output if name}
-        _expect({*ends} <= made, "what it makes does not follow from what it reads")
-        unpadded, depends = expansion.unpadded is not None, self._check_others(above - region, region, known | made)
+        outputs = {name for i in region for name in self.flow.nodes[i].output if name}
+        _expect({*ends} <= outputs, "what it makes does not follow from what it reads")
+        unpadded, depends = (
+            expansion.unpadded is not None,
+            self._check_others(above - region, region, sources | outputs),
+        )
         _expect(unpadded or not depends, "it depends on the call besides what it reads")
-        inner = made - {*ends} - self._aliases(region, ends)
-        return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, known), unpadded)
+        inner = outputs - {*ends} - self._aliases(region, ends)
+        return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, sources), unpadded)
 
     def _region(self, above: set[int], known: set[str]) -> set[int]:
         """The nodes among some that follow from known values."""
@@ -160,12 +163,12 @@ class _Reader:
 
     def _aliases(self, region: Iterable[int], ends: Iterable[str]) -> set[str]:
         """The outputs of an operator, and hook points that share their values."""
-        found = {*ends}
+        aliases = {*ends}
         for i in sorted(region):
             node = self.flow.nodes[i]
-            if node.op_type == "Identity" and node.input[0] in found:
-                found.update(node.output)
-        return found
+            if node.op_type == "Identity" and node.input[0] in aliases:
+                aliases.update(node.output)
+        return aliases
 
     def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
         """The nodes that compute inputs without a reader in the region."""
@@ -195,11 +198,11 @@ def _expect(known: bool, what: str) -> None:
 
 def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
     """The texts of those of some operators that can stand in a graph."""
-    found: list[str] = []
+    names: list[str] = []
     for node in nodes:
         try:
             read_fused(flow, [written(node)])
         except ModelError:
             continue
-        found.append(written(node))
-    return found
+        names.append(written(node))
+    return names

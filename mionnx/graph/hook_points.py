@@ -110,8 +110,8 @@ class HookPoint:
         point, row = HookPoint.parse(self.variant), VARIANTS.get(str(self.variant))
         if self.layer is not None or row is not None:
             layer = "" if isinstance(row, Single) else f"({self.layer or 0})"
-            made = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
-            raise HookError(f"HookPoint takes a hook point's whole name alone: write {made}")
+            spelling = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
+            raise HookError(f"HookPoint takes a hook point's whole name alone: write {spelling}")
         return point
 
     def __eq__(self, other: object) -> bool:
@@ -255,7 +255,7 @@ class HookPoint:
 def nearest_hook(name: str, names: Iterable[str]) -> str:
     """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
-    layers, layer = {found for one in names if (found := layer_of(one)) is not None}, layer_of(name)
+    layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
     if layer is not None and layers and layer not in layers:
         return f"; layers are {min(layers)} to {max(layers)}"
     return nearest(name, names)

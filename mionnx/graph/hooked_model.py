@@ -142,9 +142,9 @@ class HookedModel:
         """The graph of an adopted file as it came, checked; None if there is none."""
         if not self.metadata.stock:
             return None
-        found = unpacked(self.metadata.stock)
-        check_stock(found, self.proto, self.folder)
-        return found
+        stock_graph = unpacked(self.metadata.stock)
+        check_stock(stock_graph, self.proto, self.folder)
+        return stock_graph
 
     @cached_property
     def digest(self) -> str:
@@ -272,9 +272,9 @@ class HookedModel:
 
         Older files do not say it in their metadata; `config.json` beside them is read then.
         """
-        known = self.metadata.sizes.max_positions or self.metadata.context_length
-        if known is not None:
-            return known
+        length = self.metadata.sizes.max_positions or self.metadata.context_length
+        if length is not None:
+            return length
         try:
             config = read_json(inside(self.folder, "config.json"))
         except ModelError:
@@ -293,8 +293,8 @@ class HookedModel:
     def past_dtype(self) -> DTypeLike:
         """Dtype of the keys and values of a past, or of a recurrent state."""
         past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
-        found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
-        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
+        dtypes = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
+        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(dtypes, DTYPES[self.metadata.dtype])
 
     @cached_property
     def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
@@ -313,8 +313,8 @@ class HookedModel:
             HookError: the model has no such hook point.
         """
         if point.derived and point.name in self._points:
-            known = self.metadata.axis_sizes(point)
-            return [known.get(axis, axis) for axis in point.axes or ()]
+            sizes = self.metadata.axis_sizes(point)
+            return [sizes.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             near = nearest_hook(point.name, self._points)
             raise HookError(f"this {self.metadata.family} model has no hook point {point.name!r}{near}")

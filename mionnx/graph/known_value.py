@@ -120,12 +120,12 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
         made = [of_shape(*one, constant) for one in contrib_outputs(node, typed)]
         return [_rows_of_blocks(node, known, inputs[0]) for known in made]
     types = _types(node, inputs, opsets)
-    found = [_of_type(node, types.get(name), constant) for name in node.output]
-    found = [_bounded(node, known, inputs) for known in found]
-    content = _content(node, inputs, found, opsets)
+    results = [_of_type(node, types.get(name), constant) for name in node.output]
+    results = [_bounded(node, known, inputs) for known in results]
+    content = _content(node, inputs, results, opsets)
     return [
         known if array is None else of_shape(known.dtype, array.shape, constant, array)
-        for known, array in zip(found, content, strict=True)
+        for known, array in zip(results, content, strict=True)
     ]
 
 
@@ -272,10 +272,10 @@ def _content(
     feeds = {name: known.data for name, known in zip(node.input, inputs, strict=True) if known is not None}
     try:
         with np.errstate(all="ignore"):
-            found: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
+            arrays: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
     except Exception:  # numpy's and the evaluator's own errors: then the content stays unknown
         return nothing
-    return [np.asarray(array) if isinstance(array, np.ndarray | np.generic) else None for array in found]
+    return [np.asarray(array) if isinstance(array, np.ndarray | np.generic) else None for array in arrays]
 
 
 def label(node: onnx.NodeProto) -> str:

@@ -48,10 +48,10 @@ class Head:
 
 def head(model: HookedModel) -> Head:
     """The matrix product that the logits come from."""
-    found = _head(model)
-    weight = linear_weight(found.flow, model.folder, found.product)
-    bias = linear_bias(found.flow, model.folder, found.product)
-    return Head(found.value, weight, bias, any(node.op_type == "Tanh" for node in found.passed))
+    product = _head(model)
+    weight = linear_weight(product.flow, model.folder, product.product)
+    bias = linear_bias(product.flow, model.folder, product.product)
+    return Head(product.value, weight, bias, any(node.op_type == "Tanh" for node in product.passed))
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
@@ -79,12 +79,12 @@ def unembedding(model: HookedModel) -> NDArray[Any]:
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
     """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none."""
     size = model.metadata.sizes.vocab_size
-    found = _head(model)
-    for name in found.constants():
-        bias = weight_value(found.flow, model.folder, name)
+    product = _head(model)
+    for name in product.constants():
+        bias = weight_value(product.flow, model.folder, name)
         if list(bias.shape) == [size]:
             return bias
-    own = linear_bias(found.flow, model.folder, found.product)
+    own = linear_bias(product.flow, model.folder, product.product)
     return np.zeros(size, DTYPES[model.metadata.dtype]) if own is None else own
 
 

@@ -29,16 +29,16 @@ def offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
     """The name of the offsets [blocks, outputs] of a MatMulNBits; None if it has none."""
     for user in (flow.nodes[i] for i in flow.consumers[node.output[0]]):
         if user.op_type == "Add":
-            found = _parts(flow, user)
-            if found is not None and found[0] is node:
-                return found[1]
+            parts = _parts(flow, user)
+            if parts is not None and parts[0] is node:
+                return parts[1]
     return None
 
 
 def product_of_sum(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """The MatMulNBits of an Add that adds its offsets' share; None for any other node."""
-    found = _parts(flow, node) if node.op_type == "Add" else None
-    return None if found is None else found[0]
+    parts = _parts(flow, node) if node.op_type == "Add" else None
+    return None if parts is None else parts[0]
 
 
 def row_offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:

@@ -120,9 +120,9 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
     try:
         if tensor.data_type in PACKED:
             size = -(-int(np.prod(tensor.dims)) // 2)
-            held = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
-            held.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
-            return onnx.numpy_helper.to_array(held)
+            tensor_copy = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
+            tensor_copy.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
+            return onnx.numpy_helper.to_array(tensor_copy)
         return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error

@@ -36,10 +36,10 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
     del proto.graph.node[:]
     proto.graph.node.extend(kept)
     read = {name for node in kept for name in node.input} | {value.name for value in proto.graph.output}
-    held = [tensor for tensor in proto.graph.initializer if tensor.name in read or not tensor.dims]
-    held = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in held]
+    initializers = [tensor for tensor in proto.graph.initializer if tensor.name in read or not tensor.dims]
+    initializers = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in initializers]
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(held)
+    proto.graph.initializer.extend(initializers)
     proto.graph.initializer.extend(
         onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in numbers.items()
     )

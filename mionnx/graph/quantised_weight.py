@@ -36,10 +36,10 @@ def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
     Args:
         name: an initializer, or a weight that ONNX Runtime's quantiser has renamed.
     """
-    held = {tensor.name for tensor in proto.graph.initializer}
-    if name not in held and name + QUANTISED in held:
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    if name not in initializers and name + QUANTISED in initializers:
         name += QUANTISED
-    elif name not in held:
+    elif name not in initializers:
         maker = Dataflow(proto).producer(name)
         if maker is not None and maker.op_type == "DequantizeLinear":
             return dequantised(proto, folder, maker)
@@ -186,5 +186,5 @@ def _factors(flow: Dataflow, name: str) -> list[str]:
 
 def _axis(node: onnx.NodeProto) -> tuple[int, int]:
     """Axis and block size of a DequantizeLinear."""
-    given = {attribute.name: attribute.i for attribute in node.attribute}
-    return given.get("axis", 1), given.get("block_size", 0)
+    facts = {attribute.name: attribute.i for attribute in node.attribute}
+    return facts.get("axis", 1), facts.get("block_size", 0)

@@ -144,8 +144,8 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: 
         ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
     """
     inputs, outputs = onnx_file.interface(stock.proto)
-    held = {tensor.name for tensor in stock.proto.graph.initializer}
-    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
+    initializers = {tensor.name for tensor in stock.proto.graph.initializer}
+    strange = sorted({*inputs} - initializers - {value.name for value in hooked.graph.input})
     if strange or LOGITS not in outputs:
         raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
     shown = checkable(stock.proto)

@@ -35,14 +35,14 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
     Args:
         progress: called as (stage, done, total) in bytes.
     """
-    found: FileFacts = {}
+    facts: FileFacts = {}
     for name in sorted({*names}):
         file, stat = folder / name, (folder / name).stat()
         file_digest.start([file])
         digest = file_digest.wait(file, progress) if stat.st_size <= SMALL_FILE else file_digest.known(file)
-        found[name] = {"size": stat.st_size, "sampled": sampled(file)}
-        found[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
-    return found
+        facts[name] = {"size": stat.st_size, "sampled": sampled(file)}
+        facts[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
+    return facts
 
 
 def describe_export(
@@ -56,9 +56,9 @@ def describe_export(
     Returns:
         the hash of the checkpoint, empty where it is not known yet, and the files.
     """
-    found = describe(folder, names, progress)
+    facts = describe(folder, names, progress)
     digests = [file_digest.known(file) for file in sorted(checkpoint)]
-    return combined(filter(None, digests)) if all(digests) else "", found
+    return combined(filter(None, digests)) if all(digests) else "", facts
 
 
 def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
@@ -88,11 +88,11 @@ def recorded(folder: Path, metadata: Metadata) -> FileFacts:
     with suppress(ModelError):
         record = read_json(folder / RECORD)
     for name, facts in found.items():
-        known = record.get(name) if isinstance(record, dict) else None
-        if not isinstance(known, dict) or any(known.get(key) != facts.get(key) for key in ("size", "sampled")):
+        entry = record.get(name) if isinstance(record, dict) else None
+        if not isinstance(entry, dict) or any(entry.get(key) != facts.get(key) for key in ("size", "sampled")):
             continue
-        if isinstance(known.get("sha256"), str):
-            facts.setdefault("sha256", known["sha256"])
+        if isinstance(entry.get("sha256"), str):
+            facts.setdefault("sha256", entry["sha256"])
     return found
 
 
@@ -113,8 +113,8 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
     Raises:
         ModelError: a file is not as it was when the model was exported, or cannot be read.
     """
-    found = recorded(folder, metadata)
-    pending = {name: facts for name, facts in found.items() if "sha256" not in facts}
+    record = recorded(folder, metadata)
+    pending = {name: facts for name, facts in record.items() if "sha256" not in facts}
     for name, facts in pending.items():
         try:
             _check_unchanged(folder / name, facts)
@@ -124,8 +124,8 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
     if pending:
         with suppress(OSError):  # a folder that is read-only or full: the hashes last as long as the process
-            _write(folder / RECORD, found)
-    return found
+            _write(folder / RECORD, record)
+    return record
 
 
 def complete_beside(folder: Path, metadata: Metadata) -> Thread | None:

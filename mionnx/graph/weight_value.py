@@ -77,8 +77,8 @@ def linear_weight(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
 def linear_bias(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix | None:
     """The bias that a linear map itself adds; None if it adds none."""
     place = BIAS_PLACE.get(node.op_type, len(node.input))
-    held = len(node.input) > place and node.input[place]
-    return weight_value(flow, folder, node.input[place]) if held else None
+    has_bias = len(node.input) > place and node.input[place]
+    return weight_value(flow, folder, node.input[place]) if has_bias else None
 
 
 def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
@@ -104,9 +104,9 @@ def _dequantised(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
     before = flow.producer(node.input[0])
     if before is not None and before.op_type == "QuantizeLinear" and zeros:
         return rounded(weight_value(flow, folder, before.input[0]), scale, zeros[0])
-    given = attributes(node)
+    facts = attributes(node)
     integers = _as_stored(flow, folder, node.input[0])
-    return dequantise(integers, scale, zeros[0] if zeros else None, given.get("axis", 1), given.get("block_size", 0))
+    return dequantise(integers, scale, zeros[0] if zeros else None, facts.get("axis", 1), facts.get("block_size", 0))
 
 
 def _as_stored(flow: Dataflow, folder: Path, name: str) -> Matrix:

@@ -85,26 +85,26 @@ def _source(folder: Path, config: Mapping[str, Any]) -> str:
     for path in files_beside(folder, [FILE]):
         check_regular(path, LARGEST_TEMPLATE)
         return path.read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {str(one["name"]): one.get("template") for one in found if isinstance(one, dict) and "name" in one}
-        found = named.get("default")
-        if found is None and named:
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {str(one["name"]): one.get("template") for one in source if isinstance(one, dict) and "name" in one}
+        source = named.get("default")
+        if source is None and named:
             raise TokenizerError(f"{folder} has no default chat template, but {', '.join(named)}: give one of them")
-    if not isinstance(found, str):
+    if not isinstance(source, str):
         raise TokenizerError(
             f"{folder} has no chat template, neither {FILE} nor chat_template in {TOKENIZER_CONFIG}: "
             "give the prompt as one text, or a template, chat_template=TEXT"
         )
-    return found
+    return source
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
     path = next(iter(files_beside(folder, [name])), None)
-    found = {} if path is None else read_json(path)
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {type(found).__name__}, no settings")
-    return found
+    settings = {} if path is None else read_json(path)
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} holds {type(settings).__name__}, no settings")
+    return settings
 
 
 def _content(token: Any) -> Any:

@@ -26,17 +26,17 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
     """
     if cache is not None and initial_state is not None:
         raise InputError("give either cache or initial_state, not both")
-    given = initial_state if cache is None else cache
+    past = initial_state if cache is None else cache
     kind, where = (RWKVState, "HookCache.state") if model.metadata.recurrent else (KVCache, "HookCache.kv_cache")
-    if given is not None and not isinstance(given, kind):
+    if past is not None and not isinstance(past, kind):
         name = "initial_state" if cache is None else "cache"
         raise InputError(
-            f"{name} is a {type(given).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
+            f"{name} is a {type(past).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
             f"give `{where}` of a call"
         )
-    if given is not None:
+    if past is not None:
         refuse_without_cache(model, "a given cache")
-    return given
+    return past
 
 
 def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arrays:

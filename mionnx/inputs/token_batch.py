@@ -91,13 +91,13 @@ class TokenBatch:
             raise LookupError(
                 f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
             )
-        found, first = position + end if position < 0 else position, self._first_computed(row)
-        if found < first:
+        column, first = position + end if position < 0 else position, self._first_computed(row)
+        if column < first:
             raise LookupError(
-                f"position {found} of row {row} lies in the cached past, where nothing is computed any "
+                f"position {column} of row {row} lies in the cached past, where nothing is computed any "
                 f"more; this call computes {first} to {length - 1}"
             )
-        return found
+        return column
 
     def _first_computed(self, row: int) -> int:
         """The first position of a row that this call computes, in any step of a generation."""
@@ -107,13 +107,13 @@ class TokenBatch:
 
     def absolutes(self, given: Positions, row: int) -> list[int]:
         """Positions of a row's text, counted from its start; for a phase, those in this batch."""
-        found: dict[int, None] = {}
+        columns: dict[int, None] = {}
         for position in [given] if isinstance(given, str) else given:
             if isinstance(position, str):
-                found |= dict.fromkeys(self._phase(position, row))
+                columns |= dict.fromkeys(self._phase(position, row))
             else:
-                found[self.absolute(position, row)] = None
-        return list(found)
+                columns[self.absolute(position, row)] = None
+        return list(columns)
 
     def _phase(self, phase: str, row: int) -> list[int]:
         here = self.token_positions[row]

@@ -129,10 +129,10 @@ def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
         if "role" in given:
             raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
         raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
-    known = (IDS, ATTENTION_MASK, TYPES)
+    keys = (IDS, ATTENTION_MASK, TYPES)
     for key in given:
-        if key not in (*known, *ASIDE) and given[key] is not None:
-            choice = nearest(str(key), known) or f"; it may have {', '.join(known)}"
+        if key not in (*keys, *ASIDE) and given[key] is not None:
+            choice = nearest(str(key), keys) or f"; it may have {', '.join(keys)}"
             raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
     rows = read_rows(given[IDS])
     refuse_types(given.get(TYPES))

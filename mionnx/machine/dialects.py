@@ -320,4 +320,4 @@ class Translated(metaclass=ForeignNames):
 def _missing(owner: type, name: str) -> AttributeError:
     if name.startswith("_"):  # asked for by protocols, many times, and never by a person
         return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}")
-    return unknown_name(owner.__name__, name, [known for known in dir(owner) if not known.startswith("_")])
+    return unknown_name(owner.__name__, name, [member for member in dir(owner) if not member.startswith("_")])

@@ -155,8 +155,8 @@ class DiskCache:
             subject: what cannot be stored, where it is said apart from the rest.
         """
         number = getattr(error, "errno", None)
-        known = f"{self.root} {number} {subject}" if number else ""
-        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", known)
+        key = f"{self.root} {number} {subject}" if number else ""
+        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", key)
 
     def kind_folder(self, kind: str) -> Path:
         """The folder of the entries of a kind, made if it is not there.
@@ -213,8 +213,8 @@ class DiskCache:
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
-        found = [CacheEntry(path) for kind in (*ENTRY_KINDS, SWEEPS) for path in self._in(kind)]
-        return sorted((entry for entry in found if entry.made_for == entry.address), key=lambda entry: entry.used)
+        entries = [CacheEntry(path) for kind in (*ENTRY_KINDS, SWEEPS) for path in self._in(kind)]
+        return sorted((entry for entry in entries if entry.made_for == entry.address), key=lambda entry: entry.used)
 
     def _in(self, kind: str) -> list[Path]:
         """The paths in the folder of a kind; none if that is a link."""
@@ -236,14 +236,14 @@ class DiskCache:
         """
         limit = self.limit if limit is None else limit
         self.tidy()
-        kept = {entry: entry.stats for entry in self.all()}
+        stats = {entry: entry.stats for entry in self.all()}
         removed = []
-        for entry in [*kept]:
-            if bytes_kept(chain(*kept.values())) <= limit:
+        for entry in [*stats]:
+            if bytes_kept(chain(*stats.values())) <= limit:
                 break
             if not self.remove(entry):
                 removed.append(entry)
-                del kept[entry]
+                del stats[entry]
         return removed
 
     def tidy(self) -> int:

@@ -74,11 +74,11 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files
         how many were removed.
     """
     try:
-        found = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
+        leftovers = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
     except OSError:
         return 0
     removed = 0
-    for path in found:
+    for path in leftovers:
         try:
             if (holding is not None and not _ours(path, holding, files)) or not _abandoned(path):
                 continue
@@ -97,8 +97,8 @@ def _ours(path: Path, holding: Collection[str], files: re.Pattern[str] | None) -
     if path.is_dir():
         begun = files is not None and not any(path.iterdir())  # killed before it had a lock
         return begun or any((path / name).exists() for name in [LOCK_FILE, *holding])
-    found = PARTIAL_NAME.fullmatch(path.name)
-    return files is not None and found is not None and files.fullmatch(found["name"]) is not None
+    match = PARTIAL_NAME.fullmatch(path.name)
+    return files is not None and match is not None and files.fullmatch(match["name"]) is not None
 
 
 def _own(path: Path) -> bool:
@@ -119,9 +119,9 @@ def _abandoned(partial: Path) -> bool:
 
 
 def _dead(partial: Path, changed: float) -> bool:
-    found = PARTIAL_NAME.fullmatch(partial.name)
+    match = PARTIAL_NAME.fullmatch(partial.name)
     try:
-        return found is None or psutil.Process(int(found["pid"])).create_time() > changed + CLOCK
+        return match is None or psutil.Process(int(match["pid"])).create_time() > changed + CLOCK
     except (psutil.NoSuchProcess, OverflowError, ValueError):
         return True
     except psutil.Error:

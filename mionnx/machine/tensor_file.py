@@ -155,8 +155,8 @@ def _checksum_of(path: Path) -> str:
 
 def _checksum(values: Any, header: Mapping[str, Any]) -> str:
     """The checksum of rule 1; `values` has seen the bytes of the tensors."""
-    told = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
-    values.update(json.dumps({**header, "__metadata__": told}, sort_keys=True).encode())
+    facts = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
+    values.update(json.dumps({**header, "__metadata__": facts}, sort_keys=True).encode())
     return str(values.hexdigest())
 
 

@@ -99,7 +99,7 @@ def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -
     weights = (importance / max(float(importance.mean()), np.finfo(np.float32).tiny)).astype(np.float32) + FAINT
     best, scales = np.full(blocks.shape[:2], -1, np.float32), np.zeros(blocks.shape[:2], np.float32)
     zeros = np.full(blocks.shape[:2], 8, np.float32)
-    for steps, zero in _symmetric(blocks) if symmetric else _spread(blocks):
+    for steps, zero in _symmetric_steps(blocks) if symmetric else _spread_steps(blocks):
         weighted = weights * steps
         along, squares = (weighted * blocks).sum(-1), (weighted * steps).sum(-1)
         gain = np.divide(along * along, squares, out=np.zeros_like(along), where=squares > 0)
@@ -110,7 +110,7 @@ def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -
     return scales, zeros
 
 
-def _symmetric(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
+def _symmetric_steps(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
     """Integers of -8 to 7 for several scales: the largest number is about -8 or 7 steps."""
     at = np.abs(blocks).argmax(axis=-1, keepdims=True)
     largest = np.take_along_axis(blocks, at, axis=-1)
@@ -121,7 +121,7 @@ def _symmetric(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
             yield np.clip(np.rint(blocks * (inverse * np.float32(steps))), -8, 7), middle
 
 
-def _spread(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
+def _spread_steps(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
     """Integers less zero points for several ranges."""
     low, high = np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0)
     for share in SHRUNK:

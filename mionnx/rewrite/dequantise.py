@@ -138,9 +138,9 @@ def _scale_of_product(node: Node) -> Tensor | None:
                 values += user.outputs
             elif user.op == "Mul":
                 others = [entry for entry in user.inputs if entry is not value]
-                held = [entry for other in others for entry in _factors(other) if not entry.inputs]
-                if len(held) == 1:
-                    return held[0]
+                constants = [entry for other in others for entry in _factors(other) if not entry.inputs]
+                if len(constants) == 1:
+                    return constants[0]
     return None
 
 

@@ -82,17 +82,17 @@ def _selection(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable
 
 def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
     """Tokens at the edit's positions: bool, [batch, seq] and axes of 1 in the value's rank."""
-    wanted = op.input(edit.positions_input, np.int64, 2)
+    positions_value = op.input(edit.positions_input, np.int64, 2)
     selected = {0, sequence_axis(edit.axes)}
-    here = among(op, positions, wanted)
+    here = among(op, positions, positions_value)
     return op.Unsqueeze(here, [axis for axis in range(len(edit.axes)) if axis not in selected])
 
 
 def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     """Places of the edit's experts: bool, [batch, seq, n_chosen] and axes of 1."""
     choice = old if edit.hook == edit.at_experts else op.graph.tensors()[edit.at_experts]
-    wanted = op.input(edit.experts_input, np.int64, 1)
-    equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(wanted, [0, 1, 2]))
+    numbers = op.input(edit.experts_input, np.int64, 1)
+    equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(numbers, [0, 1, 2]))
     here = op.Cast(op.ReduceMax(op.Cast(equal, to=np.int32), [3], keepdims=0), to=np.bool_)
     return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here
 

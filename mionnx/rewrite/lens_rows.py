@@ -112,8 +112,8 @@ class _Head:
         """A value's node once more, with other inputs."""
         place = next(i for i, output in enumerate(node.outputs) if output is value)
         dtypes = [output.dtype for output in node.outputs]
-        made = getattr(self.op, node.op)(*inputs, outputs=len(dtypes), dtype=dtypes[place], **node.attrs)
-        return made[place] if isinstance(made, tuple) else made
+        copies = getattr(self.op, node.op)(*inputs, outputs=len(dtypes), dtype=dtypes[place], **node.attrs)
+        return copies[place] if isinstance(copies, tuple) else copies
 
     def _row_tokens(self) -> gs.Variable:
         """Numbers of the shape that the token ids of the rows would have, [batch, n]."""
@@ -136,12 +136,12 @@ def _largest(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
     total = op.ReduceLogSumExp(numbers, [2], keepdims=1)
     values, ids = op.TopK(numbers, op.input(K, np.int64, 1), axis=2, outputs=2)
     tracked = op.Gather(numbers, op.input(TRACKED, np.int64, 1), axis=2)
-    found = {
+    outputs = {
         TOP: (op.Sub(values, total), "k"),
         ROWS_TOP_IDS: (op.Cast(ids, to=np.int32), "k"),
         TRACKED_LOG_PROBS: (op.Sub(tracked, total), "t"),
     }
-    for name, (value, axis) in found.items():
+    for name, (value, axis) in outputs.items():
         value.name, value.shape = name, ["batch", f"{PREFIX}.n", f"{PREFIX}.{axis}"]
         graph.outputs.append(value)
         op.report.outputs.append(name)

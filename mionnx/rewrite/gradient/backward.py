@@ -166,8 +166,8 @@ class Backward:
         ahead = len(wide or ()) - len(own)
         if len(axes) == ahead:
             return str(self.ReduceSum(cotangent, axes, keepdims=0))
-        kept = self.ReduceSum(cotangent, axes, keepdims=1)
-        return str(self.Squeeze(kept, [*range(ahead)]) if ahead else kept)
+        total = self.ReduceSum(cotangent, axes, keepdims=1)
+        return str(self.Squeeze(total, [*range(ahead)]) if ahead else total)
 
     def _summed_to(self, cotangent: str, value: str) -> str:
         """The same, over the axes that the run finds."""
@@ -199,12 +199,12 @@ class Backward:
             the cotangents of every active value.
         """
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
-        found: dict[str, str] = {}
+        gradients: dict[str, str] = {}
 
         def settle(name: str) -> str | None:
-            if name in parts and name not in found:
-                found[name] = self.sum(parts[name])
-            return found.get(name)
+            if name in parts and name not in gradients:
+                gradients[name] = self.sum(parts[name])
+            return gradients.get(name)
 
         for node in reversed(nodes):
             given = [settle(name) if self.is_active(name) else None for name in node.output]
@@ -246,7 +246,7 @@ def numbers(back: Backward, name: str) -> NDArray[Any]:
     Raises:
         GradientError: only the run knows them.
     """
-    found = back.facts.number(name)
-    if found is None:
+    number = back.facts.number(name)
+    if number is None:
         raise GradientError(f"only the run knows {name}")
-    return found
+    return number

@@ -21,12 +21,12 @@ def _matmul_nbits(op: Backward, node: NodeProto, given: Given) -> Mapping[int, s
     """With y = x w^T + b: dx = dy w, db = dy summed."""
     if any(op.is_active(name) for name in node.input[1:5] if name):
         raise GradientError("there is no gradient by the blocks of a weight")
-    made = {}
+    cotangents = {}
     if op.is_active(node.input[0]):
-        made[0] = op.MatMul(given[0], _numbers(op, node))
+        cotangents[0] = op.MatMul(given[0], _numbers(op, node))
     if len(node.input) > 5 and node.input[5] and op.is_active(node.input[5]):
-        made[5] = op.unbroadcast(str(given[0]), node.input[5], op.facts.shapes.get(node.output[0]))
-    return made
+        cotangents[5] = op.unbroadcast(str(given[0]), node.input[5], op.facts.shapes.get(node.output[0]))
+    return cotangents
 
 
 def _numbers(op: Backward, node: NodeProto) -> str:

@@ -51,9 +51,9 @@ def differentiate(
     active = activity(nodes, facts, [*by, *filter(facts.is_float, varying)], [of])
     _refuse_idle(of, by, active)
     op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
-    found = op.run(nodes, {of: _seed(op, done, of, seed)})
-    _refuse_constant(of, by, found)
-    ends = [_output(op, done, name, found[name]) for name in by]
+    gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
+    _refuse_constant(of, by, gradients)
+    ends = [_output(op, done, name, gradients[name]) for name in by]
     kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
     del graph.node[:]
     graph.node.extend(kept)
@@ -93,10 +93,10 @@ def _seed(op: Backward, model: ModelProto, of: str, seed: str | None) -> str:
 
 
 def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
-    made = gradient_name(name)
-    op.nodes.append(helper.make_node("Identity", [cotangent], [made], f"{made}:Identity"))
-    model.graph.output.append(_declared(op.facts, made, name))
-    return made
+    output = gradient_name(name)
+    op.nodes.append(helper.make_node("Identity", [cotangent], [output], f"{output}:Identity"))
+    model.graph.output.append(_declared(op.facts, output, name))
+    return output
 
 
 def _declared(facts: NodeFacts, name: str, like: str) -> onnx.ValueInfoProto:

@@ -19,8 +19,8 @@ Dims = tuple[int | str, ...]  # numbers, or names of lengths that the run decide
 
 def attributes(node: NodeProto) -> dict[str, Any]:
     """A node's attributes by name; texts as `str`."""
-    found = {one.name: helper.get_attribute_value(one) for one in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
+    values = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
 class NodeFacts:
@@ -77,8 +77,8 @@ class NodeFacts:
             return int(attributes(node)["to"])
         if node.op_type in ("Constant", "ConstantOfShape"):
             return next((one.t.data_type for one in node.attribute if one.name == "value"), TensorProto.FLOAT)
-        given = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
-        return next((self.types[name] for name in given if name in self.types), None)
+        sources = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
+        return next((self.types[name] for name in sources if name in self.types), None)
 
     def type(self, name: str) -> int:
         """The element type of a value; float32 where nothing tells."""

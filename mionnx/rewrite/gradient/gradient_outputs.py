@@ -19,11 +19,11 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
     """Add the gradients of a graph that computes the metric."""
     if not gradients.by:
         return proto
-    made = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
-    sources = {want: want.source if want.source in made else want.hook for want in gradients.by}
+    names = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
+    sources = {want: want.source if want.source in names else want.hook for want in gradients.by}
     before = {node.name for node in proto.graph.node}
     by, rules = [*dict.fromkeys(sources.values())], SETS[gradients.rules]
-    varying = () if rules is RULES else [name for name in made if HOOK_NAME.fullmatch(name)]
+    varying = () if rules is RULES else [name for name in names if HOOK_NAME.fullmatch(name)]
     done = differentiate(proto, METRIC, by, rules=rules, varying=varying)
     for node in done.graph.node:
         if node.name not in before:

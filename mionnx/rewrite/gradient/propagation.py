@@ -102,13 +102,13 @@ def _mul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, y = node.input
     dy = str(given[0])
     parts: dict[int, Callable[[], str]] = {0: lambda: op.Mul(dy, y), 1: lambda: op.Mul(dy, x)}
-    kept = [i for i, name in enumerate((x, y)) if op.is_active(name)]
-    if len(kept) == 2:
-        kept = _sides(op, x, y)
-        if len(kept) == 2:
+    factors = [i for i, name in enumerate((x, y)) if op.is_active(name)]
+    if len(factors) == 2:
+        factors = _sides(op, x, y)
+        if len(factors) == 2:
             half = op.Mul(dy, 0.5)
             parts = {0: lambda: op.Mul(half, y), 1: lambda: op.Mul(half, x)}
-    return summed(op, node, {i: parts[i] for i in kept})
+    return summed(op, node, {i: parts[i] for i in factors})
 
 
 def _sides(op: Backward, x: str, y: str) -> list[int]:

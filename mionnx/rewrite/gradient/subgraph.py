@@ -61,15 +61,15 @@ def _tell(facts: NodeFacts, new: str, known: NodeFacts, old: str) -> None:
 
 def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     """A copy of a node under other names; what its subgraphs make themselves keeps its name."""
-    made = NodeProto()
-    made.CopyFrom(node)
-    made.name = ""
-    made.input[:] = [names.get(name, name) for name in node.input]
-    made.output[:] = [names.get(name, name) for name in node.output]
-    for attribute in made.attribute:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.name = ""
+    copy.input[:] = [names.get(name, name) for name in node.input]
+    copy.output[:] = [names.get(name, name) for name in node.output]
+    for attribute in copy.attribute:
         if attribute.type == AttributeProto.GRAPH:
             _rename_inside(attribute.g, names)
-    return made
+    return copy
 
 
 def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
