@@ -6,7 +6,7 @@ import onnx
 import onnx.shape_inference
 import onnx_ir as ir
 
-from mionnx.graph.known_value import SMALL, infer_types_of
+from mionnx.graph.known_value import MOST_FOLLOWED, infer_types_of
 from mionnx.graph.operator_table import OPERATORS, Typed, contrib_outputs
 
 
@@ -91,5 +91,5 @@ def _type(value: ir.Value) -> onnx.TypeProto:
 def _content(value: ir.Value) -> onnx.TensorProto | None:
     """A small constant that lies in the graph; None of any other value."""
     tensor = ir.convenience.get_const_tensor(value)
-    inside = tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.size <= SMALL
+    inside = tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.size <= MOST_FOLLOWED
     return onnx.numpy_helper.from_array(tensor.numpy()) if inside else None

@@ -12,7 +12,7 @@ from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.typed import typed
-from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K, Outputs
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, Outputs
 from mionnx.spec.attention_knockout import naturals, whole
 
 
@@ -77,7 +77,7 @@ class Logits:
         if self.k is not None:
             if not 1 <= self.k <= size:
                 raise InputError(f"k={self.k} of {size} logits")
-            feeds[TOP_K] = np.array([self.k])
+            feeds[LOGIT_TOP_K] = np.array([self.k])
         return feeds
 
 

@@ -14,7 +14,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.operator_table import DOMAIN
-from mionnx.graph.plain_products import OPERATORS, in_floats
+from mionnx.graph.plain_products import PACKED_OPERATORS, in_floats
 from mionnx.graph.validate import graphs
 
 
@@ -55,7 +55,7 @@ class Reference(Engine):
             for node in graph.node:
                 if node.op_type == "Scan" and any(any(item.ints) for item in node.attribute if "axes" in item.name):
                     return "onnx's ReferenceEvaluator implements Scan along axis 0 only: nothing would install it"
-                if node.domain == DOMAIN and node.op_type not in OPERATORS:
+                if node.domain == DOMAIN and node.op_type not in PACKED_OPERATORS:
                     return f"onnx's ReferenceEvaluator has no {node.op_type}, an operator of ONNX Runtime's own"
         return None
 

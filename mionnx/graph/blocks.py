@@ -43,7 +43,6 @@ class GivenBlocks:
 
     Attributes:
         rows, columns: outputs and inputs of its product.
-        bits, block_size: of its blocks.
         zero_points, offsets: whether it has some.
         order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
             None where they stand in order.
@@ -86,8 +85,8 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
     """The columns of a matrix in the order of the inputs; those of the same input are added."""
     if order is None:
         return matrix
-    found, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
-    return found if times == 1 else found.reshape(len(found), -1, times).sum(axis=-1, dtype=matrix.dtype)
+    columns, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
+    return columns if times == 1 else columns.reshape(len(columns), -1, times).sum(axis=-1, dtype=matrix.dtype)
 
 
 def of_integers(
@@ -99,7 +98,6 @@ def of_integers(
         integers: [rows, columns].
         scales: [rows, blocks].
         zeros: [rows, blocks]; None for the middle.
-        bits, block_size: see `Blocks`.
     """
     rows, columns = integers.shape
     count = -(-columns // block_size)

@@ -174,8 +174,8 @@ def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Seque
 
 def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Restore inputs with a default; graphsurgeon takes them for constants."""
-    held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
-    proto.graph.input.extend(value for value in origin.graph.input if value.name in held)
+    constants = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
+    proto.graph.input.extend(value for value in origin.graph.input if value.name in constants)
 
 
 def sort_nodes(graph: Graph) -> None:
@@ -192,8 +192,8 @@ def sort_nodes(graph: Graph) -> None:
     def read(node: Node) -> list[Node]:
         """The makers of a node's inputs, and of what its subgraphs read from outside."""
         outer = [tensor for inner in node.subgraphs() for tensor in inner._foreign_tensors().values()]
-        made = [maker for tensor in (*node.inputs, *outer) if tensor.name in local for maker in tensor.inputs]
-        return [*{id(maker): maker for maker in made}.values()]
+        makers = [maker for tensor in (*node.inputs, *outer) if tensor.name in local for maker in tensor.inputs]
+        return [*{id(maker): maker for maker in makers}.values()]
 
     for node in graph.nodes:
         waiting = [(node, read(node))]

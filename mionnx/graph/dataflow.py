@@ -115,8 +115,8 @@ def reads(node: NodeProto) -> list[str]:
 
 def made_in(graph: GraphProto) -> set[str]:
     """The values that a graph makes or is given: outputs of nodes, inputs, initializers."""
-    made = {name for node in graph.node for name in node.output}
-    return made | {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    outputs = {name for node in graph.node for name in node.output}
+    return outputs | {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
 
 
 def from_outside(graph: GraphProto) -> list[str]:

@@ -17,7 +17,7 @@ from mionnx.errors import ModelError
 from mionnx.graph.folder_file import check_regular
 from mionnx.graph.onnx_file import check_texts
 
-SMALL = 1024  # bytes up to which a weight stays inside the graph
+SMALL_WEIGHT = 1024  # bytes up to which a weight stays inside the graph
 LONGEST = 10  # bytes of a number of variable length
 FIELDS = 2**19  # of one message; a graph's are its nodes, weights and notes on values
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
@@ -31,9 +31,6 @@ Field = tuple[int, int, int, int]  # its number, where it begins, where its cont
 
 def read_light(path: Path) -> onnx.ModelProto:
     """Read a model; its larger initializers become external data, in the model's own file.
-
-    Args:
-        path: of the file.
 
     Raises:
         ModelError: no regular file, no protobuf, or names that are no text.
@@ -57,8 +54,8 @@ def read_properties(path: Path) -> dict[str, str]:
         google.protobuf.message.DecodeError: protobuf, but no ONNX.
     """
     with _mapped(path) as data:
-        found = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
-    entries = [onnx.StringStringEntryProto.FromString(entry) for entry in found]
+        texts = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
+    entries = [onnx.StringStringEntryProto.FromString(entry) for entry in texts]
     for entry in entries:
         check_texts(entry, str(path))
     return {entry.key: entry.value for entry in entries}
@@ -80,7 +77,7 @@ def _graph(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
     """The message of a graph without the bytes of its larger initializers."""
     return b"".join(
         _message(INITIALIZER, _tensor(data, begin, end, location))
-        if number == INITIALIZER and end - begin > SMALL
+        if number == INITIALIZER and end - begin > SMALL_WEIGHT
         else data[first:end]
         for number, first, begin, end in _fields(data, start, stop)
     )
@@ -89,10 +86,10 @@ def _graph(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
 def _tensor(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
     """The message of a tensor, its bytes external data if there are many."""
     fields = [*_fields(data, start, stop)]
-    held = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > SMALL]
-    if not held:
+    spans = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > SMALL_WEIGHT]
+    if not spans:
         return data[start:stop]
-    ((begin, end),) = held[-1:]  # of a field that is there twice, the last counts
+    ((begin, end),) = spans[-1:]  # of a field that is there twice, the last counts
     rest = (data[first:last] for number, first, _, last in fields if number != RAW_DATA)
     tensor = onnx.TensorProto.FromString(b"".join(rest))
     tensor.data_location = onnx.TensorProto.EXTERNAL

@@ -92,7 +92,6 @@ def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, d
     """The digest of a file, waited for.
 
     Args:
-        file: to read.
         progress: called as (stage, done, total) in bytes.
 
     Raises:

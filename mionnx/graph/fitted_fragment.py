@@ -14,7 +14,6 @@ class InnerHook:
 
     Attributes:
         name: of the value, as the fragment has it.
-        axes: the names of its axes.
         dims: a number for each axis, or its name where it is dynamic.
         dtype: numpy's name.
         live: whether the fragment's output depends on it.

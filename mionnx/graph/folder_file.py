@@ -17,22 +17,14 @@ LARGEST_BESIDE = 2**30  # bytes of a file beside a graph: a vocabulary, a config
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name that a checkpoint or a graph gives, links followed.
-
-    Raises:
-        ModelError: it leads out of the folder, or to what is no regular file.
-    """
+    """Resolve a file name that a checkpoint or a graph gives, links followed."""
     path = resolve(folder, name)
     check_regular(path)
     return path
 
 
 def files_beside(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Small files of a folder by patterns of their names.
-
-    Raises:
-        ModelError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
-    """
+    """Small files of a folder by patterns of their names."""
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     for file in files:
         check_regular(inside(folder, file.name), LARGEST_BESIDE)
@@ -53,7 +45,7 @@ def resolve(folder: Path, name: str) -> Path:
         path = (root / name).resolve()
     except (OSError, RuntimeError) as error:  # a name too long, links in a circle
         raise ModelError(f"{name!r} names no file inside {folder}: {error}") from error
-    outside = ".." in named.parts or not any(path.is_relative_to(known) for known in _roots(root)) or path == root
+    outside = ".." in named.parts or not any(path.is_relative_to(base) for base in _roots(root)) or path == root
     if outside:
         leads = f", and leads to {path}" if ".." not in named.parts else ""
         raise ModelError(f"{name!r} points outside {folder}{leads}: refused; files of a model lie in its folder")
@@ -77,15 +69,15 @@ def check_regular(path: Path, largest: int | None = None) -> None:
         ModelError: it is missing, a folder, a device or a pipe, or too large.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
         reason = error.strerror if isinstance(error, OSError) else None
         raise ModelError(f"cannot read {path}: {reason or error}") from error
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, a pipe or a socket"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, a pipe or a socket"
         raise ModelError(f"{path} is {kind}, no file: refused")
-    if largest is not None and found.st_size > largest:
-        raise ModelError(f"{path} has {found.st_size:,} bytes, more than the {largest:,} that are read of such a file")
+    if largest is not None and status.st_size > largest:
+        raise ModelError(f"{path} has {status.st_size:,} bytes, more than the {largest:,} that are read of such a file")
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:

@@ -29,8 +29,8 @@ from onnx.reference import ReferenceEvaluator
 from mionnx.errors import InterventionError
 from mionnx.graph import onnx_file, validate
 
-FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
-LARGEST = 2**31 - 2**16  # bytes of one protobuf message
+FLOAT_DTYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+LARGEST_MESSAGE = 2**31 - 2**16  # bytes of one protobuf message
 Source: TypeAlias = "Fragment | onnx.ModelProto | bytes | str | Path"
 
 
@@ -113,13 +113,13 @@ class Fragment:
         Raises:
             InterventionError: weights of more than the 2 GiB that an ONNX file holds.
         """
-        if self.size > LARGEST:
+        if self.size > LARGEST_MESSAGE:
             raise InterventionError(f"splice: weights of {self.size / 2**30:.1f} GiB; an ONNX file holds 2")
         proto = onnx.ModelProto()
         proto.CopyFrom(self.structure)
-        kept = [*self.activations]
+        inputs = [*self.activations]
         del proto.graph.input[:]
-        proto.graph.input.extend(kept)
+        proto.graph.input.extend(inputs)
         proto.graph.initializer.extend(from_array(array, name) for name, array in self.weights.items())
         return proto.SerializeToString(deterministic=True)
 
@@ -179,22 +179,22 @@ def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _parted(proto: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
     """A model without its weights, which become inputs, and the weights."""
-    held = list(proto.graph.initializer)
-    weights = {tensor.name: tensor for tensor in held if _is_weight(tensor)}
-    names = {tensor.name for tensor in held}
+    initializers = list(proto.graph.initializer)
+    weights = {tensor.name: tensor for tensor in initializers if _is_weight(tensor)}
+    names = {tensor.name for tensor in initializers}
     inputs = [value for value in proto.graph.input if value.name not in names]
     inputs += [onnx.helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in weights.values()]
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
     del bare.graph.initializer[:], bare.graph.input[:]
     bare.graph.input.extend(inputs)
-    bare.graph.initializer.extend(tensor for tensor in held if tensor.name not in weights)
+    bare.graph.initializer.extend(tensor for tensor in initializers if tensor.name not in weights)
     return bare, {name: _read(tensor, folder) for name, tensor in weights.items()}
 
 
 def _is_weight(tensor: onnx.TensorProto) -> bool:
     external = tensor.data_location == onnx.TensorProto.EXTERNAL
-    return external or (tensor.data_type in FLOATS and int(np.prod(tensor.dims)) > 1)
+    return external or (tensor.data_type in FLOAT_DTYPES and int(np.prod(tensor.dims)) > 1)
 
 
 def _read(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:

@@ -24,8 +24,8 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.onnx_file import check_texts
 from mionnx.graph.operator_table import Expansion, expansion_of
 
-LARGEST = 2**14  # characters of one node's text
-LOWEST = -9999.0  # what is added to a score that no query shall read, or less
+LONGEST_NODE_TEXT = 2**14  # characters of one node's text
+MASKED_SCORE = -9999.0  # what is added to a score that no query shall read, or less
 
 # What computes masks and lengths of a call.
 CALL = frozenset(
@@ -64,29 +64,28 @@ def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
     """Read the fused operators of a graph.
 
     Args:
-        flow: of the graph.
         texts: as `written` made them.
 
     Raises:
         ModelError: one that cannot be what the graph's nodes stand for.
     """
-    reader, found = _Reader(flow), list[FusedOperator]()
+    reader, operators = _Reader(flow), list[FusedOperator]()
     for text in texts:
         node = _parse(text)
         try:
-            found.append(reader.operator(node))
+            operators.append(reader.operator(node))
         except ValueError as error:
             raise ModelError(f"the metadata's fused {node.op_type[:60]} cannot stand in this graph: {error}") from error
-    made = [name for one in found for name in one.node.output if name]
-    if len({*made}) < len(made):
+    outputs = [name for one in operators for name in one.node.output if name]
+    if len({*outputs}) < len(outputs):
         raise ModelError("the metadata have two fused operators that make the same value")
-    return found
+    return operators
 
 
 def _parse(text: str) -> onnx.NodeProto:
     node = onnx.NodeProto()
-    if len(text) > LARGEST:
-        raise ModelError(f"a fused operator in the metadata has more than {LARGEST:,} characters: refused")
+    if len(text) > LONGEST_NODE_TEXT:
+        raise ModelError(f"a fused operator in the metadata has more than {LONGEST_NODE_TEXT:,} characters: refused")
     try:
         node.ParseFromString(base64.b64decode(text, validate=True))
     except (binascii.Error, DecodeError, ValueError) as error:
@@ -105,29 +104,28 @@ class _Reader:
         self.inputs = {value.name for value in graph.input} - self.held.keys()
 
     def operator(self, node: onnx.NodeProto) -> FusedOperator:
-        """Check one node.
-
-        Raises:
-            ValueError: what it may not be.
-        """
+        """Check one node."""
         expansion = _expansion(node)
         for name in filter(None, node.input):
             _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
-        known = {*filter(None, node.input)}
-        known |= {*filter(None, map(self._booleans, known))} if expansion.masked else set()
-        above = self.flow.ancestors(ends, known)
-        region = self._region(above, known)
+        sources = {*filter(None, node.input)}
+        sources |= {*filter(None, map(self._booleans, sources))} if expansion.masked else set()
+        above = self.flow.ancestors(ends, sources)
+        region = self._region(above, sources)
         names = {self.flow.nodes[i].op_type for i in region}
         other = sorted(names - expansion.nodes)
         _expect(not other, f"{', '.join(other)} stands between what it reads and makes")
-        made = {name for i in region for name in self.flow.nodes[i].output if name}
-        _expect({*ends} <= made, "what it makes does not follow from what it reads")
-        unpadded, depends = expansion.unpadded is not None, self._check_others(above - region, region, known | made)
+        outputs = {name for i in region for name in self.flow.nodes[i].output if name}
+        _expect({*ends} <= outputs, "what it makes does not follow from what it reads")
+        unpadded, depends = (
+            expansion.unpadded is not None,
+            self._check_others(above - region, region, sources | outputs),
+        )
         _expect(unpadded or not depends, "it depends on the call besides what it reads")
-        inner = made - {*ends} - self._aliases(region, ends)
-        return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, known), unpadded)
+        inner = outputs - {*ends} - self._aliases(region, ends)
+        return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, sources), unpadded)
 
     def _region(self, above: set[int], known: set[str]) -> set[int]:
         """The nodes among some that follow from known values."""
@@ -154,7 +152,7 @@ class _Reader:
         if node is None or node.op_type != "Where" or len(node.input) != 3:
             return None
         shown, hidden = (self._number(value) for value in node.input[1:])
-        return node.input[0] if shown == 0 and hidden is not None and hidden <= LOWEST else None
+        return node.input[0] if shown == 0 and hidden is not None and hidden <= MASKED_SCORE else None
 
     def _number(self, name: str) -> float | None:
         """A constant number; None if a value is none."""
@@ -165,12 +163,12 @@ class _Reader:
 
     def _aliases(self, region: Iterable[int], ends: Iterable[str]) -> set[str]:
         """The outputs of an operator, and hook points that share their values."""
-        found = {*ends}
+        aliases = {*ends}
         for i in sorted(region):
             node = self.flow.nodes[i]
-            if node.op_type == "Identity" and node.input[0] in found:
-                found.update(node.output)
-        return found
+            if node.op_type == "Identity" and node.input[0] in aliases:
+                aliases.update(node.output)
+        return aliases
 
     def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
         """The nodes that compute inputs without a reader in the region."""
@@ -200,11 +198,11 @@ def _expect(known: bool, what: str) -> None:
 
 def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
     """The texts of those of some operators that can stand in a graph."""
-    found: list[str] = []
+    names: list[str] = []
     for node in nodes:
         try:
             read_fused(flow, [written(node)])
         except ModelError:
             continue
-        found.append(written(node))
-    return found
+        names.append(written(node))
+    return names

@@ -20,12 +20,12 @@ RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
 QUERY_LATENT = ("batch", "seq", "q_rank")
 KEY_VALUE_LATENT = ("batch", "seq", "kv_rank")
-KEY = ("batch", "n_kv_heads", "seq", "head_dim")
+KEY_SHAPE = ("batch", "n_kv_heads", "seq", "head_dim")
 SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 NEURONS = ("batch", "seq", "d_mlp")
-HEADS = ("batch", "seq", "n_heads", "head_dim")
+HEADS_SHAPE = ("batch", "seq", "n_heads", "head_dim")
 ROUTED = ("batch", "seq", "n_experts")
-CHOSEN = ("batch", "seq", "n_chosen")
+CHOSEN_SHAPE = ("batch", "seq", "n_chosen")
 RESULT = ("batch", "seq", "n_heads", "hidden")
 STATE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
@@ -40,13 +40,11 @@ class Variant:
 
     Attributes:
         template: the name, `{i}` being the layer.
-        axes: the names of the value's axes, in order.
         group: the part of a layer that it belongs to; an RWKV's time mixing counts as attention.
         derived_from: the variant after which it can be computed. No value of the graph carries a derived hook point: it
             is computed for its capture alone, and can only be captured.
         instead: the variant to intervene at where this one is derived.
         on_request: whether it is so large that a pattern like "*" does not mean it; one that names it does.
-        name: the variant.
     """
 
     template: str
@@ -112,8 +110,8 @@ class HookPoint:
         point, row = HookPoint.parse(self.variant), VARIANTS.get(str(self.variant))
         if self.layer is not None or row is not None:
             layer = "" if isinstance(row, Single) else f"({self.layer or 0})"
-            made = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
-            raise HookError(f"HookPoint takes a hook point's whole name alone: write {made}")
+            spelling = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
+            raise HookError(f"HookPoint takes a hook point's whole name alone: write {spelling}")
         return point
 
     def __eq__(self, other: object) -> bool:
@@ -130,21 +128,21 @@ class HookPoint:
     AttnQLatent = Layered("blocks.{i}.attn.hook_q_latent", QUERY_LATENT, "attention")
     AttnKvLatent = Layered("blocks.{i}.attn.hook_kv_latent", KEY_VALUE_LATENT, "attention")
     AttnQ = Layered("blocks.{i}.attn.hook_q", QUERY, "attention")
-    AttnK = Layered("blocks.{i}.attn.hook_k", KEY, "attention")
+    AttnK = Layered("blocks.{i}.attn.hook_k", KEY_SHAPE, "attention")
     AttnRotQ = Layered("blocks.{i}.attn.hook_rot_q", QUERY, "attention")
-    AttnRotK = Layered("blocks.{i}.attn.hook_rot_k", KEY, "attention")
-    AttnV = Layered("blocks.{i}.attn.hook_v", KEY, "attention")
+    AttnRotK = Layered("blocks.{i}.attn.hook_rot_k", KEY_SHAPE, "attention")
+    AttnV = Layered("blocks.{i}.attn.hook_v", KEY_SHAPE, "attention")
     AttnScores = Layered("blocks.{i}.attn.hook_scores", SCORES, "attention")
     AttnPattern = Layered("blocks.{i}.attn.hook_pattern", SCORES, "attention")
-    AttnZ = Layered("blocks.{i}.attn.hook_z", HEADS, "attention")
+    AttnZ = Layered("blocks.{i}.attn.hook_z", HEADS_SHAPE, "attention")
     AttnResult = Layered("blocks.{i}.attn.hook_result", RESULT, "attention", derived_from="AttnZ", instead="AttnZ")
-    RwkvR = Layered("blocks.{i}.rwkv.hook_r", HEADS, "attention")
-    RwkvK = Layered("blocks.{i}.rwkv.hook_k", HEADS, "attention")
-    RwkvV = Layered("blocks.{i}.rwkv.hook_v", HEADS, "attention")
-    RwkvA = Layered("blocks.{i}.rwkv.hook_a", HEADS, "attention")
-    RwkvB = Layered("blocks.{i}.rwkv.hook_b", HEADS, "attention")
-    RwkvDecay = Layered("blocks.{i}.rwkv.hook_decay", HEADS, "attention")
-    RwkvWkv = Layered("blocks.{i}.rwkv.hook_wkv", HEADS, "attention")
+    RwkvR = Layered("blocks.{i}.rwkv.hook_r", HEADS_SHAPE, "attention")
+    RwkvK = Layered("blocks.{i}.rwkv.hook_k", HEADS_SHAPE, "attention")
+    RwkvV = Layered("blocks.{i}.rwkv.hook_v", HEADS_SHAPE, "attention")
+    RwkvA = Layered("blocks.{i}.rwkv.hook_a", HEADS_SHAPE, "attention")
+    RwkvB = Layered("blocks.{i}.rwkv.hook_b", HEADS_SHAPE, "attention")
+    RwkvDecay = Layered("blocks.{i}.rwkv.hook_decay", HEADS_SHAPE, "attention")
+    RwkvWkv = Layered("blocks.{i}.rwkv.hook_wkv", HEADS_SHAPE, "attention")
     RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE, "attention")
     RwkvStates = Layered(
         "blocks.{i}.rwkv.hook_states", STATES, "attention", "RwkvState", instead="RwkvK", on_request=True
@@ -159,12 +157,12 @@ class HookPoint:
     ResidMid = Layered("blocks.{i}.hook_resid_mid", RESIDUAL, "stream")
     MlpPre = Layered("blocks.{i}.mlp.hook_pre", RESIDUAL, "mlp")
     MlpRouterLogits = Layered("blocks.{i}.mlp.hook_router_logits", ROUTED, "mlp")
-    MlpExpertIndices = Layered("blocks.{i}.mlp.hook_expert_indices", CHOSEN, "mlp")
-    MlpExpertWeights = Layered("blocks.{i}.mlp.hook_expert_weights", CHOSEN, "mlp")
-    MlpExpertGate = Layered("blocks.{i}.mlp.hook_expert_gate", (*CHOSEN, "d_expert"), "mlp")
-    MlpExpertUp = Layered("blocks.{i}.mlp.hook_expert_up", (*CHOSEN, "d_expert"), "mlp")
-    MlpExpertAct = Layered("blocks.{i}.mlp.hook_expert_act", (*CHOSEN, "d_expert"), "mlp")
-    MlpExpertOut = Layered("blocks.{i}.mlp.hook_expert_out", (*CHOSEN, "hidden"), "mlp")
+    MlpExpertIndices = Layered("blocks.{i}.mlp.hook_expert_indices", CHOSEN_SHAPE, "mlp")
+    MlpExpertWeights = Layered("blocks.{i}.mlp.hook_expert_weights", CHOSEN_SHAPE, "mlp")
+    MlpExpertGate = Layered("blocks.{i}.mlp.hook_expert_gate", (*CHOSEN_SHAPE, "d_expert"), "mlp")
+    MlpExpertUp = Layered("blocks.{i}.mlp.hook_expert_up", (*CHOSEN_SHAPE, "d_expert"), "mlp")
+    MlpExpertAct = Layered("blocks.{i}.mlp.hook_expert_act", (*CHOSEN_SHAPE, "d_expert"), "mlp")
+    MlpExpertOut = Layered("blocks.{i}.mlp.hook_expert_out", (*CHOSEN_SHAPE, "hidden"), "mlp")
     MlpGate = Layered("blocks.{i}.mlp.hook_gate", NEURONS, "mlp")
     MlpUp = Layered("blocks.{i}.mlp.hook_up", NEURONS, "mlp")
     MlpAct = Layered("blocks.{i}.mlp.hook_act", NEURONS, "mlp")
@@ -257,7 +255,7 @@ class HookPoint:
 def nearest_hook(name: str, names: Iterable[str]) -> str:
     """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
-    layers, layer = {found for one in names if (found := layer_of(one)) is not None}, layer_of(name)
+    layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
     if layer is not None and layers and layer not in layers:
         return f"; layers are {min(layers)} to {max(layers)}"
     return nearest(name, names)

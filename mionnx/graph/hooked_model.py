@@ -76,7 +76,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
 ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
-LARGEST = 2**28  # bytes of a graph without its weights
+LARGEST_GRAPH = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
@@ -96,10 +96,6 @@ class HookedModel:
             folder: of the model.
             check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
             progress: called as (stage, done, total) while every byte is read.
-
-        Raises:
-            ModelError: see the module's text.
-            InputError: another `check`.
         """
         with boundary(ModelError, f"{folder / GRAPH} is damaged"):
             model = cls._read(folder)
@@ -115,7 +111,7 @@ class HookedModel:
     @classmethod
     def _read(cls, folder: Path) -> "HookedModel":
         """Read a graph and its metadata, and check them against each other."""
-        proto = onnx_file.read(folder / GRAPH, LARGEST)
+        proto = onnx_file.read(folder / GRAPH, LARGEST_GRAPH)
         validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
@@ -143,16 +139,12 @@ class HookedModel:
 
     @cached_property
     def stock(self) -> StockGraph | None:
-        """The graph of an adopted file as it came, checked; None if there is none.
-
-        Raises:
-            ModelError: it is damaged, takes what this model does not, or has a value without a bound.
-        """
+        """The graph of an adopted file as it came, checked; None if there is none."""
         if not self.metadata.stock:
             return None
-        found = unpacked(self.metadata.stock)
-        check_stock(found, self.proto, self.folder)
-        return found
+        stock_graph = unpacked(self.metadata.stock)
+        check_stock(stock_graph, self.proto, self.folder)
+        return stock_graph
 
     @cached_property
     def digest(self) -> str:
@@ -235,21 +227,13 @@ class HookedModel:
         return not lacks_weights(self.proto)
 
     def need_weights(self, what: str = "running it") -> None:
-        """Refuse what needs weights, if there are none.
-
-        Raises:
-            ModelError: there are none.
-        """
+        """Refuse what needs weights, if there are none."""
         if not self.has_weights:
             refuse(self.folder, what)
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`.
-
-        Raises:
-            ModelError: the weights have changed since the export.
-        """
+        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`."""
         return weight_record.weights_sha256(self.folder, self.metadata)
 
     @cached_property
@@ -288,9 +272,9 @@ class HookedModel:
 
         Older files do not say it in their metadata; `config.json` beside them is read then.
         """
-        known = self.metadata.sizes.max_positions or self.metadata.context_length
-        if known is not None:
-            return known
+        length = self.metadata.sizes.max_positions or self.metadata.context_length
+        if length is not None:
+            return length
         try:
             config = read_json(inside(self.folder, "config.json"))
         except ModelError:
@@ -309,8 +293,8 @@ class HookedModel:
     def past_dtype(self) -> DTypeLike:
         """Dtype of the keys and values of a past, or of a recurrent state."""
         past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
-        found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
-        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
+        dtypes = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
+        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(dtypes, DTYPES[self.metadata.dtype])
 
     @cached_property
     def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
@@ -329,8 +313,8 @@ class HookedModel:
             HookError: the model has no such hook point.
         """
         if point.derived and point.name in self._points:
-            known = self.metadata.axis_sizes(point)
-            return [known.get(axis, axis) for axis in point.axes or ()]
+            sizes = self.metadata.axis_sizes(point)
+            return [sizes.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             near = nearest_hook(point.name, self._points)
             raise HookError(f"this {self.metadata.family} model has no hook point {point.name!r}{near}")

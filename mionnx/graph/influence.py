@@ -62,7 +62,6 @@ class Influence:
         """The reach of a hook point.
 
         Args:
-            hook: its name.
             overwritten: hook points whose values are replaced whole: nothing passes them.
         """
         key = hook, overwritten
@@ -81,8 +80,8 @@ class Influence:
         mixed = [name for layer in range(self.metadata.sizes.num_layers) for name in self._keys_and_values(layer)]
         mixing = changed.intersection(mixed)
         # A graph without a cache carries nothing out; where all keys and values have names, these tell.
-        told = self._every_layer_names_them and not mixing
-        if not any(name.startswith(CARRIED) for name in changed) and (self._has_cache or told):
+        uniform = self._every_layer_names_them and not mixing
+        if not any(name.startswith(CARRIED) for name in changed) and (self._has_cache or uniform):
             return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)

@@ -20,7 +20,7 @@ from onnx.shape_inference import infer_node_outputs
 from mionnx.errors import ModelError
 from mionnx.graph.operator_table import DOMAIN, contrib_outputs
 
-SMALL = 2**12  # elements of a value whose content is followed
+MOST_FOLLOWED = 2**12  # elements of a value whose content is followed
 Dims = tuple[int | None, ...]
 # Operators that compute sizes. None takes longer than its inputs and outputs are large.
 FOLDED = frozenset(
@@ -89,7 +89,7 @@ def of_shape(dtype: int, shape: Dims | None, constant: bool, data: NDArray[Any] 
 def of_array(array: NDArray[Any]) -> Known:
     """A constant."""
     dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    return of_shape(dtype, array.shape, True, array if array.size <= SMALL else None)
+    return of_shape(dtype, array.shape, True, array if array.size <= MOST_FOLLOWED else None)
 
 
 def of_tensor(tensor: onnx.TensorProto) -> Known:
@@ -97,7 +97,7 @@ def of_tensor(tensor: onnx.TensorProto) -> Known:
     dims, count = tuple(tensor.dims), prod(tensor.dims)
     if tensor.data_type == onnx.TensorProto.STRING:
         raise ModelError(f"{tensor.name!r} is text: no graph of a model computes with texts")
-    if count > SMALL or tensor.data_location == onnx.TensorProto.EXTERNAL:
+    if count > MOST_FOLLOWED or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return of_shape(tensor.data_type, dims, True)
     return of_shape(tensor.data_type, dims, True, onnx.numpy_helper.to_array(tensor))
 
@@ -120,12 +120,12 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
         made = [of_shape(*one, constant) for one in contrib_outputs(node, typed)]
         return [_rows_of_blocks(node, known, inputs[0]) for known in made]
     types = _types(node, inputs, opsets)
-    found = [_of_type(node, types.get(name), constant) for name in node.output]
-    found = [_bounded(node, known, inputs) for known in found]
-    content = _content(node, inputs, found, opsets)
+    results = [_of_type(node, types.get(name), constant) for name in node.output]
+    results = [_bounded(node, known, inputs) for known in results]
+    content = _content(node, inputs, results, opsets)
     return [
         known if array is None else of_shape(known.dtype, array.shape, constant, array)
-        for known, array in zip(found, content, strict=True)
+        for known, array in zip(results, content, strict=True)
     ]
 
 
@@ -166,7 +166,6 @@ def infer_types_of(
     """Infer the types of a node's outputs by onnx.
 
     Args:
-        node: of an operator that onnx has a schema of.
         types, content: of its inputs by name; the content of those that are known.
         opsets: domain -> version.
 
@@ -261,7 +260,7 @@ def _content(
         return nothing
     if any(known is not None and known.data is None for known in inputs):
         return nothing
-    if any(known.most is None or known.most > SMALL for known in made):
+    if any(known.most is None or known.most > MOST_FOLLOWED for known in made):
         return nothing
     graph = onnx.helper.make_graph(
         [node],
@@ -273,10 +272,10 @@ def _content(
     feeds = {name: known.data for name, known in zip(node.input, inputs, strict=True) if known is not None}
     try:
         with np.errstate(all="ignore"):
-            found: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
+            arrays: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
     except Exception:  # numpy's and the evaluator's own errors: then the content stays unknown
         return nothing
-    return [np.asarray(array) if isinstance(array, np.ndarray | np.generic) else None for array in found]
+    return [np.asarray(array) if isinstance(array, np.ndarray | np.generic) else None for array in arrays]
 
 
 def label(node: onnx.NodeProto) -> str:

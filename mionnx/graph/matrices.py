@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.graph.output_head import ELEMENTWISE, LOGITS
+from mionnx.graph.output_head import HEAD_ELEMENTWISE, LOGITS
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.graph.weight_value import linear_bias, linear_weight, product_of, table_of, weight_value
 
 Matrix = NDArray[Any]
-ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
+ACTIVATION_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
-SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
-LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
+RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
+WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,11 @@ class Head:
 
 
 def head(model: HookedModel) -> Head:
-    """The matrix product that the logits come from.
-
-    Raises:
-        ModelError: they come from none, or from one whose matrix is computed.
-    """
-    found = _head(model)
-    weight = linear_weight(found.flow, model.folder, found.product)
-    bias = linear_bias(found.flow, model.folder, found.product)
-    return Head(found.value, weight, bias, any(node.op_type == "Tanh" for node in found.passed))
+    """The matrix product that the logits come from."""
+    product = _head(model)
+    weight = linear_weight(product.flow, model.folder, product.product)
+    bias = linear_bias(product.flow, model.folder, product.product)
+    return Head(product.value, weight, bias, any(node.op_type == "Tanh" for node in product.passed))
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
@@ -69,34 +65,26 @@ def embedding(model: HookedModel) -> NDArray[Any]:
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:
         for node in (flow.nodes[i] for i in flow.consumers[name]):
-            if node.op_type in LOOKUPS and node.input[1] == name and node.input[0] not in varying:
+            if node.op_type in WEIGHT_LOOKUPS and node.input[1] == name and node.input[0] not in varying:
                 return table_of(flow, model.folder, node)
-            names += node.output[:1] if node.op_type in SHAPING else []
+            names += node.output[:1] if node.op_type in RESHAPING else []
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
 
 
 def unembedding(model: HookedModel) -> NDArray[Any]:
-    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U.
-
-    Raises:
-        ModelError: the logits are no product with a matrix of the graph.
-    """
+    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U."""
     return head(model).weight
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
-    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none.
-
-    Raises:
-        ModelError: the logits are no product with a matrix of the graph.
-    """
+    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none."""
     size = model.metadata.sizes.vocab_size
-    found = _head(model)
-    for name in found.constants():
-        bias = weight_value(found.flow, model.folder, name)
+    product = _head(model)
+    for name in product.constants():
+        bias = weight_value(product.flow, model.folder, name)
         if list(bias.shape) == [size]:
             return bias
-    own = linear_bias(found.flow, model.folder, found.product)
+    own = linear_bias(product.flow, model.folder, product.product)
     return np.zeros(size, DTYPES[model.metadata.dtype]) if own is None else own
 
 
@@ -128,8 +116,6 @@ class _Head:
     """The matrix product behind the logits.
 
     Attributes:
-        flow: of the graph.
-        product: its node.
         value: what it gives as [batch, seq, vocab]; of integers, with their scale.
         passed: the nodes after it, the last first.
         varying: the values that depend on an input.
@@ -157,7 +143,7 @@ def _head(model: HookedModel) -> _Head:
         if product is not None:
             return _Head(flow, product, name, passed, varying)
         computed = [entry for entry in node.input if entry in varying]
-        if node.op_type not in ELEMENTWISE | ROUNDING or len(computed) != 1:
+        if node.op_type not in HEAD_ELEMENTWISE | ACTIVATION_ROUNDING or len(computed) != 1:
             break
         passed.append(node)
         name = computed[0]

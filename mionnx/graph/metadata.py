@@ -19,7 +19,7 @@ from mionnx.graph.stock_graph import is_table
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
 COMPILED = f"{PREFIX}compiled"  # of a compiled intervention graph, which is no hooked model
-LARGEST = 2**24  # characters; 30 layers have 40,000
+LONGEST_METADATA = 2**24  # characters; 30 layers have 40,000
 NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed between additions
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
@@ -53,14 +53,12 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_len
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The context length that a checkpoint's config names; None if it names none.
-
-    Args:
-        config: the table of `config.json`.
-    """
+    """The context length that a checkpoint's config names; None if it names none."""
     inner = config.get("text_config")
-    found = [config.get(name) for name in CONTEXT_NAMES] + ([context_length(inner)] if isinstance(inner, dict) else [])
-    return next((length for length in found if type(length) is int and length > 0), None)
+    lengths = [config.get(name) for name in CONTEXT_NAMES] + (
+        [context_length(inner)] if isinstance(inner, dict) else []
+    )
+    return next((length for length in lengths if type(length) is int and length > 0), None)
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,7 @@ OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not wri
 
 
 def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
-    """Axis name -> size, of the axes of a hook point that are as long in every pass.
-
-    Args:
-        point: the hook point.
-        sizes: of the model.
-        heads: of its layer.
-    """
+    """Axis name -> size, of the axes of a hook point that are as long in every pass."""
     count, size, value_size = heads
     width = value_size if point.variant in ("AttnV", "AttnZ") else size
     named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
@@ -204,8 +196,8 @@ class Metadata:
         Raises:
             ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
         """
-        if sum(len(key) + len(text) for key, text in props.items()) > LARGEST:
-            raise ModelError(f"the hooked model's metadata has more than {LARGEST:,} characters: refused")
+        if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:
+            raise ModelError(f"the hooked model's metadata has more than {LONGEST_METADATA:,} characters: refused")
         if f"{PREFIX}format" not in props:
             raise ModelError(
                 "this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`"
@@ -232,11 +224,7 @@ class Metadata:
 
 
 def _check(read: Metadata) -> None:
-    """Check types and limits.
-
-    Raises:
-        ValueError: the first that is wrong.
-    """
+    """Check types and limits."""
     for name, value in asdict(read.sizes).items():
         if not (value is None and name in ("max_positions", "n_experts", "n_chosen", "d_expert")):
             _check_number(f"sizes.{name}", value)
@@ -248,19 +236,21 @@ def _check(read: Metadata) -> None:
     _expect(isinstance(first, str) and first.isdecimal(), f"exporter.{IDENTITIES}", "a number in digits", first)
     _expect(isinstance(read.hooks, dict), "hooks", "a table of axes", read.hooks)
     for hook, axes in read.hooks.items():
-        known = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
-        _expect(known, f"hooks[{hook!r}]", "a list of axes", axes)
+        texts_only = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
+        _expect(texts_only, f"hooks[{hook!r}]", "a list of axes", axes)
     if read.context_length is not None:
         _check_number("context_length", read.context_length)
     _expect(isinstance(read.weight_files, dict), "weight_files", "a table of files", read.weight_files)
     for file, facts in read.weight_files.items():
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
-    known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
-    _expect(known, "fused", "a list of texts", read.fused)
-    known = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
-    _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
-    known = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
-    _expect(known, "quantised", "a table of settings with bits 4 or 8", read.quantised)
+    texts_only = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
+    _expect(texts_only, "fused", "a list of texts", read.fused)
+    texts_only = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
+    _expect(
+        texts_only and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes
+    )
+    texts_only = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
+    _expect(texts_only, "quantised", "a table of settings with bits 4 or 8", read.quantised)
     _expect(
         is_table(read.stock),
         "stock",
@@ -278,8 +268,8 @@ def _check(read: Metadata) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    known = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
-    _expect(known, name, "a positive number", value)
+    count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    _expect(count, name, "a positive number", value)
 
 
 def _expect(known: bool, name: str, wanted: str, found: object) -> None:

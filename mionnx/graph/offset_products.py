@@ -22,23 +22,23 @@ from mionnx.graph.dataflow import Dataflow
 CHAIN = ("MatMul", "ReduceSum", "Reshape")  # the offsets' share, from its end to x
 
 ROWS_ALONE = 3  # inputs of a Slice that names no axes: it begins with the first
-ROWS = ("Reshape", "Expand", "Unsqueeze", "Gather")  # the offsets of picked rows
+ROW_OPERATORS = ("Reshape", "Expand", "Unsqueeze", "Gather")  # the offsets of picked rows
 
 
 def offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
     """The name of the offsets [blocks, outputs] of a MatMulNBits; None if it has none."""
     for user in (flow.nodes[i] for i in flow.consumers[node.output[0]]):
         if user.op_type == "Add":
-            found = _parts(flow, user)
-            if found is not None and found[0] is node:
-                return found[1]
+            parts = _parts(flow, user)
+            if parts is not None and parts[0] is node:
+                return parts[1]
     return None
 
 
 def product_of_sum(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """The MatMulNBits of an Add that adds its offsets' share; None for any other node."""
-    found = _parts(flow, node) if node.op_type == "Add" else None
-    return None if found is None else found[0]
+    parts = _parts(flow, node) if node.op_type == "Add" else None
+    return None if parts is None else parts[0]
 
 
 def row_offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
@@ -46,9 +46,9 @@ def row_offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
     for user in (flow.nodes[i] for i in flow.consumers[node.output[0]]):
         name = next((entry for entry in user.input if entry != node.output[0]), "")
         chain = [one for one in [flow.producer(name)] if one is not None and user.op_type == "Add"]
-        while chain and len(chain) < len(ROWS) and (before := flow.producer(chain[-1].input[0])) is not None:
+        while chain and len(chain) < len(ROW_OPERATORS) and (before := flow.producer(chain[-1].input[0])) is not None:
             chain.append(before)
-        if tuple(one.op_type for one in chain) == ROWS and chain[-1].input[1] == node.input[1]:
+        if tuple(one.op_type for one in chain) == ROW_OPERATORS and chain[-1].input[1] == node.input[1]:
             return chain[-1].input[0]
     return None
 

@@ -19,15 +19,14 @@ from mionnx.graph.folder_file import check_regular
 
 ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
-LARGEST = 2**31  # bytes of an ONNX file
+LARGEST_FILE = 2**31  # bytes of an ONNX file
 PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbers in a byte
 
 
-def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
+def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
 
     Args:
-        path: of the file.
         largest: bytes; a larger file is not read.
 
     Raises:
@@ -50,7 +49,6 @@ def check_texts(message: Message, where: str) -> None:
     """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
 
     Args:
-        message: a model or a part of one.
         where: what it was read from, for the refusal.
 
     Raises:
@@ -122,9 +120,9 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
     try:
         if tensor.data_type in PACKED:
             size = -(-int(np.prod(tensor.dims)) // 2)
-            held = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
-            held.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
-            return onnx.numpy_helper.to_array(held)
+            tensor_copy = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
+            tensor_copy.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
+            return onnx.numpy_helper.to_array(tensor_copy)
         return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error

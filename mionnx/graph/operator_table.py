@@ -69,8 +69,8 @@ def contrib_outputs(node: onnx.NodeProto, inputs: Sequence[Typed | None]) -> lis
         raise LookupError(f"mionnx knows no sizes of {node.op_type} in the domain {DOMAIN!r}")
     attributes = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
     dtypes, shapes = [one[0] if one else 0 for one in inputs], [one[1] if one else None for one in inputs]
-    made = row.shapes(shapes, attributes)
-    return [(dtypes[row.dtype_of], made[min(place, len(made) - 1)]) for place in range(len(node.output))]
+    outputs = row.shapes(shapes, attributes)
+    return [(dtypes[row.dtype_of], outputs[min(place, len(outputs) - 1)]) for place in range(len(node.output))]
 
 
 def _columns(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None]:

@@ -3,7 +3,7 @@
 from mionnx.graph.builder import Node, Tensor
 from mionnx.graph.offset_products import offset_nodes
 
-ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
+HEAD_ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"})
 LOGITS = "logits"
 
@@ -13,11 +13,10 @@ def find_head(value: Tensor) -> Node | None:
     return head_and_tail(value)[0]
 
 
-def head_and_tail(value: Tensor, through: frozenset[str] = ELEMENTWISE) -> tuple[Node | None, list[Node]]:
+def head_and_tail(value: Tensor, through: frozenset[str] = HEAD_ELEMENTWISE) -> tuple[Node | None, list[Node]]:
     """The matrix product that a value comes from, and the elementwise nodes after it.
 
     Args:
-        value: the logits.
         through: operators that may follow the product.
     """
     passed: list[Node] = []

@@ -20,7 +20,7 @@ from mionnx.graph.blocks import in_order, unpack
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.offset_products import offsets_of, order_of
 
-BITS = (2, 4, 8)
+PACKED_BITS = (2, 4, 8)
 LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
@@ -32,8 +32,8 @@ def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[
     Raises:
         ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
     """
-    given, proto = attributes(node), flow.proto
-    width, count, block, bits = given["K"], given["N"], given["block_size"], _bits(node)
+    facts, proto = attributes(node), flow.proto
+    width, count, block, bits = facts["K"], facts["N"], facts["block_size"], _bits(node)
     if len(node.input) > 4 and node.input[4]:
         raise ModelError(f"{node.name}: MatMulNBits with g_idx, weights in another order, is not read")
     blocks = -(-width // block)
@@ -68,7 +68,6 @@ def gather_integers(
     """The table of a GatherBlockQuantized as integers.
 
     Args:
-        node: the node.
         data: the table as it is held.
         zero: its zero points as they are held; None if there are none.
         blocks: in a row.
@@ -79,33 +78,32 @@ def gather_integers(
     Raises:
         ModelError: rows are not what is gathered, or numbers are of other than 2, 4 or 8 bits.
     """
-    given, bits = attributes(node), _bits(node)
-    axis = given.get("quantize_axis", 1)
-    if given.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
+    facts, bits = attributes(node), _bits(node)
+    axis = facts.get("quantize_axis", 1)
+    if facts.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
         raise ModelError(f"{node.name}: GatherBlockQuantized of a table {list(data.shape)} that is not [rows, width]")
     if data.dtype == np.uint8:
         data = unpack(data, bits)
         zero = np.array(2 ** (bits - 1)) if zero is None else unpack(zero, bits)[:, :blocks]
-    return data, np.array(0) if zero is None else zero, 1, given.get("block_size", 128)
+    return data, np.array(0) if zero is None else zero, 1, facts.get("block_size", 128)
 
 
 def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelProto, int]:
     """Copy a graph and set the accuracy level of every MatMulNBits; also count these.
 
     Args:
-        proto: the graph, without its weights.
         level: 0, floats, or 4, what is read rounded to 8 bits.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    products = [node for node in result.graph.node if node.op_type == "MatMulNBits"]
     for node in products:
         others = [entry for entry in node.attribute if entry.name != LEVEL]
         del node.attribute[:]
         node.attribute.extend(others)
         if level:
             node.attribute.append(onnx.helper.make_attribute(LEVEL, level))
-    return made, len(products)
+    return result, len(products)
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, int]:
@@ -115,6 +113,6 @@ def attributes(node: onnx.NodeProto) -> dict[str, int]:
 
 def _bits(node: onnx.NodeProto) -> int:
     bits = attributes(node).get("bits", 4)
-    if bits not in BITS:
-        raise ModelError(f"{node.name}: {node.op_type} with numbers of {bits} bits; {BITS} are read")
+    if bits not in PACKED_BITS:
+        raise ModelError(f"{node.name}: {node.op_type} with numbers of {bits} bits; {PACKED_BITS} are read")
     return bits

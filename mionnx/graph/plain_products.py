@@ -13,23 +13,15 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.matrices import Matrix
 from mionnx.graph.weight_value import linear_weight, table_of
 
-OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
+PACKED_OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
 BIAS = 5  # place of a MatMulNBits' bias
 
 
 def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
-    """Exchange the operators on blocks of a graph, in place.
-
-    Args:
-        proto: the graph.
-        folder: of its weight files.
-
-    Raises:
-        ModelError: blocks that are not read, such as those in another order.
-    """
+    """Exchange the operators on blocks of a graph, in place."""
     flow, made, numbers = Dataflow(proto), list[onnx.NodeProto](), dict[str, Matrix]()
     for node in proto.graph.node:
-        if node.op_type not in OPERATORS:
+        if node.op_type not in PACKED_OPERATORS:
             made.append(node)
             continue
         lookup = node.op_type == "GatherBlockQuantized"
@@ -44,10 +36,10 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
     del proto.graph.node[:]
     proto.graph.node.extend(kept)
     read = {name for node in kept for name in node.input} | {value.name for value in proto.graph.output}
-    held = [tensor for tensor in proto.graph.initializer if tensor.name in read or not tensor.dims]
-    held = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in held]
+    initializers = [tensor for tensor in proto.graph.initializer if tensor.name in read or not tensor.dims]
+    initializers = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in initializers]
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(held)
+    proto.graph.initializer.extend(initializers)
     proto.graph.initializer.extend(
         onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in numbers.items()
     )

@@ -26,38 +26,29 @@ from mionnx.graph.packed_weight import matmul_nbits
 Numbers = NDArray[np.floating]
 QUANTISED = "_quantized"  # what ONNX Runtime's quantiser puts behind the name of a weight
 # Operator -> places of its weight's scales and zero points among its inputs.
-SCALES = {"DynamicQuantizeMatMul": (2, 3), "MatMulIntegerToFloat": (3, 5)}
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+SCALE_INPUTS = {"DynamicQuantizeMatMul": (2, 3), "MatMulIntegerToFloat": (3, 5)}
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
 def weight_numbers(proto: onnx.ModelProto, folder: Path, name: str) -> Numbers:
     """The numbers of a weight, by its name before it was quantised.
 
     Args:
-        proto: the graph.
-        folder: of its weight files.
         name: an initializer, or a weight that ONNX Runtime's quantiser has renamed.
-
-    Raises:
-        ModelError: no such weight, or integers without scales.
     """
-    held = {tensor.name for tensor in proto.graph.initializer}
-    if name not in held and name + QUANTISED in held:
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    if name not in initializers and name + QUANTISED in initializers:
         name += QUANTISED
-    elif name not in held:
+    elif name not in initializers:
         maker = Dataflow(proto).producer(name)
         if maker is not None and maker.op_type == "DequantizeLinear":
             return dequantised(proto, folder, maker)
     array = onnx_file.weight(proto, folder, name)
-    return array if array.dtype.name in FLOATS else _scaled(proto, folder, name, array)
+    return array if array.dtype.name in FLOAT_NAMES else _scaled(proto, folder, name, array)
 
 
 def dequantised(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> Numbers:
-    """The output of a DequantizeLinear of weights.
-
-    Raises:
-        ModelError: its inputs are no weights.
-    """
+    """The output of a DequantizeLinear of weights."""
     integers, scale, *zeros = [onnx_file.weight(proto, folder, name) for name in node.input if name]
     return dequantise(integers, scale, zeros[0] if zeros else None, *_axis(node))
 
@@ -122,7 +113,7 @@ def refuse_integers(name: str, array: NDArray) -> None:
     Raises:
         ModelError: naming it and its dtype.
     """
-    if array.dtype.name not in FLOATS:
+    if array.dtype.name not in FLOAT_NAMES:
         raise ModelError(
             f"the weight {name!r} is quantised, {array.dtype} {list(array.shape)}, and the graph does not say its "
             "scales where they are known: DequantizeLinear, QLinearMatMul, MatMulInteger, MatMulNBits. Open the model "
@@ -144,8 +135,8 @@ def _scaled(proto: onnx.ModelProto, folder: Path, name: str, integers: NDArray) 
                 return _picked(proto, folder, following, integers)
         if node.op_type == "QLinearMatMul" and place == 3:
             return _by_column(proto, folder, integers, node.input[4], node.input[5])
-        if place == 1 and node.op_type in SCALES:
-            scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALES[node.op_type])
+        if place == 1 and node.op_type in SCALE_INPUTS:
+            scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALE_INPUTS[node.op_type])
             return _by_column(proto, folder, integers, scales, zeros)
         if node.op_type == "MatMulNBits" and place == 1:
             return matmul_nbits(flow, folder, node)
@@ -195,5 +186,5 @@ def _factors(flow: Dataflow, name: str) -> list[str]:
 
 def _axis(node: onnx.NodeProto) -> tuple[int, int]:
     """Axis and block size of a DequantizeLinear."""
-    given = {attribute.name: attribute.i for attribute in node.attribute}
-    return given.get("axis", 1), given.get("block_size", 0)
+    facts = {attribute.name: attribute.i for attribute in node.attribute}
+    return facts.get("axis", 1), facts.get("block_size", 0)

@@ -16,18 +16,16 @@ def restore(
 
     Args:
         proto: a graph that was made from an adopted one; left alone.
-        origin: the adopted graph.
-        fused: its fused operators.
         padding: whether texts may be padded; operators that are right without padding only then stay as they are.
 
     Returns:
         the graph, and how many operators were put back.
     """
     flow = Dataflow(proto)
-    given = {value.name for value in (*proto.graph.output, *proto.graph.input)}
+    interface = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     removed, added, support = set[int](), list[onnx.NodeProto](), set[int]()
     for one in fused:
-        nodes = None if padding and one.unpadded else _standing(flow, origin, one, given)
+        nodes = None if padding and one.unpadded else _standing(flow, origin, one, interface)
         if nodes:
             removed.update(nodes)
             added.append(one.node)
@@ -55,8 +53,8 @@ def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, given: set[s
         nodes.add(place)
     if any(reader not in nodes for name in one.inner for reader in flow.consumers.get(name, ())):
         return None
-    made = {*one.node.output}
-    return {i for i in nodes if not _only_names(flow.nodes[i], one.inner, made)}
+    outputs = {*one.node.output}
+    return {i for i in nodes if not _only_names(flow.nodes[i], one.inner, outputs)}
 
 
 def _only_names(node: onnx.NodeProto, inner: frozenset[str], made: set[str]) -> bool:
@@ -72,25 +70,25 @@ def _same(node: onnx.NodeProto, origin: onnx.NodeProto) -> bool:
 
 def _written(proto: onnx.ModelProto, origin: Dataflow, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
     """The graph with other nodes, in an order that can run; dead ones are dropped."""
-    made, graph = onnx.ModelProto(), proto.graph
-    made.CopyFrom(proto)
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
-    flow = Dataflow(made)
+    result, graph = onnx.ModelProto(), proto.graph
+    result.CopyFrom(proto)
+    del result.graph.node[:]
+    result.graph.node.extend(nodes)
+    flow = Dataflow(result)
     alive = sorted(flow.ancestors([value.name for value in graph.output]))
     read = flow.read_by(alive)
     order = _order(flow, alive)
-    del made.graph.node[:], made.graph.initializer[:], made.graph.value_info[:]
-    made.graph.node.extend(flow.nodes[i] for i in order)
-    held = {tensor.name for tensor in graph.initializer}
-    made.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
-    lost = (tensor for tensor in origin.proto.graph.initializer if tensor.name in read - held)
-    made.graph.initializer.extend(lost)
-    made.graph.value_info.extend(value for value in graph.value_info if value.name in read)
-    domains = {entry.domain for entry in made.opset_import}
-    missing = {node.domain for node in made.graph.node} - domains - {"ai.onnx"}
-    made.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(missing))
-    return made
+    del result.graph.node[:], result.graph.initializer[:], result.graph.value_info[:]
+    result.graph.node.extend(flow.nodes[i] for i in order)
+    initializers = {tensor.name for tensor in graph.initializer}
+    result.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
+    lost = (tensor for tensor in origin.proto.graph.initializer if tensor.name in read - initializers)
+    result.graph.initializer.extend(lost)
+    result.graph.value_info.extend(value for value in graph.value_info if value.name in read)
+    domains = {entry.domain for entry in result.opset_import}
+    missing = {node.domain for node in result.graph.node} - domains - {"ai.onnx"}
+    result.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(missing))
+    return result
 
 
 def _order(flow: Dataflow, nodes: list[int]) -> list[int]:

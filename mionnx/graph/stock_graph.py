@@ -26,10 +26,11 @@ from mionnx.graph import onnx_file, validate
 from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.output_head import LOGITS
 
-LARGEST = 2**26  # bytes of the graph, unpacked
-ROWS, PAST, SEVERAL, PADDED = 1, 2, 4, 8  # of a call: several rows, a past, several tokens a row, padding on the left
-KINDS = ROWS + PAST + SEVERAL + PADDED + 1
-BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
+STOCK_LIMIT = 2**26  # bytes of the graph, unpacked
+# Of a call: several rows, a past, several tokens a row, padding on the left.
+ROWS_BIT, PAST_BIT, SEVERAL_BIT, PADDED_BIT = 1, 2, 4, 8
+KINDS = ROWS_BIT + PAST_BIT + SEVERAL_BIT + PADDED_BIT + 1
+PAST_TOKENS, TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,15 @@ class StockGraph:
 
 def example(kind: int) -> tuple[int, int, int]:
     """Rows, tokens and past of a call of a kind."""
-    return 1 + bool(kind & ROWS), TOKENS if kind & SEVERAL else 1, BEFORE * bool(kind & PAST)
+    return 1 + bool(kind & ROWS_BIT), TOKENS if kind & SEVERAL_BIT else 1, PAST_TOKENS * bool(kind & PAST_BIT)
 
 
 def described(kind: int) -> str:
     """A kind of call in words."""
-    rows = "several rows" if kind & ROWS else "one row"
-    tokens = "several tokens" if kind & SEVERAL else "one token"
-    after = " after a past" if kind & PAST else ""
-    return f"{rows} of {tokens}{after}{', padded on the left' if kind & PADDED else ''}"
+    rows = "several rows" if kind & ROWS_BIT else "one row"
+    tokens = "several tokens" if kind & SEVERAL_BIT else "one token"
+    after = " after a past" if kind & PAST_BIT else ""
+    return f"{rows} of {tokens}{after}{', padded on the left' if kind & PADDED_BIT else ''}"
 
 
 def difference(left: NDArray[Any], right: NDArray[Any]) -> float:
@@ -90,9 +91,9 @@ def unpacked(table: Mapping[str, Any]) -> StockGraph:
     """
     try:
         reader = zlib.decompressobj()
-        data = reader.decompress(base64.b64decode(table["graph"], validate=True), LARGEST)
+        data = reader.decompress(base64.b64decode(table["graph"], validate=True), STOCK_LIMIT)
         if not reader.eof:
-            raise ModelError(f"the stock graph in the metadata is cut, or has more than {LARGEST:,} bytes: refused")
+            raise ModelError(f"the stock graph in the metadata is cut, or has more than {STOCK_LIMIT:,} bytes: refused")
         proto = onnx.ModelProto.FromString(data)
         onnx_file.check_texts(proto, "the stock graph in the metadata")
     except (binascii.Error, zlib.error, DecodeError, ValueError, KeyError, TypeError) as error:
@@ -133,21 +134,18 @@ def _registered(operator: str, version: int) -> bool:
     return True
 
 
-def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: int = SEVERAL) -> None:
+def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: int = SEVERAL_BIT) -> None:
     """Check the graph of an adopted file as it came, as the hooked graph is checked.
 
     Args:
-        stock: the graph.
-        hooked: the hooked one.
-        folder: of their weights.
         kind: of a call for which every value must have a bound.
 
     Raises:
         ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
     """
     inputs, outputs = onnx_file.interface(stock.proto)
-    held = {tensor.name for tensor in stock.proto.graph.initializer}
-    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
+    initializers = {tensor.name for tensor in stock.proto.graph.initializer}
+    strange = sorted({*inputs} - initializers - {value.name for value in hooked.graph.input})
     if strange or LOGITS not in outputs:
         raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
     shown = checkable(stock.proto)

@@ -44,15 +44,11 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
 
     Args:
         proto: a model without its external data.
-        folder: of its external data.
         batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
             of constants alone.
 
     Returns:
         name of a value -> what is known of it in the last of the batches.
-
-    Raises:
-        ModelError: the first thing that is wrong.
     """
     check_counts(proto)
     root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()
@@ -66,8 +62,8 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     _check_valid(proto)
     weights = sum({(span.location, span.start, span.end): span.end - span.start for span in spans}.values())
     weights += sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    found = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
-    return found[-1]
+    passes = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
+    return passes[-1]
 
 
 def check_counts(proto: onnx.ModelProto) -> None:
@@ -76,11 +72,11 @@ def check_counts(proto: onnx.ModelProto) -> None:
     Raises:
         ModelError: there are too many.
     """
-    nodes = held = 0
+    nodes = tensor_count = 0
     for graph in graphs(proto):
         nodes += len(graph.node)
-        held += len(graph.initializer) if isinstance(graph, onnx.GraphProto) else 0
-        if nodes > NODES or held > TENSORS:
+        tensor_count += len(graph.initializer) if isinstance(graph, onnx.GraphProto) else 0
+        if nodes > NODES or tensor_count > TENSORS:
             raise ModelError(f"the graph has more than {NODES:,} nodes, or {TENSORS:,} weights: refused")
 
 
@@ -96,7 +92,7 @@ def _without_files(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose external weights are inputs."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
-    held = [tensor for tensor in shown.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    inside = [tensor for tensor in shown.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
     inputs = {value.name for value in shown.graph.input}
     for tensor in shown.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL and tensor.name not in inputs:
@@ -104,7 +100,7 @@ def _without_files(proto: onnx.ModelProto) -> onnx.ModelProto:
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     del shown.graph.initializer[:]
-    shown.graph.initializer.extend(held)
+    shown.graph.initializer.extend(inside)
     return shown
 
 
@@ -130,8 +126,8 @@ def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Tensor
         for attribute in node.attribute:
             if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
                 raise ModelError(f"{node.op_type} node {node.name!r} has a sparse tensor: no exporter writes such")
-            held = [attribute.t] if attribute.HasField("t") else []
-            for tensor in [*held, *attribute.tensors]:
+            constants = [attribute.t] if attribute.HasField("t") else []
+            for tensor in [*constants, *attribute.tensors]:
                 if node.op_type == "Constant" and node.output and not tensor.name:
                     named = onnx.TensorProto()
                     named.CopyFrom(tensor)
@@ -193,8 +189,8 @@ def _size(root: Path, location: str, name: str) -> int:
 
 
 def _check_apart(spans: list[Span]) -> None:
-    held = [span for span in spans if span.start < span.end]
-    for one, other in pairwise(sorted(held, key=lambda span: (span.location, span.start, span.end))):
+    ordered = [span for span in spans if span.start < span.end]
+    for one, other in pairwise(sorted(ordered, key=lambda span: (span.location, span.start, span.end))):
         same = (one.start, one.end) == (other.start, other.end)  # tied weights
         if one.location == other.location and other.start < one.end and not same:
             raise ModelError(f"weights {one.name!r} and {other.name!r} overlap in {one.location}")
@@ -207,25 +203,25 @@ def _check_held(tensor: onnx.TensorProto) -> None:
         return
     if tensor.raw_data:
         if len(tensor.raw_data) != expected:
-            held = len(tensor.raw_data)
+            size = len(tensor.raw_data)
             raise ModelError(
-                f"weight {tensor.name!r} of shape {list(tensor.dims)} takes {expected} bytes, and has {held}"
+                f"weight {tensor.name!r} of shape {list(tensor.dims)} takes {expected} bytes, and has {size}"
             )
         return
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-    count, wanted = max(len(getattr(tensor, field)) for field in fields), _elements(tensor)
+    count, elements = max(len(getattr(tensor, field)) for field in fields), _elements(tensor)
     complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
-    if count * PACKED.get(tensor.data_type, 1) < wanted * (1 + complex_):
+    if count * PACKED.get(tensor.data_type, 1) < elements * (1 + complex_):
         raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
 
 
 def input_shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
     """The shapes of the inputs for a token batch; an input with a default has its default's."""
     carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
-    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
+    lengths = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
     defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     shapes: dict[str, Dims] = {}
     for value in proto.graph.input:
         dims = value.type.tensor_type.shape.dim
-        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
+        shapes[value.name] = tuple(lengths.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
     return {name: defaults.get(name, shape) for name, shape in shapes.items()}

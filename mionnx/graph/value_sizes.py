@@ -39,16 +39,12 @@ def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int
     """Check the sizes of all values.
 
     Args:
-        proto: a valid model.
         shapes: of inputs; of an input that is not there no shape is known.
         weights: bytes of the weights, those outside the graph included.
         whole: whether every value must have a bound; otherwise those that are made of constants alone.
 
     Returns:
         name of a value of the outermost graph -> what is known of it.
-
-    Raises:
-        ModelError: a value that is too large or has no bound.
     """
     return _Walk(proto, weights).check(shapes, whole)
 
@@ -161,9 +157,9 @@ class _Walk:
     def _function(
         self, function: onnx.FunctionProto, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place
     ) -> list[Known]:
-        given = {attribute.name: attribute for attribute in [*function.attribute_proto, *node.attribute]}
+        arguments = {attribute.name: attribute for attribute in [*function.attribute_proto, *node.attribute]}
         scope = {name: known for name, known in zip(function.input, inputs, strict=False) if known is not None}
-        nodes = [_with_attributes(inner, given) for inner in function.node]
+        nodes = [_with_attributes(inner, arguments) for inner in function.node]
         outside = self.opsets
         self.opsets = outside | _opsets(function.opset_import)
         self.nodes(nodes, scope, replace(place, depth=place.depth + 1))
@@ -173,16 +169,16 @@ class _Walk:
     def _if(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
         condition = inputs[0]
         taken = None if condition is None or condition.data is None else bool(condition.data.reshape(-1)[:1].all())
-        found = {}
+        results = {}
         for attribute in node.attribute:
             runs = place.whole and taken in (None, attribute.name == "then_branch")
             inner: Scope = ChainMap(dict[str, Known](), scope)
             self._weights(attribute.g, inner)
             self.nodes(attribute.g.node, inner, replace(place, whole=runs, depth=place.depth + 1))
-            found[attribute.name] = [inner.get(value.name, Known()) for value in attribute.g.output]
+            results[attribute.name] = [inner.get(value.name, Known()) for value in attribute.g.output]
         if taken is not None:
-            return found["then_branch" if taken else "else_branch"]
-        return [_either(*pair) for pair in zip(found["then_branch"], found["else_branch"], strict=True)]
+            return results["then_branch" if taken else "else_branch"]
+        return [_either(*pair) for pair in zip(results["then_branch"], results["else_branch"], strict=True)]
 
     def _loop(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
         count = inputs[0] if inputs else None
@@ -198,17 +194,17 @@ class _Walk:
         return [*kept, *(_collected(known, None, 0, trips or 0) for known in each)]
 
     def _scan(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
-        given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        facts = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
         known = [one for one in inputs if one is not None]
-        states = len(known) - int(given["num_scan_inputs"])
-        axes = given.get("scan_input_axes") or [0] * (len(known) - states)
+        states = len(known) - int(facts["num_scan_inputs"])
+        axes = facts.get("scan_input_axes") or [0] * (len(known) - states)
         lengths = [_length(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
         trips = next((length for length in lengths if length is not None), None)
         if trips is None and place.whole:
             raise ModelError(f"Scan node {label(node)} runs over an axis whose length has no bound: refused")
         slices = [_slice(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
-        made = self._steps(node, given["body"], [], known[:states], 0, trips or 0, scope, place, slices)
-        out = given.get("scan_output_axes") or [0] * (len(made) - states)
+        made = self._steps(node, facts["body"], [], known[:states], 0, trips or 0, scope, place, slices)
+        out = facts.get("scan_output_axes") or [0] * (len(made) - states)
         each = [_collected(one, trips, axis, trips or 0) for one, axis in zip(made[states:], out, strict=True)]
         return [*made[:states], *each]
 

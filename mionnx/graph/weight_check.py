@@ -37,7 +37,6 @@ def fingerprints(folder: Path, names: Iterable[str], progress: Progress = silent
     """Size, sampled hash and whole hash of weight files, for `Metadata.weight_files`.
 
     Args:
-        folder, names: of the files.
         progress: called as (stage, done, total) in bytes.
     """
     files = {name: folder / name for name in sorted({*names})}
@@ -78,9 +77,6 @@ def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], H
 
     Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
 
-    Args:
-        folder, names: of the files.
-
     Yields:
         a function that waits for `sha256` of all files, in the order of their names, and their `fingerprints`.
     """
@@ -93,27 +89,25 @@ def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], H
 
 
 def _hashes(files: Iterable[Path], stop: Event) -> Hashes:
-    whole, found = hashlib.sha256(), dict[str, dict[str, Any]]()
+    total, hashes = hashlib.sha256(), dict[str, dict[str, Any]]()
     for file in files:
-        digests = [whole, hashlib.sha256()] if found else [whole]  # the first file's own hash is that of all so far
+        digests = [total, hashlib.sha256()] if hashes else [total]  # the first file's own hash is that of all so far
         with file.open("rb") as stream:
             while not stop.is_set() and (chunk := stream.read(PART)):
                 for digest in digests:
                     digest.update(chunk)
-        found[file.name] = {
+        hashes[file.name] = {
             "size": file.stat().st_size,
             "sampled": sampled(file),
             "sha256": digests[-1].hexdigest(),
         }
-    return whole.hexdigest(), found
+    return total.hexdigest(), hashes
 
 
 def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, progress: Progress = silent) -> None:
     """Compare a model's weight files with what was recorded of them.
 
     Args:
-        folder: the hooked model's folder.
-        metadata: of its graph.
         names: the weight files that the graph reads.
         level: "sampled", "full" (every byte), or "none".
         progress: called as (stage, done, total) in bytes.
@@ -139,14 +133,14 @@ def _compare(
     folder: Path, recorded: Mapping[str, Mapping[str, Any]], names: set[str], full: bool, progress: Progress
 ) -> None:
     for name in sorted(names):
-        known = recorded.get(name)
-        if known is None:  # a file that a later program wrote, as when a model is quantised
+        entry = recorded.get(name)
+        if entry is None:  # a file that a later program wrote, as when a model is quantised
             if full:
                 raise ModelError(f"nothing was recorded of {folder / name}, so that it cannot be checked")
             continue
-        _say_if(folder / name, (folder / name).stat().st_size != known.get("size"))
-        _say_if(folder / name, sampled(folder / name) != known.get("sampled"))
-        _say_if(folder / name, full and sha256([folder / name], progress) != known.get("sha256"))
+        _say_if(folder / name, (folder / name).stat().st_size != entry.get("size"))
+        _say_if(folder / name, sampled(folder / name) != entry.get("sampled"))
+        _say_if(folder / name, full and sha256([folder / name], progress) != entry.get("sha256"))
 
 
 def _say_if(file: Path, differs: bool) -> None:

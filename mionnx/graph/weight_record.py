@@ -24,43 +24,41 @@ from mionnx.graph.metadata import Metadata
 from mionnx.graph.weight_check import Progress, sampled, silent
 
 RECORD = "weights.sha256.json"
-SMALL = 2**26  # bytes of a file that an export waits for
+SMALL_FILE = 2**26  # bytes of a file that an export waits for
 
-Facts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or changed
+FileFacts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or changed
 
 
-def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> Facts:
+def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> FileFacts:
     """Describe weight files for `Metadata.weight_files`; only small ones are waited for.
 
     Args:
-        folder, names: of the files.
         progress: called as (stage, done, total) in bytes.
     """
-    found: Facts = {}
+    facts: FileFacts = {}
     for name in sorted({*names}):
         file, stat = folder / name, (folder / name).stat()
         file_digest.start([file])
-        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL else file_digest.known(file)
-        found[name] = {"size": stat.st_size, "sampled": sampled(file)}
-        found[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
-    return found
+        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL_FILE else file_digest.known(file)
+        facts[name] = {"size": stat.st_size, "sampled": sampled(file)}
+        facts[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
+    return facts
 
 
 def describe_export(
     folder: Path, names: Iterable[str], checkpoint: Iterable[Path], progress: Progress = silent
-) -> tuple[str, Facts]:
+) -> tuple[str, FileFacts]:
     """Describe the weights of an export for `Metadata`.
 
     Args:
-        folder, names, progress: see `describe`.
         checkpoint: the files that the weights came from.
 
     Returns:
         the hash of the checkpoint, empty where it is not known yet, and the files.
     """
-    found = describe(folder, names, progress)
+    facts = describe(folder, names, progress)
     digests = [file_digest.known(file) for file in sorted(checkpoint)]
-    return combined(filter(None, digests)) if all(digests) else "", found
+    return combined(filter(None, digests)) if all(digests) else "", facts
 
 
 def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
@@ -69,9 +67,6 @@ def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
     Args:
         files: that its weights are in.
         progress: called as (stage, done, total) in bytes.
-
-    Raises:
-        OSError: one cannot be read, or changes meanwhile.
     """
     files = sorted(files)
     file_digest.start(files)
@@ -84,7 +79,7 @@ def combined(digests: Iterable[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def recorded(folder: Path, metadata: Metadata) -> Facts:
+def recorded(folder: Path, metadata: Metadata) -> FileFacts:
     """Read what is known of a model's weight files, by its graph and by the record beside it."""
     found = {name: dict(facts) for name, facts in metadata.weight_files.items()}
     if all("sha256" in facts for facts in found.values()):
@@ -93,11 +88,11 @@ def recorded(folder: Path, metadata: Metadata) -> Facts:
     with suppress(ModelError):
         record = read_json(folder / RECORD)
     for name, facts in found.items():
-        known = record.get(name) if isinstance(record, dict) else None
-        if not isinstance(known, dict) or any(known.get(key) != facts.get(key) for key in ("size", "sampled")):
+        entry = record.get(name) if isinstance(record, dict) else None
+        if not isinstance(entry, dict) or any(entry.get(key) != facts.get(key) for key in ("size", "sampled")):
             continue
-        if isinstance(known.get("sha256"), str):
-            facts.setdefault("sha256", known["sha256"])
+        if isinstance(entry.get("sha256"), str):
+            facts.setdefault("sha256", entry["sha256"])
     return found
 
 
@@ -106,11 +101,10 @@ def is_pending(folder: Path, metadata: Metadata) -> bool:
     return any("sha256" not in facts for facts in recorded(folder, metadata).values())
 
 
-def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> Facts:
+def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> FileFacts:
     """Hash the weight files that have not been hashed, and record them.
 
     Args:
-        folder, metadata: of the model.
         progress: called as (stage, done, total) in bytes.
 
     Returns:
@@ -119,8 +113,8 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
     Raises:
         ModelError: a file is not as it was when the model was exported, or cannot be read.
     """
-    found = recorded(folder, metadata)
-    pending = {name: facts for name, facts in found.items() if "sha256" not in facts}
+    record = recorded(folder, metadata)
+    pending = {name: facts for name, facts in record.items() if "sha256" not in facts}
     for name, facts in pending.items():
         try:
             _check_unchanged(folder / name, facts)
@@ -130,8 +124,8 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
     if pending:
         with suppress(OSError):  # a folder that is read-only or full: the hashes last as long as the process
-            _write(folder / RECORD, found)
-    return found
+            _write(folder / RECORD, record)
+    return record
 
 
 def complete_beside(folder: Path, metadata: Metadata) -> Thread | None:
@@ -149,11 +143,7 @@ def complete_beside(folder: Path, metadata: Metadata) -> Thread | None:
 
 
 def weights_sha256(folder: Path, metadata: Metadata) -> str:
-    """One hash of a model's weights, waited for where it is not known yet.
-
-    Raises:
-        ModelError: see `complete`.
-    """
+    """One hash of a model's weights, waited for where it is not known yet."""
     if metadata.weights_sha256 or not metadata.weight_files:
         return metadata.weights_sha256
     return combined(facts["sha256"] for _, facts in sorted(complete(folder, metadata).items()))
@@ -168,7 +158,7 @@ def _check_unchanged(file: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def _write(path: Path, facts: Facts) -> None:
+def _write(path: Path, facts: FileFacts) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.partial")
     try:
         partial.write_text(json.dumps(facts, indent=1))

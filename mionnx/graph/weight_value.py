@@ -16,7 +16,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.offset_products import product_of_sum, row_offsets_of
 from mionnx.graph.packed_weight import attributes, gather_integers
-from mionnx.graph.quantised_weight import FLOATS, dequantise, rounded, weight_numbers
+from mionnx.graph.quantised_weight import FLOAT_NAMES, dequantise, rounded, weight_numbers
 
 Matrix = NDArray[Any]
 # Operator -> place of the weight among the inputs of a linear map. MatMulInteger is one with the scale behind it.
@@ -37,17 +37,12 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
     """Numbers of a value that follows from weights alone.
 
     Args:
-        flow: of the graph.
-        folder: of its weight files.
         name: of an initializer, or of a value made from some.
-
-    Raises:
-        ModelError: it is computed in another way, or is integers without scales.
     """
     node = flow.producer(name)
     if node is None or node.op_type == "Constant":
         array = onnx_file.weight(flow.proto, folder, name)
-        return array if array.dtype.name in FLOATS else weight_numbers(flow.proto, folder, name)
+        return array if array.dtype.name in FLOAT_NAMES else weight_numbers(flow.proto, folder, name)
     if node.op_type == "DequantizeLinear":
         return _dequantised(flow, folder, node)
     if node.op_type == "Cast":
@@ -57,11 +52,7 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
 
 
 def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """Numbers of the table [rows, width] that a (quantised) Gather picks rows from.
-
-    Raises:
-        ModelError: the table is computed, or quantised in a way that is not read.
-    """
+    """Numbers of the table [rows, width] that a (quantised) Gather picks rows from."""
     if node.op_type == "Gather":
         return weight_value(flow, folder, node.input[0])
     scale = onnx_file.weight(flow.proto, folder, node.input[2])
@@ -77,25 +68,17 @@ def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
 
 
 def linear_weight(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """Numbers of the matrix [in, out] that a linear map multiplies with.
-
-    Raises:
-        ModelError: the matrix is computed, or quantised in a way that is not read.
-    """
+    """Numbers of the matrix [in, out] that a linear map multiplies with."""
     matrix = weight_value(flow, folder, node.input[WEIGHT_PLACE[node.op_type]])
     turned = node.op_type == "MatMulNBits" or attributes(node).get("transB", 0)
     return matrix.T if turned else matrix
 
 
 def linear_bias(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix | None:
-    """The bias that a linear map itself adds; None if it adds none.
-
-    Raises:
-        ModelError: the bias is computed.
-    """
+    """The bias that a linear map itself adds; None if it adds none."""
     place = BIAS_PLACE.get(node.op_type, len(node.input))
-    held = len(node.input) > place and node.input[place]
-    return weight_value(flow, folder, node.input[place]) if held else None
+    has_bias = len(node.input) > place and node.input[place]
+    return weight_value(flow, folder, node.input[place]) if has_bias else None
 
 
 def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
@@ -121,9 +104,9 @@ def _dequantised(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
     before = flow.producer(node.input[0])
     if before is not None and before.op_type == "QuantizeLinear" and zeros:
         return rounded(weight_value(flow, folder, before.input[0]), scale, zeros[0])
-    given = attributes(node)
+    facts = attributes(node)
     integers = _as_stored(flow, folder, node.input[0])
-    return dequantise(integers, scale, zeros[0] if zeros else None, given.get("axis", 1), given.get("block_size", 0))
+    return dequantise(integers, scale, zeros[0] if zeros else None, facts.get("axis", 1), facts.get("block_size", 0))
 
 
 def _as_stored(flow: Dataflow, folder: Path, name: str) -> Matrix:

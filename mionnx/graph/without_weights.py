@@ -22,7 +22,6 @@ def refuse(folder: Path, what: str) -> None:
     """Refuse a use of weights that a graph does not have.
 
     Args:
-        folder: of the graph.
         what: is refused, as "running it".
 
     Raises:

@@ -34,12 +34,12 @@ def read_cache(path: str | Path, kind: str, parts: Sequence[str]) -> dict[str, N
         InputError: the file is missing, damaged, of another kind, lacks a part, or holds NaN.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved cache", InputError)
-    found = metadata.get(CACHE_KEY)
-    if found != kind:
+    kind_of_file = metadata.get(CACHE_KEY)
+    if kind_of_file != kind:
         raise InputError(f"{path} is no saved cache of kind {kind!r}: {whose(metadata)}")
     layers = {int(match[1]) for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}
-    wanted = {"attention_mask", *(f"{i}.{part}" for i in range(len(layers)) for part in parts)}
-    if tensors.keys() != wanted or not layers:
+    names = {"attention_mask", *(f"{i}.{part}" for i in range(len(layers)) for part in parts)}
+    if tensors.keys() != names or not layers:
         raise InputError(f"{path} is damaged: it lacks or has too many of its parts ({len(tensors)} tensors)")
     bad = [name for name, value in tensors.items() if np.isnan(value.astype(np.float32)).any()]
     if bad:

@@ -64,12 +64,12 @@ def tojson(
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Make the sandbox, with the functions, filters and tags that chat templates know."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = tojson
-    made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return made
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return sandbox
 
 
 def rendered(compiled: Callable[[str], jinja2.Template], template: str, variables: dict[str, Any]) -> dict[str, str]:
@@ -107,8 +107,8 @@ def serve(questions: TextIO, answers: TextIO) -> None:
     compiled = lru_cache(CACHED)(environment().from_string)
     print("{}", file=answers, flush=True)
     for line in questions:
-        asked = json.loads(line)
-        print(json.dumps(rendered(compiled, asked["template"], asked["variables"])), file=answers, flush=True)
+        request = json.loads(line)
+        print(json.dumps(rendered(compiled, request["template"], request["variables"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ class RenderedChat:
     """Messages as one text.
 
     Attributes:
-        text: the text.
         spans: per message where its content stands in the text; none where the template leaves it out.
     """
 
@@ -40,7 +39,6 @@ class ChatTemplate:
     """A model's chat template.
 
     Attributes:
-        source: jinja2.
         tokens: special tokens that the template may name, `bos_token` for one.
     """
 
@@ -53,9 +51,6 @@ class ChatTemplate:
         """Render messages, and find where each one stands in the text.
 
         A second rendering has characters of no meaning at both ends of each content, and has to be the same otherwise.
-
-        Raises:
-            TokenizerError: the template refuses the messages, fails, or takes too long.
         """
         plain = {"tools": None, "documents": None, **self.tokens, **variables}
         plain["add_generation_prompt"] = add_generation_prompt
@@ -72,7 +67,6 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
     """Load the chat template of a model's folder.
 
     Args:
-        folder: of the model.
         chosen: a template to use in place of the folder's.
 
     Raises:
@@ -91,26 +85,26 @@ def _source(folder: Path, config: Mapping[str, Any]) -> str:
     for path in files_beside(folder, [FILE]):
         check_regular(path, LARGEST_TEMPLATE)
         return path.read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {str(one["name"]): one.get("template") for one in found if isinstance(one, dict) and "name" in one}
-        found = named.get("default")
-        if found is None and named:
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {str(one["name"]): one.get("template") for one in source if isinstance(one, dict) and "name" in one}
+        source = named.get("default")
+        if source is None and named:
             raise TokenizerError(f"{folder} has no default chat template, but {', '.join(named)}: give one of them")
-    if not isinstance(found, str):
+    if not isinstance(source, str):
         raise TokenizerError(
             f"{folder} has no chat template, neither {FILE} nor chat_template in {TOKENIZER_CONFIG}: "
             "give the prompt as one text, or a template, chat_template=TEXT"
         )
-    return found
+    return source
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
     path = next(iter(files_beside(folder, [name])), None)
-    found = {} if path is None else read_json(path)
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {type(found).__name__}, no settings")
-    return found
+    settings = {} if path is None else read_json(path)
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} holds {type(settings).__name__}, no settings")
+    return settings
 
 
 def _content(token: Any) -> Any:

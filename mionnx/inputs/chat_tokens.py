@@ -82,14 +82,14 @@ class ChatTokens(Tokens):
         if message is not None and not -len(self.roles) <= message < len(self.roles):
             raise InputError(f"message {message} of a chat of {count(len(self.roles), 'message')}")
         numbers = [*range(len(self.roles))] if message is None else [message % len(self.roles)]
-        found = [number for number in numbers if role in (None, self.roles[number])]
-        if not found:
+        chosen = [number for number in numbers if role in (None, self.roles[number])]
+        if not chosen:
             has = ", ".join(f"{number} {self.roles[number]!r}" for number in numbers)
             near = nearest(str(role), self.roles)
             raise InputError(f"no message of the role {role!r}; the chat has {has}{near}")
-        shown = [number for number in found if self.spans[number]]
+        shown = [number for number in chosen if self.spans[number]]
         if not shown:
-            raise TokenizerError(f"{self._named(found)}: the chat template does not show it as it is")
+            raise TokenizerError(f"{self._named(chosen)}: the chat template does not show it as it is")
         return shown
 
     def _named(self, numbers: Sequence[int]) -> str:
@@ -126,9 +126,9 @@ def tokenize_chat(
             f"character {error.start} of what the chat template makes is half of a pair of surrogates "
             f"({text[error.start]!a}), no text: it stands in a message or in the template"
         ) from error
-    found = tokenize(tokenizer, text, add_special_tokens=False)
+    tokens = tokenize(tokenizer, text, add_special_tokens=False)
     roles = tuple(one["role"] for one in given)
-    return ChatTokens(found.text, found.ids, found.offsets, found.pieces, roles, chat.spans)
+    return ChatTokens(tokens.text, tokens.ids, tokens.offsets, tokens.pieces, roles, chat.spans)
 
 
 def _cut(chat: RenderedChat, last: Message) -> str:

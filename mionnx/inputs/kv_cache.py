@@ -171,15 +171,13 @@ def fitting_feeds(cache: KVCache, shapes: Mapping[str, tuple[int, ...]], dtype: 
     """A cache as the inputs of a graph; its arrays are looked at, the arguments are not.
 
     Args:
-        cache: the past.
         shapes: input -> its shape, layer by layer.
-        dtype: of all.
 
     Raises:
         InputError: another number of layers, another shape or dtype.
     """
-    if cache.num_layers != (wanted := len(shapes) // len(CACHE_PARTS)):
-        raise InputError(f"the cache has {cache.num_layers} layers, the model {wanted}")
+    if cache.num_layers != (layers := len(shapes) // len(CACHE_PARTS)):
+        raise InputError(f"the cache has {cache.num_layers} layers, the model {layers}")
     values = [value for layer in cache.held() for value in layer]
     for (name, shape), value in zip(shapes.items(), values, strict=True):
         if value.shape != shape or value.dtype != dtype:

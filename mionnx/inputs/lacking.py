@@ -13,7 +13,6 @@ def refuse_without_cache(model: HookedModel, what: str) -> None:
     """Refuse what needs a cache, if the graph has none.
 
     Args:
-        model: the hooked model.
         what: names the request, "generate".
 
     Raises:
@@ -42,7 +41,6 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
     """Refuse what takes the residual stream for a sum, if it is normed between additions.
 
     Args:
-        model: the hooked model.
         what: names the request, "attribution".
 
     Raises:
@@ -59,7 +57,6 @@ def refuse_several_streams(model: HookedModel, what: str) -> None:
     """Refuse to go on from the residual stream alone, if the logits read more than that.
 
     Args:
-        model: the hooked model.
         what: names the request, "the logit lens".
 
     Raises:

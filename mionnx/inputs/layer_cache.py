@@ -166,11 +166,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         return cls([cls.layer_of(parts) for parts in contents.pop("layers")], **contents)
 
     def save(self, path: str | Path) -> None:
-        """Write it as one safetensors file.
-
-        Raises:
-            InputError: it cannot be written there.
-        """
+        """Write it as one safetensors file."""
         parts = {
             f"{i}.{part}": value
             for i, layer in enumerate(self.layers)

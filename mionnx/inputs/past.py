@@ -26,25 +26,21 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
     """
     if cache is not None and initial_state is not None:
         raise InputError("give either cache or initial_state, not both")
-    given = initial_state if cache is None else cache
+    past = initial_state if cache is None else cache
     kind, where = (RWKVState, "HookCache.state") if model.metadata.recurrent else (KVCache, "HookCache.kv_cache")
-    if given is not None and not isinstance(given, kind):
+    if past is not None and not isinstance(past, kind):
         name = "initial_state" if cache is None else "cache"
         raise InputError(
-            f"{name} is a {type(given).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
+            f"{name} is a {type(past).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
             f"give `{where}` of a call"
         )
-    if given is not None:
+    if past is not None:
         refuse_without_cache(model, "a given cache")
-    return given
+    return past
 
 
 def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arrays:
-    """The inputs that carry the past of a call.
-
-    Raises:
-        InputError: another number of layers, another shape or dtype.
-    """
+    """The inputs that carry the past of a call."""
     sizes, dtype = model.metadata.sizes, model.past_dtype
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
@@ -56,22 +52,14 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
-    """Output of the graph -> the input that takes it in the next pass.
-
-    Raises:
-        InputError: the graph has no cache.
-    """
+    """Output of the graph -> the input that takes it in the next pass."""
     refuse_without_cache(model, "generate")
     names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
     return dict(zip(names.outputs(layers), names.inputs(layers), strict=True))
 
 
 def present_names(model: HookedModel, use_cache: bool) -> list[str]:
-    """Names of the outputs to fetch for a next pass; an RWKV's state always is.
-
-    Raises:
-        InputError: the graph has no cache.
-    """
+    """Names of the outputs to fetch for a next pass; an RWKV's state always is."""
     if use_cache:
         refuse_without_cache(model, "use_cache")
     recurrent, layers = model.metadata.recurrent, model.metadata.sizes.num_layers

@@ -58,7 +58,6 @@ def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | Non
     Args:
         tokens, attention_mask: as `make_token_batch` takes them; padding on either side is left out.
         past: what came before, a row each.
-        sizes: of the model.
 
     Raises:
         InputError: as `make_token_batch`; the row of a list is named.
@@ -68,11 +67,11 @@ def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | Non
         batch = make_token_batch(tokens, attention_mask, past, sizes)
         ids = [row[real] for row, real in zip(batch.input_ids, batch.real, strict=True)]
         return PromptList(ids, past, None if past is None else batch.attention_mask[:, : batch.total - batch.seq])
-    found = []
+    prompts = []
     for number, row in enumerate(rows):
         try:
             batch = make_token_batch([row], None, None, sizes)
         except InputError as error:
             raise InputError(f"row {number}: {error}" if len(rows) > 1 else str(error)) from error
-        found.append(batch.input_ids[0][batch.real[0]])
-    return PromptList(found, None, None)
+        prompts.append(batch.input_ids[0][batch.real[0]])
+    return PromptList(prompts, None, None)

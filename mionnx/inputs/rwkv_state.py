@@ -80,10 +80,10 @@ class RWKVState(LayerCache[LayerState]):
             InputError: no such layer, another shape, or NaN.
         """
         old = self.get_layer(layer)
-        given = (att_shift, wkv, ffn_shift)
+        parts = (att_shift, wkv, ffn_shift)
         new = [
             before if value is None else checked_like(before, value, f"{part} of layer {layer}")
-            for before, value, part in zip(old, given, STATE_PARTS, strict=True)
+            for before, value, part in zip(old, parts, STATE_PARTS, strict=True)
         ]
         self.put_layer(layer, new)
 

@@ -81,7 +81,6 @@ class TokenBatch:
 
         Args:
             position: from 0, or negative from the end of the prompt.
-            row: the batch row.
 
         Raises:
             LookupError: the row has no such position, or it lies in the past.
@@ -92,13 +91,13 @@ class TokenBatch:
             raise LookupError(
                 f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
             )
-        found, first = position + end if position < 0 else position, self._first_computed(row)
-        if found < first:
+        column, first = position + end if position < 0 else position, self._first_computed(row)
+        if column < first:
             raise LookupError(
-                f"position {found} of row {row} lies in the cached past, where nothing is computed any "
+                f"position {column} of row {row} lies in the cached past, where nothing is computed any "
                 f"more; this call computes {first} to {length - 1}"
             )
-        return found
+        return column
 
     def _first_computed(self, row: int) -> int:
         """The first position of a row that this call computes, in any step of a generation."""
@@ -107,18 +106,14 @@ class TokenBatch:
         return 0 if self.past_lengths is None else int(self.past_lengths[row])
 
     def absolutes(self, given: Positions, row: int) -> list[int]:
-        """Positions of a row's text, counted from its start; for a phase, those in this batch.
-
-        Raises:
-            LookupError: see `absolute`.
-        """
-        found: dict[int, None] = {}
+        """Positions of a row's text, counted from its start; for a phase, those in this batch."""
+        columns: dict[int, None] = {}
         for position in [given] if isinstance(given, str) else given:
             if isinstance(position, str):
-                found |= dict.fromkeys(self._phase(position, row))
+                columns |= dict.fromkeys(self._phase(position, row))
             else:
-                found[self.absolute(position, row)] = None
-        return list(found)
+                columns[self.absolute(position, row)] = None
+        return list(columns)
 
     def _phase(self, phase: str, row: int) -> list[int]:
         here = self.token_positions[row]
@@ -126,11 +121,7 @@ class TokenBatch:
         return [int(at) for at in here if at >= 0 and (at < end) == (phase == "prompt")]
 
     def columns(self, given: Positions, row: int) -> list[int | None]:
-        """The column of each position of a row's text; None for positions of another step.
-
-        Raises:
-            LookupError: see `absolute`.
-        """
+        """The column of each position of a row's text; None for positions of another step."""
         return [self.column_of[row].get(at) for at in self.absolutes(given, row)]
 
     @cached_property
@@ -171,7 +162,6 @@ def make_token_batch(
         attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for
             padding.
         cache: what came before.
-        sizes: of the model.
         prompt_length: tokens of each row's prompt, past included; what follows was generated. None: all is prompt.
 
     Raises:

@@ -60,11 +60,7 @@ class TokenRows:
         return given
 
     def mask_array(self, given: Any) -> NDArray[Any]:
-        """A mask [batch, seq or total]; rows of unequal length are padded as the ids are.
-
-        Raises:
-            InputError: no array, or rows whose lengths are not those of the ids.
-        """
+        """A mask [batch, seq or total]; rows of unequal length are padded as the ids are."""
         if _is_ragged(given) and tuple(map(len, given)) == self.widths:
             return _padded([read_array("a row of attention_mask", row) for row in given])
         return np.atleast_2d(read_array("attention_mask", given))
@@ -133,10 +129,10 @@ def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
         if "role" in given:
             raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
         raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
-    known = (IDS, ATTENTION_MASK, TYPES)
+    keys = (IDS, ATTENTION_MASK, TYPES)
     for key in given:
-        if key not in (*known, *ASIDE) and given[key] is not None:
-            choice = nearest(str(key), known) or f"; it may have {', '.join(known)}"
+        if key not in (*keys, *ASIDE) and given[key] is not None:
+            choice = nearest(str(key), keys) or f"; it may have {', '.join(keys)}"
             raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
     rows = read_rows(given[IDS])
     refuse_types(given.get(TYPES))

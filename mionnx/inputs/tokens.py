@@ -43,7 +43,6 @@ class Tokens(Brief):
     """A tokenised text.
 
     Attributes:
-        text: the text.
         ids: [seq], int64.
         offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
         pieces: per token its text as it is decoded, " capital".
@@ -90,10 +89,10 @@ class Tokens(Brief):
         if occurrence is not None and not -len(starts) <= occurrence < len(starts):
             raise TokenizerError(f"{part!r} occurs {len(starts)} times in {where}, there is no occurrence {occurrence}")
         start = starts[occurrence or 0]
-        found = self._covering([(start, start + len(part))])
-        if not found:
+        tokens = self._covering([(start, start + len(part))])
+        if not tokens:
             raise TokenizerError(f"{part!r} in {where} is covered by no token")
-        return found
+        return tokens
 
     def _covering(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
         """The positions of the tokens that have a character in one of some ranges."""
@@ -140,7 +139,6 @@ def check_growth(tokenizer: Tokenizer, path: Path) -> None:
 
     Args:
         tokenizer: as its file says, not used yet.
-        path: of the file, for the refusal.
 
     Raises:
         TokenizerError: a part does.
@@ -185,11 +183,11 @@ def _check_post_processor(tokenizer: Tokenizer, path: Path) -> None:
         return
     finally:
         tokenizer.post_processor = processor
-    made = tokenizer.post_process(bare)
-    if not {*bare.ids} <= {*made.ids}:
+    encoding = tokenizer.post_process(bare)
+    if not {*bare.ids} <= {*encoding.ids}:
         raise TokenizerError(
             f"the post_processor of {path} drops the text: of {' '.join(bare.tokens)} it makes "
-            f"{' '.join(made.tokens) or 'nothing'}"
+            f"{' '.join(encoding.tokens) or 'nothing'}"
         )
 
 
@@ -199,9 +197,9 @@ def copy_tokenizer(file: Path, target: Path) -> None:
         table = read_json(file, LARGEST_BESIDE)
     except ModelError:
         table = None  # no tokenizer: copied as it is
-    held = {key for key in ("truncation", "padding") if isinstance(table, dict) and table.get(key) is not None}
-    if held:
-        target.write_text(json.dumps({**table, **dict.fromkeys(held)}, ensure_ascii=False), encoding="utf-8")
+    settings = {key for key in ("truncation", "padding") if isinstance(table, dict) and table.get(key) is not None}
+    if settings:
+        target.write_text(json.dumps({**table, **dict.fromkeys(settings)}, ensure_ascii=False), encoding="utf-8")
     else:
         shutil.copyfile(file, target)
 
@@ -216,7 +214,6 @@ def encode(
 
     Raises:
         InputError: memory does not hold the tokens of so long a text.
-        TokenizerError: the tokenizer's rules fail on the text.
     """
     if len(text) > SLOW_LENGTH and (need := TAKEN * len(text)) > (free := memory.available()):
         raise InputError(
@@ -234,26 +231,22 @@ def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> 
 
     There an exception can reach it. Nothing stops the library: after Ctrl-C it goes on with the text, for nothing.
     """
-    made: Future[Encoding] = Future()
+    future: Future[Encoding] = Future()
 
     def work() -> None:
         try:  # `encode` keeps all other threads of Python waiting, and a batch of one text does not
-            made.set_result(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+            future.set_result(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0])
         except BaseException as error:  # Rust's panics too
-            made.set_exception(error)
+            future.set_exception(error)
 
     Thread(target=work, name="mionnx tokens", daemon=True).start()
-    while not made.done():
-        wait([made], timeout=STEP)
-    return made.result()
+    while not future.done():
+        wait([future], timeout=STEP)
+    return future.result()
 
 
 def decode(tokenizer: Decoder, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """The text of tokens.
-
-    Raises:
-        TokenizerError: the tokenizer's rules fail on them.
-    """
+    """The text of tokens."""
     with boundary(TokenizerError, f"the tokenizer does not decode the tokens {spelled([*ids])}"):
         # A streamer's own tokenizer may know of no special tokens.
         return tokenizer.decode([*ids]) if skip_special_tokens else tokenizer.decode([*ids], skip_special_tokens=False)
@@ -268,9 +261,9 @@ def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
     ids = encode(tokenizer, text, add_special_tokens=False).ids
     if len(ids) != 1:
         raise InputError(f"{text!r} is {len(ids)} tokens, not one")
-    found = decode(tokenizer, ids, skip_special_tokens=False)
-    if found.strip() != text.strip():
-        raise InputError(f"{text!r} is not in the vocabulary: the tokenizer makes {found!r} of it")
+    text_of_ids = decode(tokenizer, ids, skip_special_tokens=False)
+    if text_of_ids.strip() != text.strip():
+        raise InputError(f"{text!r} is not in the vocabulary: the tokenizer makes {text_of_ids!r} of it")
     return int(ids[0])
 
 

@@ -22,7 +22,6 @@ class Encoding:
     """A tokenised text; the names are those of the `tokenizers` library.
 
     Attributes:
-        ids: of the tokens.
         offsets: per token (start, end) in characters; a token of a part of a character covers that character.
         tokens: each as text, bytes that are no text by themselves as \\x escapes.
     """
@@ -91,23 +90,19 @@ class WorldTokenizer:
         return Encoding(ids, offsets, [self.id_to_token(token) for token in ids])
 
     def _longest(self, data: bytes, start: int) -> tuple[int, int]:
-        node, found = self._root, None
+        node, longest = self._root, None
         for end in range(start, len(data)):
             if data[end] not in node.next:
                 break
             node = node.next[data[end]]
             if node.token is not None:
-                found = node.token, end + 1
-        if found is None:
+                longest = node.token, end + 1
+        if longest is None:
             raise TokenizerError(f"the vocabulary has no token for the byte {data[start]:#04x} at byte {start}")
-        return found
+        return longest
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; bytes that are no UTF-8, as half a character, become U+FFFD.
-
-        Raises:
-            TokenizerError: an id outside the vocabulary.
-        """
+        """The text of tokens; bytes that are no UTF-8, as half a character, become U+FFFD."""
         parts = [b"" if token == 0 and skip_special_tokens else self._of(token) for token in ids]
         return b"".join(parts).decode(errors="replace")
 
@@ -143,10 +138,10 @@ def find_vocabulary(folder: Path) -> Path | None:
         TokenizerError: a file of that name is no regular one, or lies outside the folder.
     """
     try:
-        found = files_beside(folder, ["rwkv_vocab*.txt", "vocab.txt"])
+        files = files_beside(folder, ["rwkv_vocab*.txt", "vocab.txt"])
     except ModelError as error:
         raise TokenizerError(str(error)) from error
-    return next((path for path in found if _is_vocabulary(path)), None)
+    return next((path for path in files if _is_vocabulary(path)), None)
 
 
 def _is_vocabulary(path: Path) -> bool:

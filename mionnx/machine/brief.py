@@ -86,5 +86,5 @@ def _more(items: Any, end: str) -> str:
 
 def _first(lines: Iterable[str], most: int) -> Iterator[str]:
     """The first lines; if there are more than fit, the last says how many are left out."""
-    given = list(lines)
-    yield from given if len(given) <= most else [*given[: most - 1], f"… and {len(given) - most + 1} more"]
+    entries = list(lines)
+    yield from entries if len(entries) <= most else [*entries[: most - 1], f"… and {len(entries) - most + 1} more"]

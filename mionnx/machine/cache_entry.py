@@ -72,16 +72,16 @@ class CacheEntry:
     def manifest(self) -> dict[str, Any]:
         """Content of `manifest.json`; empty if it cannot be read."""
         try:
-            found = json.loads(small_file(self.path / MANIFEST) or b"")
+            table = json.loads(small_file(self.path / MANIFEST) or b"")
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return table if isinstance(table, dict) else {}
 
     @property
     def what(self) -> dict[str, Any]:
         """Facts about its content, as its manifest says."""
-        found = self.manifest.get("what")
-        return found if isinstance(found, dict) else {}
+        facts = self.manifest.get("what")
+        return facts if isinstance(facts, dict) else {}
 
     @property
     def size(self) -> int:
@@ -94,7 +94,7 @@ class CacheEntry:
 
         An exported model's weights are often the checkpoint's own files.
         """
-        return sum(found.st_size for found in self.stats) - self.size
+        return sum(status.st_size for status in self.stats) - self.size
 
     @property
     def stats(self) -> list[os.stat_result]:
@@ -126,11 +126,7 @@ class CacheEntry:
         return any(_alive(mark) for mark in [*files_in(self.pins)] if not mark.name.startswith(me))
 
     def mark(self) -> None:
-        """Mark it as used by this process, now.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Mark it as used by this process, now."""
         unlinked(self.pins).mkdir(exist_ok=True)
         me = psutil.Process()
         (self.pins / f"{socket.gethostname()}@{me.pid}@{me.create_time():.2f}").touch()
@@ -159,10 +155,10 @@ class CacheEntry:
             return [f"{MANIFEST} was changed"]
         if manifest.get("of") != self.address:
             return [f"it was made for {manifest.get('of')}"]
-        found = {str(file.relative_to(self.path)) for file in files_in(self.path)} - {MANIFEST}
-        faults = [f"{name} is missing" for name in files.keys() - found]
-        faults += [f"{name} does not belong to it" for name in found - files.keys()]
-        for name in found & files.keys():
+        names = {str(file.relative_to(self.path)) for file in files_in(self.path)} - {MANIFEST}
+        faults = [f"{name} is missing" for name in files.keys() - names]
+        faults += [f"{name} does not belong to it" for name in names - files.keys()]
+        for name in names & files.keys():
             fact, at = files[name], (self.path / name).stat()
             untouched = at.st_mtime_ns == fact["changed"] and at.st_size > LARGE_FILE and not thorough
             if at.st_size != fact["size"] or not (untouched or sha256(self.path / name) == fact["sha256"]):
@@ -170,11 +166,7 @@ class CacheEntry:
         return faults
 
     def clear(self) -> None:
-        """Remove its folder, the mark last: what a killed process leaves still has it.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove its folder, the mark last: what a killed process leaves still has it."""
         for path in [path for path in self.path.iterdir() if path.name != MARK]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -196,9 +188,9 @@ def bytes_kept(stats: Iterable[os.stat_result]) -> int:
 
     One with a name outside of them counts for nothing: removing it here gives nothing back.
     """
-    found = [*stats]
-    names = Counter((one.st_dev, one.st_ino) for one in found)
-    sizes = {(one.st_dev, one.st_ino): one.st_size for one in found if names[one.st_dev, one.st_ino] >= one.st_nlink}
+    entries = [*stats]
+    names = Counter((one.st_dev, one.st_ino) for one in entries)
+    sizes = {(one.st_dev, one.st_ino): one.st_size for one in entries if names[one.st_dev, one.st_ino] >= one.st_nlink}
     return sum(sizes.values())
 
 
@@ -222,8 +214,8 @@ def unlinked(path: Path) -> Path:
 def small_file(path: Path) -> bytes | None:
     """The bytes of a small regular file; None for a link, a pipe, a device."""
     try:
-        found = path.lstat()
-        return path.read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= SMALL_FILE else None
+        status = path.lstat()
+        return path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size <= SMALL_FILE else None
     except OSError:
         return None
 

@@ -11,8 +11,8 @@ def name() -> str:
 
 def features() -> list[str]:
     """Instruction sets, sorted, by their Linux names; empty on other systems."""
-    told = _cpuinfo()
-    return sorted({*(told.get("flags") or told.get("Features") or "").split()})
+    info = _cpuinfo()
+    return sorted({*(info.get("flags") or info.get("Features") or "").split()})
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -8,7 +8,6 @@ def decimal(value: SupportsFloat, places: int = 2, sign: bool = False) -> str:
 
     Args:
         value: the number; NaN is "nan".
-        places: decimal places.
         sign: whether positive numbers have a plus; zero has none.
     """
     number = float(value)

@@ -271,13 +271,7 @@ _LINES = {(word.owner, name): word.line for word in reversed(TABLE) for name in 
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error of an unknown attribute, with the line of the table or the nearest known one.
-
-    Args:
-        owner: the class.
-        name: the attribute.
-        known: those that exist.
-    """
+    """The error of an unknown attribute, with the line of the table or the nearest known one."""
     return UnknownNameError(f"{owner} has no {name!r}{_told(owner, name, known)}")
 
 
@@ -326,4 +320,4 @@ class Translated(metaclass=ForeignNames):
 def _missing(owner: type, name: str) -> AttributeError:
     if name.startswith("_"):  # asked for by protocols, many times, and never by a person
         return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}")
-    return unknown_name(owner.__name__, name, [known for known in dir(owner) if not known.startswith("_")])
+    return unknown_name(owner.__name__, name, [member for member in dir(owner) if not member.startswith("_")])

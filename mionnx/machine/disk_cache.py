@@ -48,7 +48,7 @@ from mionnx.machine.cache_entry import (
     sha256,
     unlinked,
 )
-from mionnx.machine.leftovers import LOCK, new_folder, partial_path, remove_leftovers
+from mionnx.machine.leftovers import LOCK_FILE, new_folder, partial_path, remove_leftovers
 
 ENTRY_KINDS = (MODELS, "bases", "graphs", "npm")
 IN_USE = "in use"
@@ -66,7 +66,6 @@ class DiskCache:
     """All entries under one root.
 
     Attributes:
-        root: the store's folder.
         limit: bytes that it may hold.
     """
 
@@ -152,13 +151,12 @@ class DiskCache:
         """Warn of a store without use, once for each reason.
 
         Args:
-            error: the reason.
             otherwise: what is done without it.
             subject: what cannot be stored, where it is said apart from the rest.
         """
         number = getattr(error, "errno", None)
-        known = f"{self.root} {number} {subject}" if number else ""
-        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", known)
+        key = f"{self.root} {number} {subject}" if number else ""
+        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", key)
 
     def kind_folder(self, kind: str) -> Path:
         """The folder of the entries of a kind, made if it is not there.
@@ -206,7 +204,7 @@ class DiskCache:
                     "sha256": sha256(file),
                 }
                 for file in files_in(partial)
-                if file.name != LOCK
+                if file.name != LOCK_FILE
             }
             manifest: dict[str, Any] = {"of": entry.address, "what": facts, "files": files, "made": time.time()}
             manifest["sha256"] = digest(manifest)
@@ -215,8 +213,8 @@ class DiskCache:
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
-        found = [CacheEntry(path) for kind in (*ENTRY_KINDS, SWEEPS) for path in self._in(kind)]
-        return sorted((entry for entry in found if entry.made_for == entry.address), key=lambda entry: entry.used)
+        entries = [CacheEntry(path) for kind in (*ENTRY_KINDS, SWEEPS) for path in self._in(kind)]
+        return sorted((entry for entry in entries if entry.made_for == entry.address), key=lambda entry: entry.used)
 
     def _in(self, kind: str) -> list[Path]:
         """The paths in the folder of a kind; none if that is a link."""
@@ -238,14 +236,14 @@ class DiskCache:
         """
         limit = self.limit if limit is None else limit
         self.tidy()
-        kept = {entry: entry.stats for entry in self.all()}
+        stats = {entry: entry.stats for entry in self.all()}
         removed = []
-        for entry in [*kept]:
-            if bytes_kept(chain(*kept.values())) <= limit:
+        for entry in [*stats]:
+            if bytes_kept(chain(*stats.values())) <= limit:
                 break
             if not self.remove(entry):
                 removed.append(entry)
-                del kept[entry]
+                del stats[entry]
         return removed
 
     def tidy(self) -> int:
@@ -279,7 +277,6 @@ class DiskCache:
         """Remove an entry, unless a live process uses it.
 
         Args:
-            entry: the entry.
             mine: remove it even if this process uses it.
 
         Returns:

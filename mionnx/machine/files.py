@@ -16,7 +16,6 @@ def atomic_path(path: Path, error: type[Exception] = SpecFileError) -> Iterator[
     If the body fails, the temporary file is removed and the target is as it was.
 
     Args:
-        path: the target.
         error: class of the error that an `OSError` becomes.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

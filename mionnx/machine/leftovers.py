@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from mionnx.machine.cache_entry import CLOCK, files_in
 
-LOCK = ".mionnx.lock"
+LOCK_FILE = ".mionnx.lock"
 PARTIAL_NAME = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 AN_HOUR = 3600.0
 A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it makes in less
@@ -45,10 +45,10 @@ def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         try:
-            with FileLock(partial / LOCK):
+            with FileLock(partial / LOCK_FILE):
                 yield partial
                 partial.rename(target)  # under its lock: nobody takes it for a leftover meanwhile
-                (target / LOCK).unlink()
+                (target / LOCK_FILE).unlink()
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as cause:
@@ -74,11 +74,11 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files
         how many were removed.
     """
     try:
-        found = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
+        leftovers = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
     except OSError:
         return 0
     removed = 0
-    for path in found:
+    for path in leftovers:
         try:
             if (holding is not None and not _ours(path, holding, files)) or not _abandoned(path):
                 continue
@@ -96,9 +96,9 @@ def _ours(path: Path, holding: Collection[str], files: re.Pattern[str] | None) -
     """Whether mionnx made it, in a folder where others may write too."""
     if path.is_dir():
         begun = files is not None and not any(path.iterdir())  # killed before it had a lock
-        return begun or any((path / name).exists() for name in [LOCK, *holding])
-    found = PARTIAL_NAME.fullmatch(path.name)
-    return files is not None and found is not None and files.fullmatch(found["name"]) is not None
+        return begun or any((path / name).exists() for name in [LOCK_FILE, *holding])
+    match = PARTIAL_NAME.fullmatch(path.name)
+    return files is not None and match is not None and files.fullmatch(match["name"]) is not None
 
 
 def _own(path: Path) -> bool:
@@ -110,18 +110,18 @@ def _own(path: Path) -> bool:
 
 
 def _abandoned(partial: Path) -> bool:
-    if (partial / LOCK).is_file():
+    if (partial / LOCK_FILE).is_file():
         begun = partial.stat().st_mtime
-        with FileLock(partial / LOCK, timeout=0):
+        with FileLock(partial / LOCK_FILE, timeout=0):
             return _dead(partial, begun) or time.time() - begun > A_MOMENT
     changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
     return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
 
 
 def _dead(partial: Path, changed: float) -> bool:
-    found = PARTIAL_NAME.fullmatch(partial.name)
+    match = PARTIAL_NAME.fullmatch(partial.name)
     try:
-        return found is None or psutil.Process(int(found["pid"])).create_time() > changed + CLOCK
+        return match is None or psutil.Process(int(match["pid"])).create_time() > changed + CLOCK
     except (psutil.NoSuchProcess, OverflowError, ValueError):
         return True
     except psutil.Error:
@@ -137,15 +137,12 @@ def temporary_folder() -> Path:
     """The folder of this process for what cannot be kept; it goes away with the process.
 
     What a killed process left in the system's temporary folder is removed by the next that needs one.
-
-    Raises:
-        OSError: it cannot be made.
     """
     with _making:
         if os.getpid() not in _temporary:
             remove_leftovers(Path(tempfile.gettempdir()), holding=())
             folder = Path(tempfile.mkdtemp(prefix=".mionnx.", suffix=f".{os.getpid()}.partial"))
-            lock = FileLock(folder / LOCK)
+            lock = FileLock(folder / LOCK_FILE)
             lock.acquire()
             _held.append(lock)
             _temporary[os.getpid()] = folder

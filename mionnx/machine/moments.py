@@ -49,13 +49,13 @@ class Moments(Storable):
         """
         given = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
         order = np.argsort(given, kind="stable")
-        found, starts, count = np.unique(given[order], return_index=True, return_counts=True)
+        present, starts, count = np.unique(given[order], return_index=True, return_counts=True)
         numbers = np.asarray(values).astype(np.float64)[order]
         mean = np.add.reduceat(numbers, starts, axis=0) / _wide(count, numbers)
         deviations = numbers - np.repeat(mean, count, axis=0)
         squares = np.add.reduceat(deviations**2, starts, axis=0)
         flat = deviations.reshape(len(deviations), -1)
-        return cls(found, count, mean, squares, flat.T @ flat if products else None)
+        return cls(present, count, mean, squares, flat.T @ flat if products else None)
 
     def merged(self, other: Moments) -> Moments:
         """The moments of both parts together.
@@ -101,9 +101,9 @@ class Moments(Storable):
 
     def places(self, classes: Sequence[int] | NDArray[Any]) -> Integers:
         """The index of each class; -1 for one that was not seen."""
-        wanted = np.asarray(classes, np.int64)
-        at = np.minimum(np.searchsorted(self.classes, wanted), len(self.classes) - 1)
-        return np.where(self.classes[at] == wanted, at, -1)
+        numbers = np.asarray(classes, np.int64)
+        at = np.minimum(np.searchsorted(self.classes, numbers), len(self.classes) - 1)
+        return np.where(self.classes[at] == numbers, at, -1)
 
 
 def _wide(by_class: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:

@@ -146,11 +146,11 @@ class InNotebook:
 
         if not stages:
             return
-        told = {"text/html": "".join(map(_html, stages.items())), "text/plain": _line(stages, self._begin)}
+        content = {"text/html": "".join(map(_html, stages.items())), "text/plain": _line(stages, self._begin)}
         if self._handle is None:
-            self._handle = display(told, raw=True, display_id=True)
+            self._handle = display(content, raw=True, display_id=True)
         else:
-            self._handle.update(told, raw=True)
+            self._handle.update(content, raw=True)
 
     def end(self, stages: Stages) -> None:
         """Show the last state."""
@@ -176,8 +176,8 @@ class InLog:
 
 def _line(stages: Stages, begin: float) -> str:
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-    told = (f"{stage} {done:,}" + (f" of {total:,}" if total else "") for stage, (done, total) in stages.items())
-    return f"mionnx: {'; '.join(told)} ({minutes}:{seconds:02})"
+    parts = (f"{stage} {done:,}" + (f" of {total:,}" if total else "") for stage, (done, total) in stages.items())
+    return f"mionnx: {'; '.join(parts)} ({minutes}:{seconds:02})"
 
 
 def _html(stage: tuple[str, tuple[int, int]]) -> str:

@@ -51,7 +51,7 @@ def listed(what: str, given: Iterable[Any], error: type[MIError] = InputError) -
     Raises:
         MIError: more than a million.
     """
-    found = list(islice(given, MOST_ENTRIES + 1))
-    if len(found) > MOST_ENTRIES:
+    entries = list(islice(given, MOST_ENTRIES + 1))
+    if len(entries) > MOST_ENTRIES:
         raise error(f"{what} has more than {MOST_ENTRIES:,} entries: give fewer")
-    return found
+    return entries

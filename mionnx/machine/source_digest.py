@@ -15,9 +15,6 @@ def source_digest(*modules: str) -> str:
 
     Returns:
         hexadecimal.
-
-    Raises:
-        ModuleNotFoundError: no such module.
     """
     digest = hashlib.sha256()
     for module in modules:

@@ -91,13 +91,13 @@ class Stored(Storable):
 
 def _classes(result: Storable | type[Storable]) -> dict[str, type[Storable]]:
     """The classes that may stand in a result, by name: those inside it, and inside these."""
-    found: dict[str, type[Storable]] = {}
+    classes: dict[str, type[Storable]] = {}
     waiting = [*result.INSIDE]
     while waiting:
         one = waiting.pop()
-        if found.setdefault(one.__name__, one) is one:
-            waiting.extend(other for other in one.INSIDE if other.__name__ not in found)
-    return found
+        if classes.setdefault(one.__name__, one) is one:
+            waiting.extend(other for other in one.INSIDE if other.__name__ not in classes)
+    return classes
 
 
 class _Writer:

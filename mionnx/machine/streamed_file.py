@@ -72,7 +72,6 @@ def streamed(path: Path, kinds: Mapping[str, Kind], error: type[Exception]) -> I
     """Open a file to write; it is removed if the body fails.
 
     Args:
-        path: of the file.
         kinds: name -> dtype and shape of each array.
         error: class of the error that an `OSError` becomes: no room, or a folder that cannot be written to.
     """

@@ -71,11 +71,7 @@ def _header_of(data: bytes) -> tuple[dict[str, Any], int]:
 def write_tensors(
     path: str | Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a file with its checksum; it appears when it is whole.
-
-    Raises:
-        SpecFileError: it cannot be written, or a dtype that safetensors does not have.
-    """
+    """Write a file with its checksum; it appears when it is whole."""
     write_atomic(Path(path), to_bytes(tensors, metadata))
 
 
@@ -84,7 +80,6 @@ def open_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFile
     """Open a file to read some of its tensors, its checksum checked first.
 
     Args:
-        path: the file.
         problem: first words of the message if it cannot be read: "x.safetensors is no saved spec".
         error: class of that error.
 
@@ -160,8 +155,8 @@ def _checksum_of(path: Path) -> str:
 
 def _checksum(values: Any, header: Mapping[str, Any]) -> str:
     """The checksum of rule 1; `values` has seen the bytes of the tensors."""
-    told = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
-    values.update(json.dumps({**header, "__metadata__": told}, sort_keys=True).encode())
+    facts = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
+    values.update(json.dumps({**header, "__metadata__": facts}, sort_keys=True).encode())
     return str(values.hexdigest())
 
 

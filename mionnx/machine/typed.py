@@ -139,8 +139,8 @@ def _is_deep(value: Any) -> bool:
 
 def _checks(function: Any, leave: set[str]) -> dict[str, Check]:
     """Name of a parameter -> its check."""
-    found = {name: check for name, hint in _hints(function).items() if name not in leave and (check := _check(hint))}
-    return {**found, "return": _any}  # never empty
+    checks = {name: check for name, hint in _hints(function).items() if name not in leave and (check := _check(hint))}
+    return {**checks, "return": _any}  # never empty
 
 
 def _hints(function: Any) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def _hint(hint: Any, names: dict[str, Any]) -> Any:
 def refusal(name: str, hint: Any, value: Any) -> str:
     """The message that refuses an argument."""
     parts = [part for part in _parts(hint) if part is not types.NoneType]
-    made = next((f": {REMEDIES[part.__name__]}" for part in parts if getattr(part, "__name__", "") in REMEDIES), "")
-    wanted = [*dict.fromkeys(map(_words, parts))]
-    listed = ", ".join(wanted[:-1]) + " or " * (len(wanted) > 1) + wanted[-1]
-    return f"{name} must be {listed}, got {shown(value)}{made}"
+    remedy = next((f": {REMEDIES[part.__name__]}" for part in parts if getattr(part, "__name__", "") in REMEDIES), "")
+    kinds = [*dict.fromkeys(map(_words, parts))]
+    listed = ", ".join(kinds[:-1]) + " or " * (len(kinds) > 1) + kinds[-1]
+    return f"{name} must be {listed}, got {shown(value)}{remedy}"
 
 
 def shown(value: Any) -> str:
@@ -238,8 +238,8 @@ def _check(hint: Any) -> Check | None:
 def _union(parts: Sequence[Any]) -> Check | None:
     paths = any(isinstance(part, type) and issubclass(part, os.PathLike) for part in parts)
     checks = [_check(part) for part in parts if not (paths and part is str)]  # the text of a path has rules of its own
-    known = [check for check in checks if check is not None]
-    return partial(_first, known) if len(known) == len(checks) else None
+    tests = [check for check in checks if check is not None]
+    return partial(_first, tests) if len(tests) == len(checks) else None
 
 
 def _first(checks: Sequence[Check], value: Any) -> Any:

@@ -44,8 +44,8 @@ class Choice:
 
     def to_entry(self) -> dict[str, int]:
         """The numbers as JSON."""
-        made = {"matrices": len(self.matrices), "matrices_left": len(self.left)}
-        return made | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
+        entry = {"matrices": len(self.matrices), "matrices_left": len(self.left)}
+        return entry | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
 
 
 def choose(
@@ -54,7 +54,6 @@ def choose(
     """Choose the weights of blocks; warn if most of the model stays in floats.
 
     Args:
-        model, found, settings: see `quantise`.
         given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
 
     Raises:
@@ -69,9 +68,9 @@ def choose(
         elif (width := rows_of(model, product.weight, product.turned).shape[1]) < settings.block_size:
             choice.left[product.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
         else:
-            made = _matrix(product.weight, product.turned, settings, given)
-            known = choice.matrices.setdefault(product.weight, made)
-            if known.turned != product.turned:
+            matrix = _matrix(product.weight, product.turned, settings, given)
+            earlier = choice.matrices.setdefault(product.weight, matrix)
+            if earlier.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
     for stack in found.stacks:
         _add_stack(model, stack, settings, choice, given)
@@ -110,8 +109,8 @@ def _add_stack(
     else:
         form = _matrix(stack.weight, stack.turned, settings, {})
         for name in stack.experts:
-            made = replace(form, bits=max(form.bits, settings.bits_of(name)))
-            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else made
+            matrix = replace(form, bits=max(form.bits, settings.bits_of(name)))
+            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else matrix
         choice.stacks.append(stack.weight)
 
 
@@ -137,14 +136,14 @@ def _add_table(
         choice.left[found.table] = ASKED
         return None
     width = rows_of(model, found.table, turned=True).shape[1]
-    made = replace(_matrix(found.table, True, settings, given), product=False)
-    known = choice.matrices.get(found.table) or made
-    if width % known.block_size:  # the operator knows no width but that of its blocks
-        reason = f"rows of {width} numbers are not whole blocks of {known.block_size}"
-    elif not known.turned:
+    table = replace(_matrix(found.table, True, settings, given), product=False)
+    matrix = choice.matrices.get(found.table) or table
+    if width % matrix.block_size:  # the operator knows no width but that of its blocks
+        reason = f"rows of {width} numbers are not whole blocks of {matrix.block_size}"
+    elif not matrix.turned:
         reason = "the product that shares it reads it turned"
     else:
-        choice.matrices[found.table] = replace(known, table=True)
+        choice.matrices[found.table] = replace(matrix, table=True)
         choice.left.pop(found.table, None)
         return None
     choice.left[found.table] = reason

@@ -30,8 +30,6 @@ class Product:
     """One matrix product with a weight.
 
     Attributes:
-        node: its node.
-        weight: the initializer.
         turned: whether the weight is [out, in], as MatMulNBits holds it.
         head: whether the logits come from it.
     """
@@ -47,7 +45,6 @@ class ExpertStack:
     """The products of rows with the matrices that they chose: a Scan over a stack of experts.
 
     Attributes:
-        node: its node.
         weight: the initializer, [experts, out, in] or [experts, in, out].
         turned: whether a matrix is [out, in].
         count: of the experts.
@@ -82,16 +79,16 @@ class WeightUses:
 def find_weights(model: HookedModel) -> WeightUses:
     """The products and the table of a hooked model."""
     flow = Dataflow(model.proto)
-    held = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOAT_TYPES}
+    floats = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOAT_TYPES}
     heads, routers = _heads(flow), _routers(flow, model)
     products = []
     for node in flow.nodes:
-        found = _product(flow, node, held)
-        if found is not None and node.output[0] not in routers:
-            products.append(Product(node, *found, head=node.output[0] in heads))
+        product = _product(flow, node, floats)
+        if product is not None and node.output[0] not in routers:
+            products.append(Product(node, *product, head=node.output[0] in heads))
     lookups = [node for node in flow.nodes if node.op_type == "Gather" and _reads_tokens(flow, node)]
-    table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in held else None
-    stacks = [stack for node in flow.nodes if (stack := _stack(node, held)) is not None]
+    table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in floats else None
+    stacks = [stack for node in flow.nodes if (stack := _stack(node, floats)) is not None]
     return WeightUses(products, table, None if table is None else table.input[0], stacks)
 
 
@@ -125,10 +122,10 @@ def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorPr
     """The weight of a product, and whether it is [out, in]."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain:
         return None
-    given = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
-    if given.get("transA") or any(given.get(name, 1.0) != 1.0 for name in ("alpha", "beta")):
+    facts = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
+    if facts.get("transA") or any(facts.get(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         return None
-    name, turned = node.input[1], bool(given.get("transB", 0))
+    name, turned = node.input[1], bool(facts.get("transB", 0))
     maker = flow.producer(name)
     if maker is not None and maker.op_type == "Transpose":
         order = next((list(entry.ints) for entry in maker.attribute if entry.name == "perm"), [1, 0])

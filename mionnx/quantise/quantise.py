@@ -67,16 +67,15 @@ def quantise_into(
     """Write the files of a quantised model into a folder; see `quantise`.
 
     Args:
-        model, folder, settings, progress: see `quantise`.
         given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
             files hold in the places of these weights is not read.
         importance: weight -> mean square of each of its inputs, [in]; see `quantise_blocks`.
     """
     model.need_weights("quantising it")
-    found, given = find_weights(model), given or {}
-    choice = choose(model, found, settings, given)
-    proto = with_blocks(model.proto, found, choice.matrices, settings)
-    turned = {stack.weight: stack.turned for stack in found.stacks}
+    weights, given = find_weights(model), given or {}
+    choice = choose(model, weights, settings, given)
+    proto = with_blocks(model.proto, weights, choice.matrices, settings)
+    turned = {stack.weight: stack.turned for stack in weights.stacks}
     _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
@@ -99,8 +98,8 @@ def _write_weights(
 
     `turned` says of each stack of experts whether its matrices are [out, in].
     """
-    kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-    floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in kept}
+    outside = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in outside}
     read = {name for node in proto.graph.node for name in node.input}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}
     for name, matrix in matrices.items():
@@ -124,7 +123,7 @@ def _write_weights(
                     file.put(part, 0, values)
             done += rows.size
             progress(f"quantising to {settings.bits} bits", done, total)
-        _point(proto, kept, matrices, file)
+        _point(proto, outside, matrices, file)
 
 
 def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[str, Kind]:
@@ -195,14 +194,14 @@ def _describe(
         else one
         for one in model.metadata.attention
     ]
-    made: dict[str, Any] = settings.to_entry() | choice.to_entry() | {"of_weights_sha256": model.weights_sha256}
+    entry: dict[str, Any] = settings.to_entry() | choice.to_entry() | {"of_weights_sha256": model.weights_sha256}
     metadata = replace(
         model.metadata,
         attention=list[Attention](attention),
         exporter={**model.metadata.exporter, "mionnx": version("mionnx")},
         weights_sha256=digest,
         weight_files=files,
-        quantised=made,
+        quantised=entry,
         fused=[],
         stock={},
     )

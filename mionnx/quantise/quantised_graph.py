@@ -39,7 +39,6 @@ class Matrix:
 
     Attributes:
         turned: whether it is held [out, in].
-        bits, block_size: of its blocks.
         zero_points: whether they have some.
         product: whether a product reads it.
         table: whether tokens pick its rows.
@@ -78,7 +77,7 @@ class Matrix:
     def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
         """Its parts, by name."""
         parts = BlockNames.of(name)
-        found = {
+        arrays_of_node = {
             parts.packed: blocks.packed,
             parts.scales: blocks.scales,
             parts.zero_points: blocks.zero_points,
@@ -86,7 +85,7 @@ class Matrix:
             parts.row_offsets: blocks.offsets,
             parts.order: None if self.given is None else self.given.order,
         }
-        return {part: values for part, values in found.items() if values is not None}
+        return {part: values for part, values in arrays_of_node.items() if values is not None}
 
     def views(self, name: str, kinds: Mapping[str, Kind]) -> dict[str, Reshaped]:
         """The shape in which a lookup reads its parts."""
@@ -129,9 +128,9 @@ def with_blocks(
     proto: onnx.ModelProto, found: WeightUses, matrices: Mapping[str, Matrix], settings: Quantisation
 ) -> onnx.ModelProto:
     """A copy of a graph in which products read blocks; the initializers of these are not in it."""
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    del made.graph.node[:]
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    del result.graph.node[:]
     read = [one for one in found.products if one.weight in matrices and matrices[one.weight].product]
     products = {
         one.node.output[0]: one
@@ -140,7 +139,7 @@ def with_blocks(
     }
     stacks = {one.node.output[0]: one for one in found.stacks if one.experts[0] in matrices}
     lookup = found.lookup.output[0] if found.lookup is not None and found.table in matrices else None
-    writer = _Writer(made.graph, settings, _ranks(proto, matrices))
+    writer = _Writer(result.graph, settings, _ranks(proto, matrices))
     for node in proto.graph.node:
         name = node.output[0] if node.output else ""
         if name in stacks:
@@ -150,11 +149,11 @@ def with_blocks(
         elif name and name == lookup and found.table is not None and matrices[found.table].table:
             writer.look_up(node, found.table, matrices[found.table])
         else:
-            made.graph.node.append(node)
-    _drop_unread(made)
-    if all(entry.domain != DOMAIN for entry in made.opset_import):
-        made.opset_import.add(domain=DOMAIN, version=CONTRIB_OPSET)
-    return made
+            result.graph.node.append(node)
+    _drop_unread(result)
+    if all(entry.domain != DOMAIN for entry in result.opset_import):
+        result.opset_import.add(domain=DOMAIN, version=CONTRIB_OPSET)
+    return result
 
 
 def _ranks(proto: onnx.ModelProto, matrices: Mapping[str, Matrix]) -> dict[str, int]:
@@ -169,8 +168,6 @@ class _Writer:
     """Appends nodes of blocks to a graph.
 
     Attributes:
-        graph: that is written.
-        settings: of all products.
         ranks: of the values, where blocks have offsets.
     """
 
@@ -180,8 +177,8 @@ class _Writer:
 
     def multiply(self, node: onnx.NodeProto, product: Product, matrix: Matrix, proto: onnx.ModelProto) -> None:
         """A MatMul or Gemm as a MatMulNBits."""
-        held = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
-        outputs, inputs = held.dims if matrix.turned else held.dims[::-1]
+        weight = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
+        outputs, inputs = weight.dims if matrix.turned else weight.dims[::-1]
         parts, given = BlockNames.of(product.weight), matrix.given
         x, y = node.input[0], node.output[0]
         read = x if given is None or given.order is None else self._in_order(x, parts.order, given.order)
@@ -193,7 +190,7 @@ class _Writer:
         sizes = {"K": matrix.places(inputs), "N": outputs, "bits": matrix.bits, "block_size": matrix.block_size}
         level = self.settings.accuracy_level
         offset = given is not None and given.offsets
-        made = self._add(
+        result = self._add(
             "MatMulNBits",
             reads,
             f"{y}.of_blocks" if offset else y,
@@ -203,7 +200,7 @@ class _Writer:
         )
         if offset:
             sums = self._sums(read, matrix.block_size)
-            self._add("Add", [made, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
+            self._add("Add", [result, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
 
     def multiply_chosen(self, stack: ExpertStack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
         """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
@@ -227,15 +224,15 @@ class _Writer:
         self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
         dtype = next(tensor.data_type for tensor in proto.graph.initializer if tensor.name == stack.weight)
         shapes = {name: [None, outputs] for name in (*made, joined)} | {y: [stack.count, None, outputs]}
-        known = {value.name for value in self.graph.value_info}
-        new = {name: shape for name, shape in shapes.items() if name not in known}
+        names = {value.name for value in self.graph.value_info}
+        new = {name: shape for name, shape in shapes.items() if name not in names}
         self.graph.value_info.extend(onnx.helper.make_tensor_value_info(name, dtype, new[name]) for name in new)
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
         parts, level = BlockNames.of(name), self.settings.accuracy_level
         reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
-        given = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
-        return self._add("MatMulNBits", reads, y, DOMAIN, **given, **({"accuracy_level": level} if level else {}))
+        facts = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
+        return self._add("MatMulNBits", reads, y, DOMAIN, **facts, **({"accuracy_level": level} if level else {}))
 
     def _apart(self, value: str, count: int) -> list[str]:
         """The numbers [count, 1], each as a value [1]."""

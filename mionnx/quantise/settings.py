@@ -43,10 +43,10 @@ class Quantisation:
             if getattr(self, name) not in choices:
                 raise InputError(f"{name}={getattr(self, name)!r}; one of {', '.join(map(str, choices))}")
         for name in ("keep", "in_8_bits"):
-            given = getattr(self, name)
-            if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
-                raise InputError(f"{name}={given!r}: names or globs of weights, as a list")
-            object.__setattr__(self, name, tuple(given))
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+                raise InputError(f"{name}={value!r}: names or globs of weights, as a list")
+            object.__setattr__(self, name, tuple(value))
         if self.in_8_bits and self.bits == 8:
             raise InputError(f"in_8_bits={list(self.in_8_bits)} has no effect: all weights take 8 bits")
 
@@ -64,13 +64,9 @@ class Quantisation:
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> "Quantisation":
-        """Read back what `to_entry` gave.
-
-        Raises:
-            InputError: no such settings.
-        """
-        known = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
-        return cls(**known)
+        """Read back what `to_entry` gave."""
+        values = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
+        return cls(**values)
 
 
 # The settings of a dtype, as `from_pretrained` and `mionnx export` take it.

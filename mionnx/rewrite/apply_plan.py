@@ -29,14 +29,9 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
 
     Args:
         origin: the hooked model's graph, without weights; left alone.
-        plan: what to insert and what to capture.
-        metadata: of the hooked model.
 
     Returns:
         the rewritten model as bytes, and what was done.
-
-    Raises:
-        InterventionError: an intervention that no output depends on.
     """
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})

@@ -19,10 +19,10 @@ import numpy as np
 from mionnx.errors import ModelError
 from mionnx.graph.builder import Builder, Node, Tensor, numpy_dtype
 from mionnx.graph.offset_products import offset_nodes, order_node
-from mionnx.graph.packed_weight import BITS
-from mionnx.graph.quantised_weight import FLOATS, SCALES
+from mionnx.graph.packed_weight import PACKED_BITS
+from mionnx.graph.quantised_weight import FLOAT_NAMES, SCALE_INPUTS
 
-INTEGERS = {**SCALES, "QLinearMatMul": (4, 5)}  # places of scales and zero points
+INTEGERS = {**SCALE_INPUTS, "QLinearMatMul": (4, 5)}  # places of scales and zero points
 
 
 def dequantised(op: Builder, weight: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
     """Numbers [N, K] of a MatMulNBits."""
     count, width, block = node.attrs["N"], node.attrs["K"], node.attrs["block_size"]
     bits, blocks = node.attrs.get("bits", 4), -(-width // block)
-    if _input(node, 4) is not None or bits not in BITS:
+    if _input(node, 4) is not None or bits not in PACKED_BITS:
         raise ModelError(f"{node.name}: MatMulNBits of {bits} bits, or with g_idx, weights in another order")
     packed, scale, zero = node.inputs[1], node.inputs[2], _input(node, 3)
     numbers = _cast(op, _divided(op, packed, bits, [count, blocks, -1]), scale)
@@ -121,7 +121,7 @@ def _cast(op: Builder, value: Tensor, like: Tensor) -> Tensor:
 
 def _is_float(value: Tensor) -> bool:
     """Whether a tensor holds fractions; graphsurgeon says 4-bit integers by ONNX's number."""
-    return numpy_dtype(value.dtype).name in FLOATS
+    return numpy_dtype(value.dtype).name in FLOAT_NAMES
 
 
 def _input(node: Node, place: int) -> Tensor | None:
@@ -138,9 +138,9 @@ def _scale_of_product(node: Node) -> Tensor | None:
                 values += user.outputs
             elif user.op == "Mul":
                 others = [entry for entry in user.inputs if entry is not value]
-                held = [entry for other in others for entry in _factors(other) if not entry.inputs]
-                if len(held) == 1:
-                    return held[0]
+                constants = [entry for other in others for entry in _factors(other) if not entry.inputs]
+                if len(constants) == 1:
+                    return constants[0]
     return None
 
 

@@ -4,7 +4,9 @@
 2. The interventions follow, each reading what the one before it made, in registration order.
 3. The last one makes the value of the hook's own name, so that every later use and every capture sees the result.
 4. Values, positions and masks are inputs: the graph depends on what is done where, not on how much of it.
-5. A splice brings hook points of its own: it is inserted before what is done at those.
+5. A splice brings hook points of its own: it is inserted before what is done at those. The fragment's values get the
+   names `{hook}.{name}` where these begin with `hook_`, and else, as its nodes do, the prefix of the splice: two copies
+   never collide. What goes in and comes out is cast where it computes in another dtype; its weights become inputs.
 """
 
 from collections.abc import Sequence
@@ -12,12 +14,14 @@ from functools import reduce
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from numpy.typing import DTypeLike
 
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.builder import Builder, write
+from mionnx.graph.builder import edit as editable
+from mionnx.graph.fitted_fragment import HOOK, FittedFragment
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
-from mionnx.rewrite.splice import splice
 
 TOKEN_POSITIONS = "mionnx.token_positions"
 
@@ -78,17 +82,17 @@ def _selection(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable
 
 def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
     """Tokens at the edit's positions: bool, [batch, seq] and axes of 1 in the value's rank."""
-    wanted = op.input(edit.positions_input, np.int64, 2)
+    positions_value = op.input(edit.positions_input, np.int64, 2)
     selected = {0, sequence_axis(edit.axes)}
-    here = among(op, positions, wanted)
+    here = among(op, positions, positions_value)
     return op.Unsqueeze(here, [axis for axis in range(len(edit.axes)) if axis not in selected])
 
 
 def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     """Places of the edit's experts: bool, [batch, seq, n_chosen] and axes of 1."""
     choice = old if edit.hook == edit.at_experts else op.graph.tensors()[edit.at_experts]
-    wanted = op.input(edit.experts_input, np.int64, 1)
-    equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(wanted, [0, 1, 2]))
+    numbers = op.input(edit.experts_input, np.int64, 1)
+    equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(numbers, [0, 1, 2]))
     here = op.Cast(op.ReduceMax(op.Cast(equal, to=np.int32), [3], keepdims=0), to=np.bool_)
     return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here
 
@@ -110,3 +114,49 @@ def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     first = op.Sub(op.Shape(mask, start=1, end=2), op.Shape(ids, start=1, end=2))
     tokens = op.Slice(mask, first, [np.iinfo(np.int64).max], [1])
     return op.Where(op.Cast(tokens, to=np.bool_), positions, -1, name="of_tokens")
+
+
+def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
+    """Insert the edit's fragment behind a value; its output, of the value's dtype."""
+    fit = edit.fit
+    if fit is None:
+        raise ValueError(f"{edit.prefix} has no fragment")
+    inner = editable(fit.proto)
+    weights = [tensor for tensor in inner.inputs if tensor.name in fit.weights]
+    activations = [tensor for tensor in inner.inputs if tensor.name not in fit.weights]
+    output = inner.outputs[0]
+    _rename(inner, edit, fit)
+    op.graph.inputs += weights
+    op.report.inputs += [tensor.name for tensor in weights]
+    sources = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
+    for value, into in zip(sources, activations, strict=True):
+        write(_cast(op, value, into.dtype), into)
+    for node in inner.nodes:
+        op.graph.nodes.append(node)
+        op.report.add(edit.hook, node.name)
+    return _cast(op, output, old.dtype)
+
+
+def _cast(op: Builder, value: gs.Tensor, dtype: DTypeLike) -> gs.Variable:
+    """A value under another name, cast if its dtype is another."""
+    if value.dtype is None or np.dtype(value.dtype) == np.dtype(dtype):
+        return op.Identity(value, dtype=np.dtype(dtype))
+    return op.Cast(value, to=np.dtype(dtype))
+
+
+def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:
+    """Give values and nodes of a fragment unique names, also inside `If`, `Loop` and `Scan`."""
+    inner_points = {one.name: one for one in fit.inner}
+    done = set[int]()
+    for number, graph in enumerate([inner, *inner.subgraphs(recursive=True)]):
+        for tensor in [*graph.inputs, *graph.tensors().values(), *graph.outputs]:
+            if id(tensor) in done or not tensor.name:
+                continue
+            done.add(id(tensor))
+            here = inner_points.get(tensor.name) if number == 0 else None
+            if here is not None and not isinstance(tensor, gs.Constant):
+                tensor.dtype, tensor.shape = np.dtype(here.dtype), None
+            own = tensor.name.startswith(HOOK) and here is not None
+            tensor.name = f"{edit.hook if own else edit.prefix}.{tensor.name}"
+        for at, node in enumerate(graph.nodes):
+            node.name = f"{edit.prefix}.{number}.{node.name or at}:{node.op}"

@@ -16,7 +16,7 @@ from mionnx.graph.builder import Builder
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
-K, CHOSEN = "mionnx.lens.k", "mionnx.lens.chosen"
+LENS_K, LENS_TOKENS = "mionnx.lens.k", "mionnx.lens.chosen"
 # What a lens gives, by name: shapes are [1 + n, positions], with k or chosen tokens behind for those that have them.
 OUTPUTS = ("top", "top_ids", "log_probs", "ranks", "entropy", "divergence")
 
@@ -49,14 +49,14 @@ def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -
 
 def _largest(op: Builder, distribution: Distribution) -> None:
     """The k largest log-probabilities and their tokens."""
-    values, ids = op.TopK(distribution.logits, op.input(K, np.int64, 1), axis=2, outputs=2)
+    values, ids = op.TopK(distribution.logits, op.input(LENS_K, np.int64, 1), axis=2, outputs=2)
     _output(op, "top", op.Sub(values, distribution.total), "mionnx.k")
     _output(op, "top_ids", ids, "mionnx.k")
 
 
 def _chosen(op: Builder, distribution: Distribution) -> None:
     """Log-probabilities of chosen tokens, and their ranks: how many tokens have a larger logit."""
-    logits, chosen = distribution.logits, op.input(CHOSEN, np.int64, 2)  # [positions, n]
+    logits, chosen = distribution.logits, op.input(LENS_TOKENS, np.int64, 2)  # [positions, n]
     target = op.Concat(op.Shape(logits, start=0, end=1), op.Shape(chosen), axis=0)
     theirs = op.GatherElements(logits, op.Expand(chosen, target), axis=2)
     _output(op, "log_probs", op.Sub(theirs, distribution.total), "mionnx.n")

@@ -21,8 +21,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
 PREFIX, TOKENS = "mionnx.rows", "input_ids"
-ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
-TOP, TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
+LENS_ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
+TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
 
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
@@ -31,15 +31,12 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     Args:
         graph: with logits of all positions.
         streams: names of the residual streams, the one that the head reads last.
-
-    Raises:
-        ModelError: something else than the head reads the last stream, or it reads more than that.
     """
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, PREFIX, report)
     last = tensors[streams[-1]]
     readers = list(last.outputs)
-    rows = op.input(ROWS, np.int64, 1)
+    rows = op.input(LENS_ROWS, np.int64, 1)
     stack = op.Concat(*(tensors[name] for name in streams), axis=1, name="stack")
     chosen = op.Gather(stack, rows, axis=1, name="chosen", dtype=last.dtype)
     for node in readers:
@@ -56,7 +53,6 @@ class _Head:
     """The nodes from the chosen rows to the logits, made to read those rows alone.
 
     Attributes:
-        op: adds nodes.
         chosen: the rows.
         last: name of the stream in whose place they are.
     """
@@ -116,8 +112,8 @@ class _Head:
         """A value's node once more, with other inputs."""
         place = next(i for i, output in enumerate(node.outputs) if output is value)
         dtypes = [output.dtype for output in node.outputs]
-        made = getattr(self.op, node.op)(*inputs, outputs=len(dtypes), dtype=dtypes[place], **node.attrs)
-        return made[place] if isinstance(made, tuple) else made
+        copies = getattr(self.op, node.op)(*inputs, outputs=len(dtypes), dtype=dtypes[place], **node.attrs)
+        return copies[place] if isinstance(copies, tuple) else copies
 
     def _row_tokens(self) -> gs.Variable:
         """Numbers of the shape that the token ids of the rows would have, [batch, n]."""
@@ -140,12 +136,12 @@ def _largest(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
     total = op.ReduceLogSumExp(numbers, [2], keepdims=1)
     values, ids = op.TopK(numbers, op.input(K, np.int64, 1), axis=2, outputs=2)
     tracked = op.Gather(numbers, op.input(TRACKED, np.int64, 1), axis=2)
-    found = {
+    outputs = {
         TOP: (op.Sub(values, total), "k"),
-        TOP_IDS: (op.Cast(ids, to=np.int32), "k"),
+        ROWS_TOP_IDS: (op.Cast(ids, to=np.int32), "k"),
         TRACKED_LOG_PROBS: (op.Sub(tracked, total), "t"),
     }
-    for name, (value, axis) in found.items():
+    for name, (value, axis) in outputs.items():
         value.name, value.shape = name, ["batch", f"{PREFIX}.n", f"{PREFIX}.{axis}"]
         graph.outputs.append(value)
         op.report.outputs.append(name)

@@ -43,7 +43,6 @@ class Edit:
         hook: name of the value it changes.
         kind: builds its nodes.
         index: which of the interventions at this hook point it is, from 0.
-        axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
         masked: whether an input says at which heads, rows, columns of router logits and neurons it applies, and
             which scores are not of padding.
@@ -103,7 +102,6 @@ class CaptureNode:
     """One capture: a hook point, after or before its interventions, whole or in part.
 
     Attributes:
-        hook: name of the value.
         before: whether what came in is meant.
         at_positions: whether an input says of which token positions.
         at_heads: whether an input says of which heads.
@@ -175,7 +173,6 @@ class Gradients:
     """A metric of the logits, and its gradients.
 
     Attributes:
-        metric: the metric's name.
         by: the gradients, in execution order; none if the metric alone is wanted.
         of: the value that the metric reads: the logits, or one at a hook point.
         rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
@@ -194,7 +191,7 @@ class Gradients:
         return {self.of: METRIC_SEED} | {name: f"{METRIC_SEED}.{name}" for name in self.beside}
 
 
-LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
+LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 LOGIT_BEGIN = "mionnx.logits.begin"
 TOP_IDS = "mionnx.logits.top_ids"
 NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand

@@ -25,18 +25,18 @@ def products_in_floats(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, int]:
     Returns:
         the model, and the bytes of floats that the weights become when it is opened.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    held = {tensor.name: tensor for tensor in made.graph.initializer}
-    writer = _Writer(made.graph, held)
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    initializers = {tensor.name: tensor for tensor in result.graph.initializer}
+    writer = _Writer(result.graph, initializers)
     nodes = [one for node in proto.graph.node for one in writer.nodes(node)]
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
+    del result.graph.node[:]
+    result.graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in made.graph.initializer if tensor.name in read]
-    del made.graph.initializer[:]
-    made.graph.initializer.extend(kept)
-    return made, writer.size
+    kept = [tensor for tensor in result.graph.initializer if tensor.name in read]
+    del result.graph.initializer[:]
+    result.graph.initializer.extend(kept)
+    return result, writer.size
 
 
 @dataclass

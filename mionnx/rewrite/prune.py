@@ -31,8 +31,8 @@ def _drop_dead(graph: gs.Graph) -> None:
                 waiting.extend(_read(node))
     dead = {id(node): node for node in graph.nodes if id(node) not in alive}
     for value in {id(value): value for node in dead.values() for value in node.inputs}.values():
-        kept = [node for node in value.outputs if id(node) not in dead]
-        list.__setitem__(value.outputs, slice(None), kept)  # the node's own list is emptied below
+        consumers = [node for node in value.outputs if id(node) not in dead]
+        list.__setitem__(value.outputs, slice(None), consumers)  # the node's own list is emptied below
     for node in dead.values():
         list.clear(node.inputs)
         node.outputs.clear()

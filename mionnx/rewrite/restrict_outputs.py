@@ -16,7 +16,7 @@ from mionnx.graph.builder import Builder
 from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
 from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
-from mionnx.rewrite.plan import LOGIT_BEGIN, LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
+from mionnx.rewrite.plan import LOGIT_BEGIN, LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, TOP_IDS, Plan
 
 HOOKED = "hook_logits"
 END = np.iinfo(np.int64).max  # of a slice: up to the last entry
@@ -91,7 +91,7 @@ def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variabl
 
 
 def _rank(graph: gs.Graph, op: Builder) -> None:
-    k, ids = op.input(TOP_K, np.int64, 1), []
+    k, ids = op.input(LOGIT_TOP_K, np.int64, 1), []
 
     def largest(value: gs.Tensor) -> gs.Tensor:
         values, tokens = op.TopK(value, k, axis=2, outputs=2, name="top")

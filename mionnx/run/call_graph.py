@@ -103,10 +103,10 @@ def with_fused(
 
 def _stock_serves(model: HookedModel, batch: TokenBatch | None, continues: bool) -> bool:
     """Whether the file's own graph serves a call, and those that follow."""
-    kind = stock_graph.SEVERAL if batch is None else kind_of(batch)
+    kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
     if kind is None or not stock_calls.serves(model, kind):
         return False
-    return not continues or stock_calls.serves(model, kind & ~stock_graph.SEVERAL | stock_graph.PAST)
+    return not continues or stock_calls.serves(model, kind & ~stock_graph.SEVERAL_BIT | stock_graph.PAST_BIT)
 
 
 def kind_of(batch: TokenBatch) -> int | None:
@@ -114,12 +114,12 @@ def kind_of(batch: TokenBatch) -> int | None:
 
     That is padding behind a text, or so much before it that a call holds nothing else.
     """
-    kind = stock_graph.ROWS * (batch.batch > 1) | stock_graph.PAST * (batch.total > batch.seq)
-    kind |= stock_graph.SEVERAL * (batch.seq > 1)
+    kind = stock_graph.ROWS_BIT * (batch.batch > 1) | stock_graph.PAST_BIT * (batch.total > batch.seq)
+    kind |= stock_graph.SEVERAL_BIT * (batch.seq > 1)
     mask = batch.attention_mask
     if mask.all():
         return kind
-    return kind | stock_graph.PADDED if (mask[:, 1:] >= mask[:, :-1]).all() else None
+    return kind | stock_graph.PADDED_BIT if (mask[:, 1:] >= mask[:, :-1]).all() else None
 
 
 def _attends(batch: TokenBatch) -> bool:

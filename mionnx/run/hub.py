@@ -8,8 +8,7 @@ from google.protobuf.message import DecodeError
 
 from mionnx.errors import ModelError, nearest
 from mionnx.graph.embedded_weights import read_light
-from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.hooked_model import LARGEST as LARGEST_GRAPH
+from mionnx.graph.hooked_model import GRAPH, LARGEST_GRAPH
 from mionnx.graph.onnx_file import external_files
 from mionnx.run.hub_files import SINGLE, WEIGHT_NAMES, below, checkpoint_of, module_folders, shards, small_files
 from mionnx.run.repository import Repository

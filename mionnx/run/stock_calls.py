@@ -28,12 +28,12 @@ from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.stock_graph import (
-    BEFORE,
     KINDS,
-    PADDED,
-    PAST,
-    ROWS,
-    SEVERAL,
+    PADDED_BIT,
+    PAST_BIT,
+    PAST_TOKENS,
+    ROWS_BIT,
+    SEVERAL_BIT,
     TOKENS,
     StockGraph,
     check_stock,
@@ -113,7 +113,7 @@ def _judged(model: HookedModel, stock: StockGraph, kind: int, trial: "Trial | No
 
 def _possible(model: HookedModel, kind: int) -> bool:
     """Whether there are such calls: before one token without a past, none are padded."""
-    return not (kind & PADDED and not kind & (PAST | SEVERAL)) and (model.has_cache or not kind & PAST)
+    return not (kind & PADDED_BIT and not kind & (PAST_BIT | SEVERAL_BIT)) and (model.has_cache or not kind & PAST_BIT)
 
 
 class Trial:
@@ -135,27 +135,27 @@ class Trial:
         """Run a call of a kind in both, and say what differs; "" if nothing does."""
         model, outputs = self._model, {entry.name for entry in self._model.proto.graph.output}
         shared = [entry.name for entry in self._stock.proto.graph.output if entry.name in outputs]
-        past = self._past(kind) if kind & PAST else None
-        batch = self._batch(kind, TOKENS if kind & SEVERAL else 1, past)
+        past = self._past(kind) if kind & PAST_BIT else None
+        batch = self._batch(kind, TOKENS if kind & SEVERAL_BIT else 1, past)
         feeds = {**batch.feeds(), **past_inputs(model, past, batch)}
         own, expected = self._own.run(shared, feeds), self._hooked.run(shared, feeds)
         return _difference(own, expected, batch, self._stock.allowed)
 
     def _past(self, kind: int) -> Past | None:
         """A past of the hooked graph; made once for the kinds that have the same."""
-        key = kind & (ROWS | PADDED)
+        key = kind & (ROWS_BIT | PADDED_BIT)
         if key not in self._pasts:
-            batch, names = self._batch(key, BEFORE, None), present_names(self._model, True)
+            batch, names = self._batch(key, PAST_TOKENS, None), present_names(self._model, True)
             feeds = {**batch.feeds(), **past_inputs(self._model, None, batch)}
             self._pasts[key] = take_present(self._model, self._hooked.run(names, feeds), batch, True)[0]
         return self._pasts[key]
 
     def _batch(self, kind: int, seq: int, past: Past | None) -> TokenBatch:
         """Tokens behind a past; without one, the first row may begin with padding."""
-        rows, sizes = 1 + bool(kind & ROWS), self._model.metadata.sizes
+        rows, sizes = 1 + bool(kind & ROWS_BIT), self._model.metadata.sizes
         ids = (np.arange(rows * seq).reshape(rows, seq) * 7 % 97 + 3) % sizes.vocab_size
         mask = np.ones((rows, seq), np.int64)
-        mask[0, 0] = past is not None or not kind & PADDED
+        mask[0, 0] = past is not None or not kind & PADDED_BIT
         return make_token_batch(ids, mask, past, sizes)
 
 

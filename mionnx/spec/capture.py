@@ -23,11 +23,7 @@ class Capture(HookChoice):
     title: ClassVar[str] = "a capture"
 
     def to_entry(self) -> dict[str, Any]:
-        """The capture's entry in a spec file.
-
-        Raises:
-            SpecFileError: a predicate.
-        """
+        """The capture's entry in a spec file."""
         limits = {"positions": self.positions, "heads": self.heads, "dtype": self.dtype}
         limited = {name: limit for name, limit in limits.items() if limit is not None}
         return {"hook": self.text, "before": self.before, **limited}
@@ -44,7 +40,6 @@ def requests_of(
 
     Raises:
         InterventionError: positions or heads that are no integers, or a dtype that no model has.
-        HookError: an empty list.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise InterventionError(f"dtype={dtype!r}; one of {', '.join(DTYPE_NAMES)}{nearest(str(dtype), DTYPE_NAMES)}")

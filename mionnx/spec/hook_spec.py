@@ -221,8 +221,8 @@ class HookSpec(Brief, Storable, Translated):
 
     def is_empty(self) -> bool:
         """Whether the spec has no capture, no intervention, no gradient and no metric."""
-        asked = self.captures, self.interventions, self.state_knockouts, self.state_steerings
-        return not any((*asked, self.gradients, self.metric))
+        lists = self.captures, self.interventions, self.state_knockouts, self.state_steerings
+        return not any((*lists, self.gradients, self.metric))
 
     def num_captures(self) -> int:
         """Number of capture requests; a glob or predicate counts once."""

@@ -43,11 +43,7 @@ PHASES = ("prompt", "generated")
 
 
 def checked(limits: Mapping[str, Any]) -> dict[str, Any]:
-    """Limits by name, each as a tuple or a phase; None where there is none.
-
-    Raises:
-        InterventionError: see `check_positions` and `check_indices`.
-    """
+    """Limits by name, each as a tuple or a phase; None where there is none."""
     indices = {name: check_indices(name, limits.get(name)) for name in LIMITS[1:]}
     return {"positions": check_positions(limits.get("positions")), **indices}
 

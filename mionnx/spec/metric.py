@@ -75,15 +75,15 @@ class MetricSpec:
 
     def with_ids(self, token_id: Callable[[Token], int]) -> "MetricSpec":
         """The same with its tokens as ids."""
-        made = copy(self)
-        made.answer, made.versus = (_each(tokens, token_id) for tokens in (self.answer, self.versus))
-        return made
+        metric = copy(self)
+        metric.answer, metric.versus = (_each(tokens, token_id) for tokens in (self.answer, self.versus))
+        return metric
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Its arrays by name, for a file."""
-        given = {"reference": self.reference, "cotangent": self.cotangent}
-        return {name: array for name, array in given.items() if array is not None}
+        arrays = {"reference": self.reference, "cotangent": self.cotangent}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
@@ -97,9 +97,9 @@ class MetricSpec:
         return MetricSpec(**{**entry, **tensors})
 
     def __str__(self) -> str:
-        told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
-        told += [] if self.of is None else [f"of={self.of}"]
-        return f"{self.name}({', '.join(told)})" if told else self.name
+        words = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
+        words += [] if self.of is None else [f"of={self.of}"]
+        return f"{self.name}({', '.join(words)})" if words else self.name
 
 
 def check_metric(name: str) -> None:

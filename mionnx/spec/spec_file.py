@@ -35,7 +35,7 @@ from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of
 
-VERSION = "1"
+SPEC_FORM = "1"
 REQUIRED = ("captures", "interventions")
 OPTIONAL = ("state_knockouts", "state_steerings", "gradients", "metric")
 Declaration = dict[str, Any]
@@ -49,34 +49,29 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
     Args:
         declaration: the lists of rule 3; optional ones are left out where they are empty.
         tensors: values by name.
-
-    Raises:
-        SpecFileError: a dtype that safetensors does not have.
     """
     return to_bytes(tensors, _metadata(declaration))
 
 
 def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:
     lists = {key: entries for key, entries in declaration.items() if entries or key in REQUIRED}
-    return {"mionnx_spec": VERSION, "declaration": json.dumps(lists)}
+    return {"mionnx_spec": SPEC_FORM, "declaration": json.dumps(lists)}
 
 
 def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spec:
     """Read a spec file.
 
     Args:
-        path: the file.
         build: makes the spec of a declaration, and takes the tensors that it uses out of the dictionary.
 
     Raises:
         SpecFileError: the file is missing, damaged, or of another version.
-        MIError: what `build` refuses, with the file's name.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
     if "mionnx_spec" not in metadata:
         raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
-    if metadata["mionnx_spec"] != VERSION:
-        raise SpecFileError(f"{path} is no spec of version {VERSION}: its metadata says {metadata['mionnx_spec']!r}")
+    if metadata["mionnx_spec"] != SPEC_FORM:
+        raise SpecFileError(f"{path} is no spec of version {SPEC_FORM}: its metadata says {metadata['mionnx_spec']!r}")
     with told_of(path):
         spec = build(_checked(json.loads(metadata["declaration"])), tensors)
     if tensors:

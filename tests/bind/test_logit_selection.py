@@ -9,7 +9,7 @@ from toy import IDS, VOCAB, reference, run, toy
 from mionnx import HookSpec, InputError, InterventionError, Logits
 from mionnx.bind.bound_spec import bind
 from mionnx.inputs.token_batch import make_token_batch
-from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, TOP_IDS
 
 SIZES = toy().metadata.sizes
 
@@ -41,7 +41,7 @@ def test_positions_are_columns_of_the_batch():
     feeds = Logits(positions=[0, -1], token_ids=2, k=1).feeds(batch, SIZES)
     assert feeds[LOGIT_COLUMNS].tolist() == [[1, 2], [0, 2]]
     assert feeds[LOGIT_TOKENS].tolist() == [2]
-    assert feeds[TOP_K].tolist() == [1]
+    assert feeds[LOGIT_TOP_K].tolist() == [1]
 
 
 @pytest.mark.parametrize(

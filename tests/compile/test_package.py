@@ -34,7 +34,7 @@ from mionnx import (
     create_knockout_mask,
 )
 from mionnx.engine.session import UNSTABLE_FUSIONS
-from mionnx.machine.leftovers import LOCK
+from mionnx.machine.leftovers import LOCK_FILE
 
 NEW = 5
 RUNNER = SHARED / "runner.py"
@@ -478,13 +478,13 @@ def test_the_command_line_compiles_what_python_compiles(tmp_path):
 def test_what_a_killed_compile_left_is_removed_by_the_next(shipped, tmp_path):
     left = tmp_path / ".steered.abcdef.4194303.partial"  # no process has this number
     left.mkdir()
-    (left / LOCK).touch()
+    (left / LOCK_FILE).touch()
     (left / "model.onnx").write_bytes(b"half")
     mine = tmp_path / "model.onnx.partial"
     mine.touch()
     shipped.compile(HookSpec().intervene("hook_embed", Intervention.Scale(2.0)), tmp_path / "steered")
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "steered"]
-    assert LOCK not in {path.name for path in (tmp_path / "steered").iterdir()}
+    assert LOCK_FILE not in {path.name for path in (tmp_path / "steered").iterdir()}
 
 
 def test_the_tokenizers_config_names_what_the_graph_reads(copy, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from exporters.adopt import adopt
 from mionnx import HookSpec, MIModel
-from mionnx.graph.stock_graph import PADDED, PAST, ROWS, SEVERAL
+from mionnx.graph.stock_graph import PADDED_BIT, PAST_BIT, ROWS_BIT, SEVERAL_BIT
 from mionnx.rewrite.plan import STOCK
 from mionnx.run import stock_calls
 
@@ -46,7 +46,7 @@ def same_bits(model, file, ids, mask=None, past=None):
 def test_a_file_without_fused_operators_runs_itself_with_fast(tmp_path):
     adopt(FOREIGN / "optimum", tmp_path / "hooked")
     model, file = MIModel.from_pretrained(tmp_path / "hooked", fast=True), FOREIGN / "optimum" / "model.onnx"
-    kinds = ROWS | SEVERAL, ROWS | PAST, ROWS | PAST | SEVERAL | PADDED
+    kinds = ROWS_BIT | SEVERAL_BIT, ROWS_BIT | PAST_BIT, ROWS_BIT | PAST_BIT | SEVERAL_BIT | PADDED_BIT
     assert all(stock_calls.serves(model.hooked, kind) for kind in kinds)
     past = same_bits(model, file, IDS[:, :5], np.array([[0, 0, 1, 1, 1], [1] * 5]))
     same_bits(model, file, IDS[:, 5:], past=past)

@@ -10,7 +10,7 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import ModelError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.fused_operators import LARGEST, read_fused, written
+from mionnx.graph.fused_operators import LONGEST_NODE_TEXT, read_fused, written
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.restore import restore
 
@@ -100,7 +100,7 @@ def test_a_mask_that_is_added_is_made_of_the_booleans_of_its_nodes(change, tmp_p
         ["no base64!"],
         ["ä"],
         [base64.b64encode(b"\xff\xff no protobuf").decode()],
-        ["A" * (LARGEST + 4)],
+        ["A" * (LONGEST_NODE_TEXT + 4)],
         [7],
         "text",
         {"a": 1},

@@ -11,7 +11,7 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import ModelError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.stock_graph import LARGEST, StockGraph, checkable, packed, unpacked
+from mionnx.graph.stock_graph import STOCK_LIMIT, StockGraph, checkable, packed, unpacked
 
 KEY = "mionnx.stock"
 
@@ -84,7 +84,10 @@ TABLES = {
     "no zlib": lambda table: {**table, "graph": base64.b64encode(b"graph").decode()},
     "a cut text": lambda table: {**table, "graph": table["graph"][: len(table["graph"]) // 8 * 4]},
     "no protobuf": lambda table: {**table, "graph": base64.b64encode(zlib.compress(b"\xff" * 99)).decode()},
-    "too much": lambda table: {**table, "graph": base64.b64encode(zlib.compress(bytes(LARGEST + 1))).decode()},
+    "too much": lambda table: {
+        **table,
+        "graph": base64.b64encode(zlib.compress(bytes(STOCK_LIMIT + 1))).decode(),
+    },
     "no difference that is allowed": lambda table: {key: value for key, value in table.items() if key != "allowed"},
     "any difference allowed": lambda table: {**table, "allowed": float("nan")},
     "a field that it has not": lambda table: {**table, "calls": [0]},

@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def pending(copy, monkeypatch):
     """A model as it is right after the export of large weights: their hash is not known yet."""
-    monkeypatch.setattr(weight_record, "SMALL", 0)
+    monkeypatch.setattr(weight_record, "SMALL_FILE", 0)
     monkeypatch.setattr(file_digest, "known", lambda file: None)
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
     del proto.metadata_props[[entry.key for entry in proto.metadata_props].index("mionnx.weights_sha256")]

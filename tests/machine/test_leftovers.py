@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from mionnx.errors import ExportError
-from mionnx.machine.leftovers import LOCK, new_folder, remove_leftovers
+from mionnx.machine.leftovers import LOCK_FILE, new_folder, remove_leftovers
 
 FORK = multiprocessing.get_context("fork")
 
@@ -97,7 +97,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
 def test_a_lock_that_is_held_counts_more_than_the_number(tmp_path, dead_pid):
     """As the processes of another container have numbers of their own."""
     partial = left(tmp_path, dead_pid)
-    with FileLock(partial / LOCK):
+    with FileLock(partial / LOCK_FILE):
         assert remove_leftovers(tmp_path) == 0
     assert remove_leftovers(tmp_path) == 1
 

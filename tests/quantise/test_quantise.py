@@ -22,7 +22,7 @@ from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Interventi
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.quantised_weight import weight_numbers
-from mionnx.machine.leftovers import LOCK
+from mionnx.machine.leftovers import LOCK_FILE
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import EXPERT
@@ -272,7 +272,7 @@ def test_the_command_says_what_it_made(tmp_path):
 def test_what_a_killed_quantise_left_goes_with_the_next(options, tmp_path):
     """Finding 12: of a folder that another program made nothing goes."""
     left, other = (tmp_path / f".{name}.0a1b2c.4000000.partial" for name in ("small", "other"))
-    for folder, file in ((left, LOCK), (left, "quantised.safetensors"), (other, "quantised.safetensors")):
+    for folder, file in ((left, LOCK_FILE), (left, "quantised.safetensors"), (other, "quantised.safetensors")):
         folder.mkdir(exist_ok=True)
         (folder / file).touch()
     MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1).quantise(tmp_path / "small", **options)

@@ -8,7 +8,7 @@ import pytest
 from mionnx import ModelError
 from mionnx.graph.builder import edit, to_proto
 from mionnx.graph.report import Report
-from mionnx.rewrite.lens_rows import ROWS, TOP, TOP_IDS, TRACKED, TRACKED_LOG_PROBS, WHOLE, K, lens_rows
+from mionnx.rewrite.lens_rows import LENS_ROWS, ROWS_TOP_IDS, TOP, TRACKED, TRACKED_LOG_PROBS, WHOLE, K, lens_rows
 
 HEAD = ", ".join(str(round(np.sin(3 * n), 3)) for n in range(24))
 TEXT = """
@@ -33,10 +33,10 @@ def test_rows_of_both_streams_are_read_as_the_last_one_is():
     made = rewritten("MatMul(normed, head)")
     onnx.checker.check_model(made, full_check=True)
     x = np.random.default_rng(0).normal(size=(1, 3, 4)).astype(np.float32)
-    feeds = {"x": x, ROWS: [5, 0, 4, 1], WHOLE: [0, 2], K: [2], TRACKED: [3]}
+    feeds = {"x": x, LENS_ROWS: [5, 0, 4, 1], WHOLE: [0, 2], K: [2], TRACKED: [3]}
     given = {name: np.asarray(value, np.float32 if name == "x" else np.int64) for name, value in feeds.items()}
     found = onnxruntime.InferenceSession(made.SerializeToString()).run(
-        ["logits", TOP, TOP_IDS, TRACKED_LOG_PROBS], given
+        ["logits", TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS], given
     )
     head = np.array([float(one) for one in HEAD.split(", ")]).reshape(4, 6)
     streams = np.concatenate([2 * x[0], np.sin(2 * x[0])]).astype(np.float64)

@@ -17,13 +17,13 @@ from onnx import numpy_helper
 from exporters.adopt import adopt
 from mionnx import HookSpec, MIModel
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, described, packed
+from mionnx.graph.stock_graph import KINDS, PADDED_BIT, PAST_BIT, ROWS_BIT, SEVERAL_BIT, StockGraph, described, packed
 from mionnx.rewrite.plan import STOCK
 from mionnx.run import stock_calls
 from mionnx.run.stock_calls import CALLS_FILE, CALLS_LOCK, StockGraphWarning, Trial, problem, serves
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 7))
-WRONG = {ROWS | PAST | SEVERAL, *range(PADDED | PAST, KINDS)}
+WRONG = {ROWS_BIT | PAST_BIT | SEVERAL_BIT, *range(PADDED_BIT | PAST_BIT, KINDS)}
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +90,12 @@ def test_a_kind_is_tried_at_its_first_call_and_never_again(folder, trials, monke
     model.forward(IDS, HookSpec().capture("hook_embed"))
     assert trials == []  # a spec that touches something
     model.forward(IDS)
-    assert (trials, used(model)) == ([ROWS | SEVERAL], STOCK)
-    assert kept(folder) == {str(ROWS | SEVERAL): ""}
+    assert (trials, used(model)) == ([ROWS_BIT | SEVERAL_BIT], STOCK)
+    assert kept(folder) == {str(ROWS_BIT | SEVERAL_BIT): ""}
     model.forward(IDS[:, :3])
     assert len(trials) == 1
     model.generate(IDS[:1], max_new_tokens=2, eos_token_id=[])
-    assert trials[1:] == [SEVERAL, PAST]
+    assert trials[1:] == [SEVERAL_BIT, PAST_BIT]
     assert used(model) == STOCK
     forget(monkeypatch)
     again = MIModel.from_pretrained(folder)
@@ -117,8 +117,8 @@ def test_a_kind_that_fails_runs_the_hooked_graph_and_is_said_once(folder, trials
         again = MIModel.from_pretrained(folder)
         np.testing.assert_array_equal(again.forward(IDS).output(), found)
         assert used(again) != STOCK
-    assert trials == [ROWS | SEVERAL]
-    assert "logits differs" in kept(folder)[str(ROWS | SEVERAL)]
+    assert trials == [ROWS_BIT | SEVERAL_BIT]
+    assert "logits differs" in kept(folder)[str(ROWS_BIT | SEVERAL_BIT)]
 
 
 def test_all_kinds_by_the_command_line(folder, trials):
@@ -127,8 +127,8 @@ def test_all_kinds_by_the_command_line(folder, trials):
     assert len(trials) == KINDS - 2  # padding before one token without a past would be all there is
     assert {kind for kind in trials if told[described(kind)]} == WRONG
     # GroupQueryAttention refuses several rows of several tokens after a past: what does not run is not written down
-    refused = {ROWS | PAST | SEVERAL, ROWS | PAST | SEVERAL | PADDED}
-    assert "batch_size must be 1" in told[described(ROWS | PAST | SEVERAL)]
+    refused = {ROWS_BIT | PAST_BIT | SEVERAL_BIT, ROWS_BIT | PAST_BIT | SEVERAL_BIT | PADDED_BIT}
+    assert "batch_size must be 1" in told[described(ROWS_BIT | PAST_BIT | SEVERAL_BIT)]
     assert {int(kind) for kind in kept(folder)} == {*trials} - refused
     hooked = HookedModel.open(folder)
     assert all(serves(hooked, kind) == (kind not in WRONG) for kind in trials)
@@ -137,18 +137,18 @@ def test_all_kinds_by_the_command_line(folder, trials):
 def test_verdicts_of_another_graph_are_not_believed(folder, trials, monkeypatch):
     hooked = HookedModel.open(folder)
     for record in (
-        {"graph": "another", "calls": {str(SEVERAL): "no"}},
+        {"graph": "another", "calls": {str(SEVERAL_BIT): "no"}},
         {"graph": hooked.digest, "calls": [1]},
-        {"graph": hooked.digest, "calls": {str(SEVERAL): 1}},
+        {"graph": hooked.digest, "calls": {str(SEVERAL_BIT): 1}},
         [],
     ):
         (folder / CALLS_FILE).write_text(json.dumps(record))
-        assert serves(hooked, SEVERAL)
+        assert serves(hooked, SEVERAL_BIT)
         forget(monkeypatch)
     (folder / CALLS_FILE).write_text("{")
-    assert serves(hooked, SEVERAL)
-    assert trials == [SEVERAL] * 5
-    assert kept(folder) == {str(SEVERAL): ""}
+    assert serves(hooked, SEVERAL_BIT)
+    assert trials == [SEVERAL_BIT] * 5
+    assert kept(folder) == {str(SEVERAL_BIT): ""}
 
 
 @pytest.mark.parametrize("obstacle", [CALLS_FILE, CALLS_LOCK])
@@ -159,10 +159,10 @@ def test_where_nothing_can_be_written_a_verdict_lasts_as_long_as_the_process(fol
     for _ in range(2):
         model.forward(IDS)
         assert used(model) == STOCK
-    assert trials == [ROWS | SEVERAL]
+    assert trials == [ROWS_BIT | SEVERAL_BIT]
     assert sorted({*(path.name for path in folder.iterdir())} - {CALLS_LOCK}) == sorted({*before} - {CALLS_LOCK})
     forget(monkeypatch)
-    assert serves(model.hooked, ROWS | SEVERAL)
+    assert serves(model.hooked, ROWS_BIT | SEVERAL_BIT)
     assert len(trials) == 2
 
 
@@ -170,7 +170,7 @@ def test_threads_that_call_at_once_try_a_kind_once(folder, trials):
     model = MIModel.from_pretrained(folder, threads=1)
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda _: model.forward(IDS).output(), range(4))]
-    assert trials == [ROWS | SEVERAL]
+    assert trials == [ROWS_BIT | SEVERAL_BIT]
     assert used(model) == STOCK
     for one in found[1:]:
         np.testing.assert_array_equal(one, found[0])
@@ -183,7 +183,7 @@ def one_kind(folder, kind, ready):
 
 @pytest.mark.slow
 def test_two_processes_at_once_keep_what_each_found(folder):
-    kinds, context = [0, ROWS, SEVERAL, ROWS | SEVERAL], multiprocessing.get_context("spawn")
+    kinds, context = [0, ROWS_BIT, SEVERAL_BIT, ROWS_BIT | SEVERAL_BIT], multiprocessing.get_context("spawn")
     ready = context.Barrier(len(kinds))
     children = [context.Process(target=one_kind, args=(folder, kind, ready)) for kind in kinds]
     for child in children:

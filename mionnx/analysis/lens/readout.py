@@ -14,7 +14,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_several_streams
 from mionnx.machine.brief import Brief
 from mionnx.machine.stored import Storable
-from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K
+from mionnx.rewrite.lens_head import LENS_K, LENS_TOKENS, OUTPUTS
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.segments import Rows, Segments
 
@@ -93,5 +93,5 @@ class Lens(Segments):
     def _distribution(self, block: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
         piece = self.open([self.end], [LOGITS], outputs=Outputs(carried=False, readout=True))
         names = [f"mionnx.lens.{name}" for name in OUTPUTS]
-        feeds = {self.end: block, CHOSEN: chosen, K: np.array([k])}
+        feeds = {self.end: block, LENS_TOKENS: chosen, LENS_K: np.array([k])}
         return list(self.compute(piece, Rows.blank(*block.shape[:2]), names, feeds).values())

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from onnx import NodeProto
 
 from mionnx.graph.dataflow import reads
-from mionnx.rewrite.gradient.facts import Facts
+from mionnx.rewrite.gradient.facts import NodeFacts
 
 
-def activity(nodes: Sequence[NodeProto], facts: Facts, sources: Iterable[str], ends: Iterable[str]) -> set[str]:
+def activity(nodes: Sequence[NodeProto], facts: NodeFacts, sources: Iterable[str], ends: Iterable[str]) -> set[str]:
     """The floating-point values that follow from sources and lead to ends."""
     after, before = {*sources}, {*ends}
     for node in nodes:

@@ -19,14 +19,14 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from mionnx.errors import GradientError
 from mionnx.graph.builder import ONE_DTYPE
 from mionnx.graph.dataflow import reads, subgraphs
-from mionnx.rewrite.gradient.facts import INT64, Dims, Facts, attributes
+from mionnx.rewrite.gradient.facts import INT64, Dims, NodeFacts, attributes
 
 Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
 Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
 SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
 
 
-class Names:
+class FreshNames:
     """Names and constants that a graph and its subgraphs share.
 
     Attributes:
@@ -60,17 +60,15 @@ class Backward:
     added once.
 
     Attributes:
-        names, facts: of the graph.
         rules, subgraph_rules: operator -> how to go back through it.
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.
-        opset: of the graph.
         nodes: those added so far.
     """
 
     def __init__(
         self,
-        names: Names,
-        facts: Facts,
+        names: FreshNames,
+        facts: NodeFacts,
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
@@ -81,7 +79,7 @@ class Backward:
         self.nodes: list[NodeProto] = []
         self._known: dict[tuple[Any, ...], list[str]] = {}
 
-    def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
+    def inside(self, facts: NodeFacts, active: Collection[str]) -> "Backward":
         """The same for a subgraph."""
         return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
 
@@ -157,7 +155,6 @@ class Backward:
 
         Args:
             cotangent: of what the value was broadcast to.
-            value: name of the value.
             wide: the cotangent's axes, as far as they are known.
         """
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
@@ -169,8 +166,8 @@ class Backward:
         ahead = len(wide or ()) - len(own)
         if len(axes) == ahead:
             return str(self.ReduceSum(cotangent, axes, keepdims=0))
-        kept = self.ReduceSum(cotangent, axes, keepdims=1)
-        return str(self.Squeeze(kept, [*range(ahead)]) if ahead else kept)
+        total = self.ReduceSum(cotangent, axes, keepdims=1)
+        return str(self.Squeeze(total, [*range(ahead)]) if ahead else total)
 
     def _summed_to(self, cotangent: str, value: str) -> str:
         """The same, over the axes that the run finds."""
@@ -200,17 +197,14 @@ class Backward:
 
         Returns:
             the cotangents of every active value.
-
-        Raises:
-            GradientError: an operator without a rule, or without one for what it is asked here.
         """
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
-        found: dict[str, str] = {}
+        gradients: dict[str, str] = {}
 
         def settle(name: str) -> str | None:
-            if name in parts and name not in found:
-                found[name] = self.sum(parts[name])
-            return found.get(name)
+            if name in parts and name not in gradients:
+                gradients[name] = self.sum(parts[name])
+            return gradients.get(name)
 
         for node in reversed(nodes):
             given = [settle(name) if self.is_active(name) else None for name in node.output]
@@ -252,7 +246,7 @@ def numbers(back: Backward, name: str) -> NDArray[Any]:
     Raises:
         GradientError: only the run knows them.
     """
-    found = back.facts.number(name)
-    if found is None:
+    number = back.facts.number(name)
+    if number is None:
         raise GradientError(f"only the run knows {name}")
-    return found
+    return number

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from onnx import NodeProto
 
 from mionnx.errors import GradientError
-from mionnx.graph.packed_weight import BITS
+from mionnx.graph.packed_weight import PACKED_BITS
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
 
 BLOCKED = 21  # opset since which DequantizeLinear has blocks
@@ -21,12 +21,12 @@ def _matmul_nbits(op: Backward, node: NodeProto, given: Given) -> Mapping[int, s
     """With y = x w^T + b: dx = dy w, db = dy summed."""
     if any(op.is_active(name) for name in node.input[1:5] if name):
         raise GradientError("there is no gradient by the blocks of a weight")
-    made = {}
+    cotangents = {}
     if op.is_active(node.input[0]):
-        made[0] = op.MatMul(given[0], _numbers(op, node))
+        cotangents[0] = op.MatMul(given[0], _numbers(op, node))
     if len(node.input) > 5 and node.input[5] and op.is_active(node.input[5]):
-        made[5] = op.unbroadcast(str(given[0]), node.input[5], op.facts.shapes.get(node.output[0]))
-    return made
+        cotangents[5] = op.unbroadcast(str(given[0]), node.input[5], op.facts.shapes.get(node.output[0]))
+    return cotangents
 
 
 def _numbers(op: Backward, node: NodeProto) -> str:
@@ -35,7 +35,7 @@ def _numbers(op: Backward, node: NodeProto) -> str:
     bits, block = op.attribute(node, "bits", 4), op.attribute(node, "block_size", 0)
     count, width = op.attribute(node, "N", 0), op.attribute(node, "K", 0)
     zero, order = ([*node.input, "", ""][place] for place in (3, 4))
-    if order or bits not in BITS:
+    if order or bits not in PACKED_BITS:
         raise GradientError(f"MatMulNBits of {bits} bits, or with g_idx, weights in another order")
     blocks = -(-width // block)
     integers = op.Reshape(_divided(op, packed, bits), [count, blocks * block])
@@ -77,4 +77,4 @@ def _divided(op: Backward, packed: str, bits: int) -> str:
     return str(op.Concat(*parts, axis=-1))
 
 
-BLOCKS: dict[str, Rule] = {"MatMulNBits": _matmul_nbits}
+BLOCK_RULES: dict[str, Rule] = {"MatMulNBits": _matmul_nbits}

@@ -15,8 +15,8 @@ from onnx import ModelProto, helper
 from mionnx.errors import GradientError
 from mionnx.graph.dataflow import reads
 from mionnx.rewrite.gradient.activity import activity, prune
-from mionnx.rewrite.gradient.backward import Backward, Names, Rule
-from mionnx.rewrite.gradient.facts import Facts
+from mionnx.rewrite.gradient.backward import Backward, FreshNames, Rule
+from mionnx.rewrite.gradient.facts import NodeFacts
 from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.plan import gradient_name
 
@@ -35,7 +35,6 @@ def differentiate(
     """Add the gradients of the sum of a value.
 
     Args:
-        model: the graph, without weights; left alone.
         of: the value whose sum is differentiated.
         by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
         seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
@@ -44,21 +43,17 @@ def differentiate(
 
     Returns:
         the graph with further nodes and outputs.
-
-    Raises:
-        GradientError: `of` does not depend on a value, an operator between them has no rule, or the rules take all that
-            depends on a value for a constant.
     """
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]
-    facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
+    facts = NodeFacts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
     active = activity(nodes, facts, [*by, *filter(facts.is_float, varying)], [of])
     _refuse_idle(of, by, active)
-    op = Backward(Names(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
-    found = op.run(nodes, {of: _seed(op, done, of, seed)})
-    _refuse_constant(of, by, found)
-    ends = [_output(op, done, name, found[name]) for name in by]
+    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
+    gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
+    _refuse_constant(of, by, gradients)
+    ends = [_output(op, done, name, gradients[name]) for name in by]
     kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
     del graph.node[:]
     graph.node.extend(kept)
@@ -98,13 +93,13 @@ def _seed(op: Backward, model: ModelProto, of: str, seed: str | None) -> str:
 
 
 def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
-    made = gradient_name(name)
-    op.nodes.append(helper.make_node("Identity", [cotangent], [made], f"{made}:Identity"))
-    model.graph.output.append(_declared(op.facts, made, name))
-    return made
+    output = gradient_name(name)
+    op.nodes.append(helper.make_node("Identity", [cotangent], [output], f"{output}:Identity"))
+    model.graph.output.append(_declared(op.facts, output, name))
+    return output
 
 
-def _declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
+def _declared(facts: NodeFacts, name: str, like: str) -> onnx.ValueInfoProto:
     shape = facts.shapes.get(like)
     dims = None if shape is None else [None if isinstance(dim, str) and dim[0] == "?" else dim for dim in shape]
     return helper.make_tensor_value_info(name, facts.type(like), dims)

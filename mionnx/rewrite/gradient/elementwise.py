@@ -157,7 +157,7 @@ OF_ONE: dict[str, OfOne] = {
     "Sqrt": lambda op, x, y, dy: op.Div(op.Mul(dy, 0.5), y),
     "Tanh": lambda op, x, y, dy: op.Sub(dy, op.Mul(dy, op.Mul(y, y))),
 }
-ELEMENTWISE: dict[str, Rule] = {
+ELEMENTWISE_RULES: dict[str, Rule] = {
     **{name: of_one(function) for name, function in OF_ONE.items()},
     "Add": _add,
     "Div": _div,

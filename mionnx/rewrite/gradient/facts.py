@@ -11,19 +11,19 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from mionnx.errors import GradientError
 from mionnx.graph.builder import OUTPUT_DTYPES
 
-FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16))
-NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+DIFFERENTIABLE = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16))
+NARROW_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
 Dims = tuple[int | str, ...]  # numbers, or names of lengths that the run decides
 
 
 def attributes(node: NodeProto) -> dict[str, Any]:
     """A node's attributes by name; texts as `str`."""
-    found = {one.name: helper.get_attribute_value(one) for one in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
+    values = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
-class Facts:
+class NodeFacts:
     """Known types, shapes and constants of a graph's values, and of the graphs around it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Facts:
         makers: value -> the node that makes it.
     """
 
-    def __init__(self, graph: GraphProto | None = None, outer: "Facts | None" = None) -> None:
+    def __init__(self, graph: GraphProto | None = None, outer: "NodeFacts | None" = None) -> None:
         self.types: dict[str, int] = dict(outer.types) if outer else {}
         self.shapes: dict[str, Dims] = dict(outer.shapes) if outer else {}
         self.constants: dict[str, TensorProto] = dict(outer.constants) if outer else {}
@@ -77,8 +77,8 @@ class Facts:
             return int(attributes(node)["to"])
         if node.op_type in ("Constant", "ConstantOfShape"):
             return next((one.t.data_type for one in node.attribute if one.name == "value"), TensorProto.FLOAT)
-        given = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
-        return next((self.types[name] for name in given if name in self.types), None)
+        sources = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
+        return next((self.types[name] for name in sources if name in self.types), None)
 
     def type(self, name: str) -> int:
         """The element type of a value; float32 where nothing tells."""
@@ -86,7 +86,7 @@ class Facts:
 
     def is_float(self, name: str) -> bool:
         """Whether a value can have a gradient."""
-        return self.type(name) in FLOATS
+        return self.type(name) in DIFFERENTIABLE
 
     def number(self, name: str) -> NDArray[Any] | None:
         """The numbers of a constant that lies in the graph; None of any other value."""

@@ -12,22 +12,18 @@ from mionnx.rewrite.gradient.differentiate import differentiate
 from mionnx.rewrite.gradient.rules import RULES, SETS
 from mionnx.rewrite.plan import METRIC, GradientNode, Gradients, gradient_name
 
-HOOK = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, and of nothing that an intervention adds
+HOOK_NAME = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, and of nothing that an intervention adds
 
 
 def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) -> onnx.ModelProto:
-    """Add the gradients of a graph that computes the metric.
-
-    Raises:
-        GradientError: the metric does not depend on a value, or an operator between them has no rule.
-    """
+    """Add the gradients of a graph that computes the metric."""
     if not gradients.by:
         return proto
-    made = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
-    sources = {want: want.source if want.source in made else want.hook for want in gradients.by}
+    names = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
+    sources = {want: want.source if want.source in names else want.hook for want in gradients.by}
     before = {node.name for node in proto.graph.node}
     by, rules = [*dict.fromkeys(sources.values())], SETS[gradients.rules]
-    varying = () if rules is RULES else [name for name in made if HOOK.fullmatch(name)]
+    varying = () if rules is RULES else [name for name in names if HOOK_NAME.fullmatch(name)]
     done = differentiate(proto, METRIC, by, rules=rules, varying=varying)
     for node in done.graph.node:
         if node.name not in before:

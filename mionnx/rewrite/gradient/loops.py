@@ -24,11 +24,7 @@ from mionnx.rewrite.gradient.subgraph import Copy, copy_of, declared, infer_insi
 
 @dataclass(frozen=True)
 class Loop:
-    """A `Scan` node as it came, with its body as it came.
-
-    Attributes:
-        node, body: of the graph.
-    """
+    """A `Scan` node as it came, with its body as it came."""
 
     node: NodeProto
     body: GraphProto
@@ -71,23 +67,23 @@ def scan_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Seque
     befores = _keep_states(op, loop)
     inner = _inside(op, loop)
     outside = [name for name in from_outside(loop.body) if op.is_active(name)]
-    wanted = [i for i in range(loop.states, len(loop.inputs)) if op.is_active(loop.inputs[i])]
+    active = [i for i in range(loop.states, len(loop.inputs)) if op.is_active(loop.inputs[i])]
     live = [k for k in range(loop.writing) if given[loop.states + k]]
-    body = _backwards(op, loop, inner, outside, wanted, live)
+    body = _backwards(op, loop, inner, outside, active, live)
     first = [one or op.zeros(name) for one, name in zip(given, loop.inputs[: loop.states], strict=False)]
     scanned = [*befores, *loop.inputs[loop.states :], *(str(given[loop.states + k]) for k in live)]
-    made = op.Scan(
+    results = op.Scan(
         *first,
         *(op.zeros(name) for name in outside),
         *scanned,
         outputs=len(body.output),
         body=body,
         num_scan_inputs=len(scanned),
-        **_directions(loop, wanted, live),
+        **_directions(loop, active, live),
     )
     cotangents: dict[str, list[str]] = defaultdict(list)
-    values = [*loop.inputs[: loop.states], *outside, *(loop.inputs[i] for i in wanted)]
-    for value, one in zip(values, [made] if isinstance(made, str) else made, strict=True):
+    values = [*loop.inputs[: loop.states], *outside, *(loop.inputs[i] for i in active)]
+    for value, one in zip(values, [results] if isinstance(results, str) else results, strict=True):
         op.facts.types[one] = op.facts.type(value)
         cotangents[value].append(one)
     return cotangents
@@ -97,7 +93,7 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
     """The axes and directions of the backward loop: each the opposite of the forward one's."""
     in_axes, in_ways = (loop.setting(name, loop.reading) for name in ("input_axes", "input_directions"))
     out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
-    found = {
+    directions = {
         "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
         "scan_input_directions": [
             *[1] * loop.states,
@@ -107,7 +103,7 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
         "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
         "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
     }
-    return {name: numbers for name, numbers in found.items() if numbers}
+    return {name: numbers for name, numbers in directions.items() if numbers}
 
 
 def _keep_states(op: Backward, loop: Loop) -> list[str]:
@@ -175,10 +171,10 @@ def _backwards(
         *zip(ends, carried, strict=False),
         *((ends[loop.states + k], one) for k, one in zip(live, scanned, strict=True)),
     ]
-    found = back.run(inner.nodes, _summed(back, starts))
-    outputs = [_output(back, found, entry, None) for entry in entries[: loop.states]]
-    outputs += [_output(back, found, value, extra) for value, extra in zip(outside, kept, strict=True)]
-    outputs += [_output(back, found, entries[i], None) for i in wanted]
+    gradients = back.run(inner.nodes, _summed(back, starts))
+    outputs = [_output(back, gradients, entry, None) for entry in entries[: loop.states]]
+    outputs += [_output(back, gradients, value, extra) for value, extra in zip(outside, kept, strict=True)]
+    outputs += [_output(back, gradients, entries[i], None) for i in wanted]
     nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])
     return helper.make_graph(nodes, op.names.fresh("body"), inputs, outputs)
 

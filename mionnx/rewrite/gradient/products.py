@@ -6,7 +6,7 @@ from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
-from mionnx.rewrite.gradient.facts import NARROW
+from mionnx.rewrite.gradient.facts import NARROW_FLOATS
 
 
 def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -16,34 +16,34 @@ def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     if first is None or second is None or min(len(first), len(second)) < 2:
         raise GradientError(f"a product of vectors, or of values of unknown shapes: {x} {first}, {w} {second}")
     ahead = None if out is None else out[:-2]
-    made = {}
+    cotangents = {}
     if op.is_active(x):
         wide = None if ahead is None else (*ahead, *first[-2:])
-        made[0] = op.unbroadcast(op.MatMul(given[0], op.turned(w)), x, wide)
+        cotangents[0] = op.unbroadcast(op.MatMul(given[0], op.turned(w)), x, wide)
     if op.is_active(w):
         wide = None if ahead is None else (*ahead, *second[-2:])
-        made[1] = op.unbroadcast(op.MatMul(op.turned(x), given[0]), w, wide)
-    return made
+        cotangents[1] = op.unbroadcast(op.MatMul(op.turned(x), given[0]), w, wide)
+    return cotangents
 
 
 def _gemm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    x, w, dy, made = node.input[0], node.input[1], given[0], {}
+    x, w, dy, cotangents = node.input[0], node.input[1], given[0], {}
     turned_x, turned_w = op.attribute(node, "transA", 0), op.attribute(node, "transB", 0)
     alpha, beta = op.attribute(node, "alpha", 1.0), op.attribute(node, "beta", 1.0)
     if op.is_active(x):
         if turned_x:
-            made[0] = op.Gemm(w, dy, transA=turned_w, transB=1, alpha=alpha)
+            cotangents[0] = op.Gemm(w, dy, transA=turned_w, transB=1, alpha=alpha)
         else:
-            made[0] = op.Gemm(dy, w, transB=1 - turned_w, alpha=alpha)
+            cotangents[0] = op.Gemm(dy, w, transB=1 - turned_w, alpha=alpha)
     if op.is_active(w):
         if turned_w:
-            made[1] = op.Gemm(dy, x, transA=1, transB=turned_x, alpha=alpha)
+            cotangents[1] = op.Gemm(dy, x, transA=1, transB=turned_x, alpha=alpha)
         else:
-            made[1] = op.Gemm(x, dy, transA=1 - turned_x, alpha=alpha)
+            cotangents[1] = op.Gemm(x, dy, transA=1 - turned_x, alpha=alpha)
     if len(node.input) > 2 and op.is_active(node.input[2]):
         scaled = dy if beta == 1 else op.Mul(dy, beta)
-        made[2] = op.unbroadcast(str(scaled), node.input[2], op.facts.shapes.get(node.output[0]))
-    return made
+        cotangents[2] = op.unbroadcast(str(scaled), node.input[2], op.facts.shapes.get(node.output[0]))
+    return cotangents
 
 
 def _softmax(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -70,7 +70,7 @@ def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]
         raise GradientError("there is no gradient by the weights of a norm")
     axis, kind = op.attribute(node, "axis", -1), op.facts.type(x)
     axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.facts.rank(x))]
-    inner = TensorProto.FLOAT if kind in NARROW and op.attribute(node, "stash_type", 1) == 1 else kind
+    inner = TensorProto.FLOAT if kind in NARROW_FLOATS and op.attribute(node, "stash_type", 1) == 1 else kind
     value = x if inner == kind else op.Cast(x, to=inner)
     if node.op_type == "LayerNormalization":
         value = op.Sub(value, op.ReduceMean(value, axes, keepdims=1))
@@ -89,11 +89,11 @@ def _norm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     narrow = inner != kind
     dy, weight = (op.Cast(one, to=inner) if narrow else one for one in (given[0], node.input[1]))
     g = op.Mul(dy, weight)
-    made = op.Sub(g, op.Mul(normed, op.ReduceMean(op.Mul(g, normed), axes, keepdims=1)))
+    centred = op.Sub(g, op.Mul(normed, op.ReduceMean(op.Mul(g, normed), axes, keepdims=1)))
     if node.op_type == "LayerNormalization":
-        made = op.Sub(made, op.ReduceMean(g, axes, keepdims=1))
-    made = op.Div(made, scale)
-    return {0: op.Cast(made, to=kind) if narrow else made}
+        centred = op.Sub(centred, op.ReduceMean(g, axes, keepdims=1))
+    centred = op.Div(centred, scale)
+    return {0: op.Cast(centred, to=kind) if narrow else centred}
 
 
 def _rotary(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -103,7 +103,7 @@ def _rotary(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     return {0: op.RotaryEmbedding(given[0], cos, op.Neg(sin), *rest, **own)}
 
 
-PRODUCTS: dict[str, Rule] = {
+PRODUCT_RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "LayerNormalization": _norm,
     "LogSoftmax": _log_softmax,

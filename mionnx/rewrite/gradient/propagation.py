@@ -19,15 +19,38 @@ from onnx import NodeProto
 
 from mionnx.graph.dataflow import reads
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
-from mionnx.rewrite.gradient.elementwise import ELEMENTWISE, of_one, summed
-from mionnx.rewrite.gradient.products import PRODUCTS, norm_parts
+from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES, of_one, summed
+from mionnx.rewrite.gradient.products import PRODUCT_RULES, norm_parts
 
-PASSING = ("Identity", "Cast", "CastLike")
+PASSED_ON = ("Identity", "Cast", "CastLike")
 SCALING = ("Mul", "Div")  # by what is no function of the input
 CURVES = ("Sigmoid", "Tanh", "Erf", "Relu", "Exp", "Softplus", "Neg", "Add", "Sub", "Pow", "Clip", "Reciprocal", "Log")
-ALONE = (*PASSING, *SCALING, *CURVES)  # operators that work on each number alone
-MOVING = (*PASSING, *SCALING, "Where", "Reshape", "Transpose", "Expand", "Squeeze", "Unsqueeze", "Slice", "Split")
-ROOTS = (*PASSING, *SCALING, "Sqrt", "Pow", "Reciprocal", "Add", "Max", "Clip", "Expand", "Unsqueeze", "Reshape")
+ALONE = (*PASSED_ON, *SCALING, *CURVES)  # operators that work on each number alone
+MOVING = (
+    *PASSED_ON,
+    *SCALING,
+    "Where",
+    "Reshape",
+    "Transpose",
+    "Expand",
+    "Squeeze",
+    "Unsqueeze",
+    "Slice",
+    "Split",
+)
+ROOTS = (
+    *PASSED_ON,
+    *SCALING,
+    "Sqrt",
+    "Pow",
+    "Reciprocal",
+    "Add",
+    "Max",
+    "Clip",
+    "Expand",
+    "Unsqueeze",
+    "Reshape",
+)
 AVERAGES = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 
 
@@ -44,7 +67,7 @@ def _steps(op: Backward, name: str, operators: tuple[str, ...]) -> Iterator[Node
 def _root(op: Backward, name: str) -> str:
     """Peel constant factors off a value."""
     maker = op.facts.makers.get(name)
-    if maker is None or maker.op_type not in (*PASSING, *SCALING):
+    if maker is None or maker.op_type not in (*PASSED_ON, *SCALING):
         return name
     active = [one for one in maker.input if op.is_active(one)]
     if len(active) != 1 or (maker.op_type == "Div" and active[0] != maker.input[0]):
@@ -79,13 +102,13 @@ def _mul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, y = node.input
     dy = str(given[0])
     parts: dict[int, Callable[[], str]] = {0: lambda: op.Mul(dy, y), 1: lambda: op.Mul(dy, x)}
-    kept = [i for i, name in enumerate((x, y)) if op.is_active(name)]
-    if len(kept) == 2:
-        kept = _sides(op, x, y)
-        if len(kept) == 2:
+    factors = [i for i, name in enumerate((x, y)) if op.is_active(name)]
+    if len(factors) == 2:
+        factors = _sides(op, x, y)
+        if len(factors) == 2:
             half = op.Mul(dy, 0.5)
             parts = {0: lambda: op.Mul(half, y), 1: lambda: op.Mul(half, x)}
-    return summed(op, node, {i: parts[i] for i in kept})
+    return summed(op, node, {i: parts[i] for i in factors})
 
 
 def _sides(op: Backward, x: str, y: str) -> list[int]:
@@ -140,7 +163,7 @@ def _square(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, p = node.input
     exponent = op.facts.number(p)
     if exponent is None or exponent.size != 1 or float(exponent.ravel()[0]) < 1:
-        return _root_of_squares(ELEMENTWISE["Pow"], op, node, given)
+        return _root_of_squares(ELEMENTWISE_RULES["Pow"], op, node, given)
     power = op.Sub(op.CastLike(p, x), 1.0)
     return summed(op, node, {0: lambda: op.Mul(given[0], op.Pow(x, power))})
 
@@ -148,15 +171,15 @@ def _square(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 def _mix(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     """A product of a softmax, moved and masked, goes back to the other factor alone."""
     if any(one.op_type == "Softmax" for one in _steps(op, node.input[0], MOVING)) and op.is_active(node.input[1]):
-        return {i: one for i, one in PRODUCTS["MatMul"](op, node, given).items() if i == 1}
-    return PRODUCTS["MatMul"](op, node, given)
+        return {i: one for i, one in PRODUCT_RULES["MatMul"](op, node, given).items() if i == 1}
+    return PRODUCT_RULES["MatMul"](op, node, given)
 
 
 FROZEN_NORMS: Mapping[str, Rule] = {
     "LayerNormalization": _norm,
     "RMSNormalization": _norm,
-    "Sqrt": partial(_root_of_squares, ELEMENTWISE["Sqrt"]),
-    "Pow": partial(_root_of_squares, ELEMENTWISE["Pow"]),
+    "Sqrt": partial(_root_of_squares, ELEMENTWISE_RULES["Sqrt"]),
+    "Pow": partial(_root_of_squares, ELEMENTWISE_RULES["Pow"]),
 }
 SHARES: Mapping[str, Rule] = {
     "Elu": of_one(_share),

@@ -8,12 +8,12 @@ from onnx import GraphProto, NodeProto, helper
 from mionnx.graph.dataflow import from_outside, subgraphs
 from mionnx.rewrite.gradient.activity import activity, prune
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
-from mionnx.rewrite.gradient.blocks import BLOCKS
-from mionnx.rewrite.gradient.elementwise import ELEMENTWISE
+from mionnx.rewrite.gradient.blocks import BLOCK_RULES
+from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES
 from mionnx.rewrite.gradient.loops import scan_rule
-from mionnx.rewrite.gradient.products import PRODUCTS
+from mionnx.rewrite.gradient.products import PRODUCT_RULES
 from mionnx.rewrite.gradient.propagation import FROZEN_NORMS, FROZEN_PATTERNS, SHARES
-from mionnx.rewrite.gradient.shaping import SHAPING
+from mionnx.rewrite.gradient.shaping import SHAPING_RULES
 from mionnx.rewrite.gradient.subgraph import copy_of, declared
 
 
@@ -85,11 +85,11 @@ REDUCTIONS: dict[str, Rule] = {
 def if_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Sequence[str]]:
     """The cotangents of what the branches of an `If` take from outside."""
     taken = dict.fromkeys(name for graph in subgraphs(node) for name in from_outside(graph))
-    wanted = [name for name in taken if op.is_active(name)]
-    branches = {one.name: _backwards(op, one.g, wanted, given) for one in node.attribute}
-    made = op.If(node.input[0], outputs=len(wanted), **branches)
-    op.facts.types |= {new: op.facts.type(name) for name, new in zip(wanted, _listed(made), strict=True)}
-    return {name: [one] for name, one in zip(wanted, _listed(made), strict=True)}
+    active = [name for name in taken if op.is_active(name)]
+    branches = {one.name: _backwards(op, one.g, active, given) for one in node.attribute}
+    results = op.If(node.input[0], outputs=len(active), **branches)
+    op.facts.types |= {new: op.facts.type(name) for name, new in zip(active, _listed(results), strict=True)}
+    return {name: [one] for name, one in zip(active, _listed(results), strict=True)}
 
 
 def _listed(made: str | list[str]) -> list[str]:
@@ -102,16 +102,16 @@ def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Gi
     ends = [inner.name(value.name) for value in graph.output]
     live = {end: one for end, one in zip(ends, given, strict=True) if one}
     back = op.inside(inner.facts, activity(inner.nodes, inner.facts, wanted, live) | {*wanted})
-    found = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
+    gradients = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
     outputs = []
     for name in wanted:
-        value = back.Identity(found.get(name) or back.zeros(name))
+        value = back.Identity(gradients.get(name) or back.zeros(name))
         outputs.append(declared(op.facts, value, name))
     nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])
     return helper.make_graph(nodes, op.names.fresh("branch"), [], outputs)
 
 
-RULES: Mapping[str, Rule] = {**ELEMENTWISE, **BLOCKS, **PRODUCTS, **REDUCTIONS, **SHAPING}
+RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **BLOCK_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
 # Name of a set of rules -> the rules.
 SETS: Mapping[str, Mapping[str, Rule]] = {

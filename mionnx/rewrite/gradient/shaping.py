@@ -7,7 +7,7 @@ from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, numbers
-from mionnx.rewrite.gradient.facts import NARROW
+from mionnx.rewrite.gradient.facts import NARROW_FLOATS
 
 
 def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -93,11 +93,11 @@ def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) 
     """
     pads: dict[int, tuple[str, str]] = {}
     for i, axis in enumerate(places):
-        whole = op.length(x, axis)
+        length = op.length(x, axis)
         start = op.Gather(starts, [i], axis=0)
-        start = op.Where(op.Less(start, 0), op.Add(start, whole), start)
-        before = op.Max(op.Min(start, whole), [0])
-        pads[axis] = before, op.Sub(op.Sub(whole, before), op.length(dy, axis))
+        start = op.Where(op.Less(start, 0), op.Add(start, length), start)
+        before = op.Max(op.Min(start, length), [0])
+        pads[axis] = before, op.Sub(op.Sub(length, before), op.length(dy, axis))
     none = ([0], [0])
     every = [pads.get(axis, none) for axis in range(op.facts.rank(x))]
     amounts = op.Concat(*[before for before, _ in every], *[after for _, after in every], axis=0)
@@ -110,9 +110,6 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
     Args:
         x: what was gathered from.
         dy: the cotangent of what was gathered.
-        index: the places.
-        axis: along which.
-        index_rank: the number of axes of the index.
     """
     rank = op.facts.rank(x)
     axis %= rank
@@ -121,8 +118,8 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
         return _added(op, "ScatterND", op.Shape(x), places, dy)
     first = [axis, *range(axis), *range(axis + 1, rank)]
     ahead = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
-    made = _added(op, "ScatterND", op.Gather(op.Shape(x), first, axis=0), places, op.Transpose(dy, perm=ahead))
-    return str(op.Transpose(made, perm=[int(i) for i in np.argsort(first)]))
+    result = _added(op, "ScatterND", op.Gather(op.Shape(x), first, axis=0), places, op.Transpose(dy, perm=ahead))
+    return str(op.Transpose(result, perm=[int(i) for i in np.argsort(first)]))
 
 
 def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **given: int) -> str:
@@ -131,16 +128,16 @@ def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **give
     float16 in float32: ONNX Runtime adds no other there on a CPU.
     """
     kind = op.facts.type(dy)
-    wide = TensorProto.FLOAT if kind in NARROW else kind
+    wide = TensorProto.FLOAT if kind in NARROW_FLOATS else kind
     parts = op.Cast(dy, to=wide) if wide != kind else dy
-    made = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **given)
-    return str(op.Cast(made, to=kind) if wide != kind else made)
+    result = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **given)
+    return str(op.Cast(result, to=kind) if wide != kind else result)
 
 
 def _from_start(op: Backward, index: str, length: str) -> str:
     """Indices with negative ones counted from the start."""
-    known = op.facts.number(index)
-    if known is not None and (known >= 0).all():
+    number = op.facts.number(index)
+    if number is not None and (number >= 0).all():
         return index
     wide = op.Cast(index, to=7)
     return str(op.Where(op.Less(wide, 0), op.Add(wide, length), wide))
@@ -179,23 +176,23 @@ def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]
 def _scatter_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, index, updates = node.input
     how = _reduction(op, node)
-    made = {}
+    cotangents = {}
     if op.is_active(x):
-        made[0] = str(given[0]) if how == "add" else op.ScatterND(given[0], index, op.zeros(updates))
+        cotangents[0] = str(given[0]) if how == "add" else op.ScatterND(given[0], index, op.zeros(updates))
     if op.is_active(updates):
-        made[2] = op.GatherND(given[0], index)
-    return made
+        cotangents[2] = op.GatherND(given[0], index)
+    return cotangents
 
 
 def _scatter_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, index, updates = node.input
-    how, axis, made = _reduction(op, node), op.attribute(node, "axis", 0), {}
+    how, axis, cotangents = _reduction(op, node), op.attribute(node, "axis", 0), {}
     if op.is_active(x):
         kept = how == "add"
-        made[0] = str(given[0]) if kept else op.ScatterElements(given[0], index, op.zeros(updates), axis=axis)
+        cotangents[0] = str(given[0]) if kept else op.ScatterElements(given[0], index, op.zeros(updates), axis=axis)
     if op.is_active(updates):
-        made[2] = op.GatherElements(given[0], index, axis=axis)
-    return made
+        cotangents[2] = op.GatherElements(given[0], index, axis=axis)
+    return cotangents
 
 
 def _reduction(op: Backward, node: NodeProto) -> str:
@@ -220,7 +217,7 @@ def _trilu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     return {0: op.Trilu(given[0], *node.input[1:], upper=op.attribute(node, "upper", 1))}
 
 
-SHAPING: dict[str, Rule] = {
+SHAPING_RULES: dict[str, Rule] = {
     "Concat": _concat,
     "Expand": _expand,
     "Flatten": _reshape,

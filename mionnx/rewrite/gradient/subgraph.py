@@ -7,8 +7,8 @@ import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, helper
 
 from mionnx.graph.dataflow import made_in
-from mionnx.rewrite.gradient.backward import Names
-from mionnx.rewrite.gradient.facts import Facts
+from mionnx.rewrite.gradient.backward import FreshNames
+from mionnx.rewrite.gradient.facts import NodeFacts
 
 
 @dataclass(frozen=True)
@@ -23,35 +23,34 @@ class Copy:
 
     nodes: list[NodeProto]
     names: dict[str, str]
-    facts: Facts
+    facts: NodeFacts
 
     def name(self, value: str) -> str:
         """A value's name in the copy; one from outside keeps its own."""
         return self.names.get(value, value)
 
 
-def copy_of(graph: GraphProto, names: Names, outer: Facts, given: Mapping[str, str] | None = None) -> Copy:
+def copy_of(graph: GraphProto, names: FreshNames, outer: NodeFacts, given: Mapping[str, str] | None = None) -> Copy:
     """Copy a subgraph's nodes.
 
     Args:
         graph: the subgraph; left alone.
-        names: for what is new.
         outer: what is known around it.
         given: its inputs -> what they are called in the copy.
     """
-    known, renaming = Facts(graph, outer), dict(given or {})
+    known, renaming = NodeFacts(graph, outer), dict(given or {})
     made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]
     renaming |= {name: names.fresh(name) for name in made if name and name not in renaming}
     nodes = [helper.make_node("Constant", [], [renaming[tensor.name]], value=tensor) for tensor in graph.initializer]
     nodes += [renamed(node, renaming) for node in graph.node]
-    facts = Facts(None, outer)
+    facts = NodeFacts(None, outer)
     for old, new in renaming.items():
         _tell(facts, new, known, old)
     facts.follow(nodes)
     return Copy(nodes, renaming, facts)
 
 
-def _tell(facts: Facts, new: str, known: Facts, old: str) -> None:
+def _tell(facts: NodeFacts, new: str, known: NodeFacts, old: str) -> None:
     if old in known.types:
         facts.types[new] = known.types[old]
     if old in known.shapes:
@@ -62,15 +61,15 @@ def _tell(facts: Facts, new: str, known: Facts, old: str) -> None:
 
 def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     """A copy of a node under other names; what its subgraphs make themselves keeps its name."""
-    made = NodeProto()
-    made.CopyFrom(node)
-    made.name = ""
-    made.input[:] = [names.get(name, name) for name in node.input]
-    made.output[:] = [names.get(name, name) for name in node.output]
-    for attribute in made.attribute:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.name = ""
+    copy.input[:] = [names.get(name, name) for name in node.input]
+    copy.output[:] = [names.get(name, name) for name in node.output]
+    for attribute in copy.attribute:
         if attribute.type == AttributeProto.GRAPH:
             _rename_inside(attribute.g, names)
-    return made
+    return copy
 
 
 def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
@@ -83,13 +82,13 @@ def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
         value.name = visible.get(value.name, value.name)
 
 
-def declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
+def declared(facts: NodeFacts, name: str, like: str) -> onnx.ValueInfoProto:
     """The declaration of a value that has another one's type and number of axes."""
     shape = facts.shapes.get(like)
     return helper.make_tensor_value_info(name, facts.type(like), None if shape is None else [None] * len(shape))
 
 
-def infer_inside(nodes: Sequence[NodeProto], facts: Facts, opset: int) -> None:
+def infer_inside(nodes: Sequence[NodeProto], facts: NodeFacts, opset: int) -> None:
     """Infer the shapes of a copy's values from those of its inputs."""
     own = {name for node in nodes for name in node.output}
     outside = [name for node in nodes for name in node.input if name and name not in own and name in facts.shapes]

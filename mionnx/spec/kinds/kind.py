@@ -121,8 +121,6 @@ class Kind(ABC):
         """Add the nodes that change an activation.
 
         Args:
-            op: adds nodes.
-            x: the activation.
             values: graph inputs, one for each name in `values`, of the activation's dtype.
 
         Returns:
@@ -139,11 +137,6 @@ class Kind(ABC):
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Kind":
         """The kind at a hook point, with the structure that it has there.
-
-        Args:
-            point: the hook point.
-            axes: the names of its axes.
-            recurrent: whether the model is recurrent.
 
         Raises:
             InterventionError: the kind makes no sense there.
