@@ -81,8 +81,8 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onn
     """
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
-    held = {entry.name for entry in shown.graph.output}
-    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in held)
+    outputs = {entry.name for entry in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in outputs)
     return _opened(shown.SerializeToString(), folder)
 
 

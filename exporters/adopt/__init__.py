@@ -42,11 +42,11 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
     Raises:
         ExportError: no decoder is recognised in it, or what is recognised breaks a law.
     """
-    found = onnx_files(folder)
-    if len(found) > 1:
-        others = ", ".join(str(path.relative_to(folder)) for path in found[1:])
+    files = onnx_files(folder)
+    if len(files) > 1:
+        others = ", ".join(str(path.relative_to(folder)) for path in files[1:])
         warnings.warn(
-            f"{folder} holds {len(found)} ONNX files, and {found[0].relative_to(folder)} is taken; "
+            f"{folder} holds {len(files)} ONNX files, and {files[0].relative_to(folder)} is taken; "
             f"mionnx adopt {folder} --file NAME -o FOLDER takes another: {others}",
             stacklevel=2,
         )

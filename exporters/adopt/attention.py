@@ -46,11 +46,11 @@ class Attention:
     def points(self) -> list[tuple[str, ir.Value]]:
         """Hook name within the layer and value, in execution order."""
         q, k = self.queries, self.keys
-        found = [("attn.hook_q", q.unrotated or q.value), ("attn.hook_k", k.unrotated or k.value)]
-        found += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
-        found += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
-        found += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
-        return [*found, ("attn.hook_pattern", self.pattern), ("attn.hook_z", self.z), ("hook_attn_out", self.out)]
+        points = [("attn.hook_q", q.unrotated or q.value), ("attn.hook_k", k.unrotated or k.value)]
+        points += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
+        points += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
+        points += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
+        return [*points, ("attn.hook_pattern", self.pattern), ("attn.hook_z", self.z), ("hook_attn_out", self.out)]
 
 
 def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Attention:

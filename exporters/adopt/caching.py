@@ -75,14 +75,14 @@ def read_joined(
         value = text[0]
     if rank(product.inputs[0]) not in (LARGEST, None):
         raise ExportError(f"{product.op_type} {product.name!r} multiplies heads and rows of a batch as one axis")
-    made = op.repeated(joined, count // groups, count, width) if widened else joined
-    made = op.Transpose(made, perm=[0, 1, 3, 2]) if turned else made
+    operand = op.repeated(joined, count // groups, count, width) if widened else joined
+    operand = op.Transpose(operand, perm=[0, 1, 3, 2]) if turned else operand
     for node in reversed(replayed):
-        inputs = [made if flow.is_text(entry) else entry for entry in node.inputs]
-        made = getattr(op, node.op_type)(
+        inputs = [operand if flow.is_text(entry) else entry for entry in node.inputs]
+        operand = getattr(op, node.op_type)(
             *inputs, **({"to": node.attributes.get_int("to", 1)} if node.op_type == "Cast" else {})
         )
-    product.replace_input_with(1, made)
+    product.replace_input_with(1, operand)
 
 
 def _scalar(node: ir.Node, text: ir.Value) -> ir.Node:

@@ -120,15 +120,15 @@ def extend(plain: Plain) -> bool:
     """
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
-    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
+    masks, complete, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
     for layer, attention in enumerate(plain.found.attention):
         masks.append(maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys))
         masked.expect(masks[-1])
-    for layer, found in enumerate(masks):
+    for layer, masking in enumerate(masks):
         window = None if plain.windows is None else plain.windows[layer]
-        whole = whole and (not found or serves_chunks(masked, found, window))
+        complete = complete and (not masking or serves_chunks(masked, masking, window))
     cache = "cache" in plain.lacks
-    if not plain.lacks and whole:
+    if not plain.lacks and complete:
         if any(window is not None for window in plain.windows or ()):
             with contextlib.suppress(ExportError):  # nothing is added, so the config is believed
                 _windows(plain, masked, masks)
@@ -140,12 +140,12 @@ def extend(plain: Plain) -> bool:
     op.begin()
     reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
-    for layer, found in enumerate(masks):
+    for layer, masking in enumerate(masks):
         scores = values[f"blocks.{layer}.attn.hook_scores"]
         kind = ir.DataType.from_numpy(plain.probed.values[str(scores.name)].dtype)
-        replace_masks(op, found, scores, windows[layer], kind, plain.adds)
+        replace_masks(op, masking, scores, windows[layer], kind, plain.adds)
     model.graph.insert_before(model.graph[0], op.nodes)
-    sweep_away(model.graph, [one.node for found in masks for one in found] + stale)
+    sweep_away(model.graph, [one.node for masking in masks for one in masking] + stale)
     _read_sizes_of_tokens(model.graph, reads, cache)
     model.graph.sort()
     return True
@@ -160,14 +160,14 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     if plain.windows is None:
         raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
     windows = [
-        window_of(masked, found, window, layer, plain.longest) if found else window
-        for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
+        window_of(masked, masking, window, layer, plain.longest) if masking else window
+        for layer, (masking, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
     plain.found.windows = windows
     if masked.unseen:
-        told = ", ".join(map(str, sorted({*masked.unseen.values()})))
+        sizes = ", ".join(map(str, sorted({*masked.unseen.values()})))
         plain.found.notes.append(
-            f"layers {[*masked.unseen]}: a window of {told} is what config.json says; the file's mask is that of a "
+            f"layers {[*masked.unseen]}: a window of {sizes} is what config.json says; the file's mask is that of a "
             "text without a past, and so long a one was not computed"
         )
     return windows

@@ -74,14 +74,14 @@ class Flow:
 
     def _logits(self) -> ir.Value:
         """The last output of text with three axes, or with an unknown number."""
-        found = [
+        outputs = [
             value
             for value in self.graph.outputs
             if self.origin.get(value) == Origin.TEXT and rank(value) in (3, None) and value.producer() is not None
         ]
-        if not found:
+        if not outputs:
             raise ExportError("no output with three axes follows from the embedding: there are no logits")
-        return max(found, key=lambda value: self.order[value.producer()])
+        return max(outputs, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
         """Whether a value follows from the text."""
@@ -108,10 +108,10 @@ class Flow:
         Raises:
             ExportError: the embedding itself.
         """
-        found = self._above[value]
-        if found is None:
+        dominator = self._above[value]
+        if dominator is None:
             raise ExportError(f"nothing lies above the embedding {value.name}")
-        return found
+        return dominator
 
     def chain(self, value: ir.Value, top: ir.Value | None = None) -> list[ir.Value]:
         """The dominators of a value, itself last, from below `top` on.
@@ -119,14 +119,14 @@ class Flow:
         Raises:
             ExportError: `top` is none of them.
         """
-        found: list[ir.Value] = []
+        dominators: list[ir.Value] = []
         at: ir.Value | None = value
         while at is not None and at is not top:
-            found.append(at)
+            dominators.append(at)
             at = self._above[at]
         if at is not top:
             raise ExportError(f"{value.name} does not follow from {top.name if top is not None else None} alone")
-        return found[::-1]
+        return dominators[::-1]
 
     def between(self, top: ir.Value, bottom: ir.Value) -> list[ir.Node]:
         """The nodes on all paths of text from one value to another, in order."""
@@ -142,8 +142,8 @@ class Flow:
 
     def readers(self, value: ir.Value) -> list[ir.Node]:
         """The nodes that read a value for more than its size, in order."""
-        found = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZES)
-        return sorted((node for node in found if node in self.order), key=self.order.__getitem__)
+        nodes = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZES)
+        return sorted((node for node in nodes if node in self.order), key=self.order.__getitem__)
 
 
 def find_embedding(graph: ir.Graph) -> ir.Node:
@@ -152,17 +152,17 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
     Raises:
         ExportError: none, or several that nothing tells apart.
     """
-    held, vocabularies = set(graph.initializers.values()), {*_vocabularies(graph)}
-    found: list[tuple[int | None, ir.Value, ir.Node]] = []
+    constants, vocabularies = set(graph.initializers.values()), {*_vocabularies(graph)}
+    lookups: list[tuple[int | None, ir.Value, ir.Node]] = []
     for node in graph:
         if node.op_type in LOOKUPS and node.inputs[0] is not None and node.inputs[1] is not None:
             (table, rows), source = table_of(node.inputs[0]), climb(node.inputs[1])
             indices = source.is_graph_input() and source.dtype in INDICES
-            if table in held and indices and rank(table) in (2, 3) and axis_of(node) == 0:
-                found.append((static(table, rows), source, node))
-    if not found:
+            if table in constants and indices and rank(table) in (2, 3) and axis_of(node) == 0:
+                lookups.append((static(table, rows), source, node))
+    if not lookups:
         raise ExportError("no integer input picks rows of a matrix: the graph has no token embedding")
-    wide = [entry for entry in found if entry[0] in vocabularies] or found
+    wide = [entry for entry in lookups if entry[0] in vocabularies] or lookups
     named = [entry for entry in wide if entry[1].name == "input_ids"] or wide
     sources = {entry[1] for entry in named}
     if len(sources) > 1:
@@ -213,5 +213,5 @@ def axis_of(node: ir.Node, default: int = 0) -> int:
 
 def perm_of(node: ir.Node) -> tuple[int, ...]:
     """The order of axes of a `Transpose`; empty where it is the reverse."""
-    found = node.attributes.get("perm")
-    return tuple(found.as_ints()) if found is not None else ()
+    perm = node.attributes.get("perm")
+    return tuple(perm.as_ints()) if perm is not None else ()

@@ -93,15 +93,15 @@ def supply_positions(model: ir.Model) -> str | None:
     graph = model.graph
     if any(value.name == POSITIONS for value in graph.inputs):
         return None
-    made = ir.Value(name=POSITIONS, type=INT64, shape=ir.Shape(AXES[POSITIONS]))
-    graph.inputs.append(made)
+    positions = ir.Value(name=POSITIONS, type=INT64, shape=ir.Shape(AXES[POSITIONS]))
+    graph.inputs.append(positions)
     counted = _counted(graph)
     for node, place, axis in counted:
-        node.replace_input_with(place, made if axis is None else _unsqueezed(graph, made, axis))
+        node.replace_input_with(place, positions if axis is None else _unsqueezed(graph, positions, axis))
     if counted:
         return None
-    keep = ir.node("Identity", [made])  # the rewriter looks for the input, and an unread one would not be kept
-    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64, made.shape
+    keep = ir.node("Identity", [positions])  # the rewriter looks for the input, and an unread one would not be kept
+    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64, positions.shape
     graph.insert_before(graph[0], keep)
     return "position_ids: the graph makes its positions itself; those that are given are not read"
 
@@ -121,7 +121,7 @@ def _unsqueezed(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Value:
 
 def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
     """Reads of counted positions on the way to angles: node, place, axis to add to [batch, seq]."""
-    found: dict[tuple[ir.Node, int], int | None] = {}
+    reads: dict[tuple[ir.Node, int], int | None] = {}
     for node in graph:
         if node.op_type in ("Cos", "Sin"):
             read = _counted_read(node)
@@ -130,8 +130,8 @@ def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
         else:
             continue
         if read is not None:
-            found[read] = _added_axis(read[0].inputs[read[1]])
-    return [(node, place, axis) for (node, place), axis in found.items() if axis != UNKNOWN]
+            reads[read] = _added_axis(read[0].inputs[read[1]])
+    return [(node, place, axis) for (node, place), axis in reads.items() if axis != UNKNOWN]
 
 
 def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
@@ -168,15 +168,15 @@ def _added_axis(value: ir.Value | None) -> int | None:
 
 def _following(value: ir.Value | None) -> set[ir.Value]:
     """All values that follow from the content of one."""
-    found: set[ir.Value] = set() if value is None else {value}
-    waiting = list(found)
+    values: set[ir.Value] = set() if value is None else {value}
+    waiting = list(values)
     while waiting:
         for node, _ in waiting.pop().uses():
             if node.op_type not in SIZES:
-                fresh = [output for output in node.outputs if output not in found]
-                found.update(fresh)
+                fresh = [output for output in node.outputs if output not in values]
+                values.update(fresh)
                 waiting += fresh
-    return found
+    return values
 
 
 def heeds_mask(model: ir.Model, scores: ir.Value) -> bool:

@@ -42,8 +42,8 @@ def _around(
 ) -> list[tuple[str, ir.Value]]:
     """The points of an MLP without neurons: output, router, and input if there is one."""
     pre = input_of(flow, maps[0]) if maps else None
-    known = pre is not None and pre in flow.chain(out, top)
-    return [*([("mlp.hook_pre", pre)] if known else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]
+    dominates = pre is not None and pre in flow.chain(out, top)
+    return [*([("mlp.hook_pre", pre)] if dominates else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]
 
 
 def _between_two_maps(flow: Flow, layer: int, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> Mlp:

@@ -97,9 +97,9 @@ def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None
         tensor.external_data.add(key=key, value=value)
 
 
-def tell_types(stock: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]) -> None:
+def tell_types(stock: onnx.ModelProto, types: Iterable[onnx.ValueInfoProto]) -> None:
     """Write down dtypes and shapes of a file's values, those that it does not say itself."""
     graph = stock.graph
-    made = {name for node in graph.node for name in node.output}
-    said = {entry.name for entry in (*graph.value_info, *graph.output)}
-    graph.value_info.extend(entry for entry in known if entry.name in made and entry.name not in said)
+    outputs = {name for node in graph.node for name in node.output}
+    typed = {entry.name for entry in (*graph.value_info, *graph.output)}
+    graph.value_info.extend(entry for entry in types if entry.name in outputs and entry.name not in typed)

@@ -56,7 +56,7 @@ def keep_stock(
     folder: Path,
     source: Source,
     names: Interface,
-    found: Probe,
+    probed: Probe,
     expanded: bool,
     runs: bool,
     notes: list[str],
@@ -68,13 +68,13 @@ def keep_stock(
         folder: of the weights.
         source: the file.
         names: of its inputs and outputs.
-        found: a run of the adopted graph.
+        probed: a run of the adopted graph.
         expanded: whether operators of the file were expanded.
         runs: whether it ran on what the adopted graph was probed with; otherwise it is tried with one row.
         notes: takes what keeps it from being put there.
     """
     layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
-    allowed = max(1, layers) * (INT8 if rounds_activations(proto) else found.rounding)
+    allowed = max(1, layers) * (INT8 if rounds_activations(proto) else probed.rounding)
     try:
         stock = StockGraph(by_hooked_names(source, names, proto), expanded, allowed)
         check_stock(stock, proto, folder)
@@ -96,40 +96,42 @@ def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -
     Raises:
         ExportError: an input that the hooked model has not.
     """
-    made, renamed = onnx.ModelProto(), dict[str, str]()
-    made.CopyFrom(source.stock)
-    before = _take_inputs(made.graph, names.inputs, hooked, source.flag, renamed)
-    after = _take_outputs(made.graph, names.outputs, hooked, renamed)
-    _rename(made, renamed)
-    nodes = [*before, *made.graph.node, *after]
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
-    _forget_origin(made)
-    return made
+    proto, renamed = onnx.ModelProto(), dict[str, str]()
+    proto.CopyFrom(source.stock)
+    before = _take_inputs(proto.graph, names.inputs, hooked, source.flag, renamed)
+    after = _take_outputs(proto.graph, names.outputs, hooked, renamed)
+    _rename(proto, renamed)
+    nodes = [*before, *proto.graph.node, *after]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    _forget_origin(proto)
+    return proto
 
 
 def _take_inputs(
     graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, flag: str | None, renamed: dict[str, str]
 ) -> list[onnx.NodeProto]:
     """Give a graph the inputs of the hooked model; returns nodes that adapt them."""
-    held, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
-    given, wanted, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
-    for value in given:
+    constants, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
+    inputs, read, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
+    for value in inputs:
         new = names.get(value.name)
-        if value.name in held:
+        if value.name in constants:
             continue
         if value.name == flag:
             added += _has_past(value, own)
         elif new not in own:
             raise ExportError(f"its input {value.name} is not one of the adopted graph")
         else:
-            wanted[new] = None
+            read[new] = None
             kind = value.type.tensor_type.elem_type
             same = own[new].type.tensor_type.elem_type == kind
             renamed[value.name] = new if same else f"{new}{CAST}"
             added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind)]
     del graph.input[:]
-    graph.input.extend([*(own[name] for name in own if name in wanted), *(one for one in given if one.name in held)])
+    graph.input.extend(
+        [*(own[name] for name in own if name in read), *(one for one in inputs if one.name in constants)]
+    )
     return added
 
 
@@ -137,15 +139,19 @@ def _take_outputs(
     graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, renamed: dict[str, str]
 ) -> list[onnx.NodeProto]:
     """Give a graph the outputs of the hooked model; returns nodes that make them."""
-    own, given, added = {value.name: value for value in hooked.graph.output}, list(graph.output), list[onnx.NodeProto]()
-    kept = [value for value in given if names.get(value.name) in own]
-    for value in kept:
+    own, outputs, added = (
+        {value.name: value for value in hooked.graph.output},
+        list(graph.output),
+        list[onnx.NodeProto](),
+    )
+    shared = [value for value in outputs if names.get(value.name) in own]
+    for value in shared:
         new, kind = names[value.name], own[names[value.name]].type.tensor_type.elem_type
         same = value.type.tensor_type.elem_type == kind or new == LOGITS
         renamed[value.name] = new if same else f"{new}{CAST}"
         added += [] if same else [onnx.helper.make_node("Cast", [f"{new}{CAST}"], [new], new, to=kind)]
     del graph.output[:]
-    for value in kept:
+    for value in shared:
         graph.output.add().CopyFrom(own[names[value.name]])
         if names[value.name] == LOGITS:
             graph.output[-1].type.tensor_type.elem_type = value.type.tensor_type.elem_type
@@ -171,8 +177,8 @@ def _rename(proto: onnx.ModelProto, names: dict[str, str]) -> None:
     taken = {*names.values(), *(value.name for value in (*proto.graph.input, *proto.graph.output))}
     everywhere = [one for one in graphs(proto) if isinstance(one, onnx.GraphProto)]
     for graph in everywhere:
-        made = [name for node in graph.node for name in node.output] + [tensor.name for tensor in graph.initializer]
-        names |= {name: f"{name}{OWN}" for name in made if name in taken and name not in names}
+        defined = [name for node in graph.node for name in node.output] + [tensor.name for tensor in graph.initializer]
+        names |= {name: f"{name}{OWN}" for name in defined if name in taken and name not in names}
     for graph in everywhere:
         for node in graph.node:
             node.input[:] = [names.get(name, name) for name in node.input]

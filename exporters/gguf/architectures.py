@@ -180,8 +180,8 @@ def _architecture(header: Header) -> Architecture:
     if metadata.get(f"{name}.pooling_type") or metadata.get(f"{name}.attention.causal") is False:
         raise ExportError(f"{file} holds an embedding model ({name}): it predicts no tokens")
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ExportError(f"{file} holds the architecture {name!r}; known are {known}{nearest(name, ARCHITECTURES)}")
+        choices = ", ".join(ARCHITECTURES)
+        raise ExportError(f"{file} holds the architecture {name!r}; known are {choices}{nearest(name, ARCHITECTURES)}")
     if not header.tensors:
         raise ExportError(f"{file} holds a vocabulary and no weights")
     return ARCHITECTURES[name]

@@ -56,10 +56,10 @@ def _gemm(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -
 def _gemv(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     (outputs, words), points, scales = (parts[part].shape for part in PARTS)
     inputs, stated = words * 32 // BITS, (settings.get(key) for key in ("group_size", "q_group_size"))
-    said = next((size for size in stated if size is not None), GROUP)
-    size = inputs if said == -1 else said
+    group = next((size for size in stated if size is not None), GROUP)
+    size = inputs if group == -1 else group
     if type(size) is not int or not 0 < size <= inputs:
-        raise ExportError(f"{name}: a group_size of {said!r} is none of {inputs} inputs")
+        raise ExportError(f"{name}: a group_size of {group!r} is none of {inputs} inputs")
     groups = -(-inputs // size)
     if points[0] != outputs or scales[0] != outputs or points[1] * 8 < groups or scales[1] < groups:
         raise ExportError(f"{name}: scales {list(scales)} and qzeros {list(points)} do not fit {inputs} inputs")

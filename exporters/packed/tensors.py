@@ -59,8 +59,8 @@ def _spelled(dtype: torch.dtype) -> str:
 def _weight(name: str, parts: Mapping[str, Stored], kind: Any, settings: Mapping[str, Any]) -> Stored:
     for part, tensor in parts.items():
         if tensor.dtype not in DTYPES[part]:
-            wanted, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
-            raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {wanted}")
+            expected, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
+            raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {expected}")
     shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
     with boundary(ExportError, f"{name}: tensors of other shapes than the format has: {shapes}"):
         try:

@@ -102,7 +102,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
     """The axes of a hook point, dynamic ones by name."""
     shape = build.shape
     layer = HookPoint.parse(name).layer or 0
-    known = {
+    sizes = {
         "hidden": shape.hidden_size,
         "n_heads": shape.num_heads,
         "head_dim": shape.head_dim,
@@ -111,7 +111,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
         "vocab": shape.vocab_size,
         "d_mlp": build.tensors[build.layout.name(f"blocks.{layer}.ffn.key.weight")].shape[0],
     }
-    return [known.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
+    return [sizes.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
 
 
 def _strip(graph: ir.Graph) -> None:

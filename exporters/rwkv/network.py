@@ -144,12 +144,12 @@ def _factor(build: Build, value: float) -> ir.Value:
     return build.op.CastLike(build.constant(f"factor.{value:g}", np.float32(value)), build.weight("emb.weight"))
 
 
-def _name_apart(graph: ir.Graph, kept: set[str]) -> None:
+def _name_apart(graph: ir.Graph, fixed: set[str]) -> None:
     """Give every value a unique name: bodies share one name space with the outer graph."""
-    taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())} | kept
+    taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())} | fixed
     for node in ir.traversal.RecursiveGraphIterator(graph):
         for value in node.outputs:
-            if value.name in kept or value.is_graph_output():
+            if value.name in fixed or value.is_graph_output():
                 continue
             name, number = value.name or node.op_type, 0
             while value.name in taken or not value.name:

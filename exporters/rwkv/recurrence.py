@@ -247,8 +247,8 @@ def _chunks6(
     writing = _turn(op, op.Mul(k, products.after))
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
-        reading, writing, v, inside, kept = read
-        after = op.Add(op.Mul(kept, before), op.MatMul(writing, v))
+        reading, writing, v, inside, decay = read
+        after = op.Add(op.Mul(decay, before), op.MatMul(writing, v))
         return after, op.Add(op.MatMul(reading, before), inside)
 
     return _scan(
@@ -293,9 +293,9 @@ def _chunks7(
     }
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
-        of_state, inside, v, writing, kept = read
+        of_state, inside, v, writing, decay = read
         u, y = op.Split(op.Add(op.MatMul(of_state, before), inside), axis=2, num_outputs=2, outputs=2)
-        after = op.Add(op.Mul(kept, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
+        after = op.Add(op.Mul(decay, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
         return after, y
 
     return _scan(op, body, state, scanned, where)

@@ -132,8 +132,8 @@ class InOrder(TorchFunctionMode):
     """Give the best experts in the order of their scores, where a router leaves the order open."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
+        options = kwargs or {}
+        return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
 
 
 class TapRouter(TorchFunctionMode):

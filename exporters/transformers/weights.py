@@ -58,11 +58,11 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
     Raises:
         ExportError: see `bind_weights`.
     """
-    tied, made = aliases(model), _made_by_conversion(mapped, model)
+    tied, converted = aliases(model), _made_by_conversion(mapped, model)
     names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
-    found = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
-    stored = {name: _turned(name, one, model) for name, one in found.items()}
-    unfed = [name for name, group in names.items() if name not in stored and not group & made]
+    direct = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
+    stored = {name: _turned(name, one, model) for name, one in direct.items()}
+    unfed = [name for name, group in names.items() if name not in stored and not group & converted]
     if unfed:
         raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {some(unfed)}")
     unread = _unread(mapped, set().union(*names.values()))
@@ -88,7 +88,12 @@ def _only(mapped: Mapped, names: set[str]) -> Stored:
 
 def _unread(mapped: Mapped, read: set[str]) -> list[str]:
     direct = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
-    sources = [source.name for name, made in mapped.converted.items() if name not in read for source in made.sources]
+    sources = [
+        source.name
+        for name, conversion in mapped.converted.items()
+        if name not in read
+        for source in conversion.sources
+    ]
     return direct + sources + mapped.unknown
 
 

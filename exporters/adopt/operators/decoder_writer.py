@@ -31,9 +31,9 @@ class DecoderWriter(OpWriter):
     def input(self, name: str, axes: Sequence[str]) -> ir.Value:
         """An integer input of the graph by its name, added if need be."""
         if name not in self.inputs:
-            made = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(axes))
-            self.graph.inputs.append(made)
-            self.inputs[name] = made
+            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(axes))
+            self.graph.inputs.append(value)
+            self.inputs[name] = value
         return self.inputs[name]
 
     def positions(self) -> ir.Value:

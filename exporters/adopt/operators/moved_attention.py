@@ -35,18 +35,18 @@ def with_keys_and_mask(fused: Fused) -> Fused:
     scores = None if masked is None else _above(masked.inputs[1], SCORES)
     if not _is(scores, "MatMul"):
         return fused
-    found = {KEYS: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK: (masked, 0)}
+    places = {KEYS: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK: (masked, 0)}
     inputs, reads = [*fused.inputs, None, None, None][: MASK + 1], [*fused.reads, (), (), ()][: MASK + 1]
-    for place, (node, at) in found.items():
+    for place, (node, at) in places.items():
         inputs[place], reads[place] = node.inputs[at], ((node, at),)
-    kept = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
-    return replace(fused, attributes=kept, inputs=tuple(inputs), reads=tuple(reads))
+    attributes = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
+    return replace(fused, attributes=attributes, inputs=tuple(inputs), reads=tuple(reads))
 
 
 def with_added_mask(fused: Fused) -> Fused:
     """MultiHeadAttention with the mask that `masking.added_mask` makes of its nodes' booleans."""
-    made = fused.outputs[0]
-    masked = None if made is None else _product_and_mask(made)[1]
+    z = fused.outputs[0]
+    masked = None if z is None else _product_and_mask(z)[1]
     added = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if _adds(node)]
     if len(added) != 1 or len(fused.inputs) <= BIAS:
         return fused

@@ -86,6 +86,6 @@ def _axes(value: ir.Value) -> int | None:
     return rank(value)
 
 
-def _require(known: bool, node: ir.Node, what: str) -> None:
-    if not known:
+def _require(condition: bool, node: ir.Node, what: str) -> None:
+    if not condition:
         raise ExportError(f"{node.op_type} node {node.name!r} has {what}: it cannot be expanded")
