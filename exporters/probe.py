@@ -16,7 +16,7 @@ from mionnx.errors import ExportError, ModelError
 from mionnx.graph import validate
 
 Array = NDArray[Any]
-BATCH, SEQ = 2, 6
+PROBE_ROWS, PROBE_TOKENS = 2, 6
 MOMENT = 0.5  # seconds
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -68,7 +68,7 @@ def check_bounded(proto: onnx.ModelProto, folder: Path) -> None:
         ExportError: one has none.
     """
     try:
-        validate.check(proto, folder, [validate.input_shapes(proto, BATCH, SEQ, 0)])
+        validate.check(proto, folder, [validate.input_shapes(proto, PROBE_ROWS, PROBE_TOKENS, 0)])
     except ModelError as error:
         raise ExportError(f"the graph is refused: {error}") from error
 
@@ -133,7 +133,7 @@ def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds
         raise
 
 
-def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:
+def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: int = 0) -> Array:
     """An input of a probe: texts without padding, after a past of zeros.
 
     Args:

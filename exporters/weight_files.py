@@ -21,7 +21,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporters.checkpoint_tensors import DTYPES, Stored
+from exporters.checkpoint_tensors import DTYPES, StoredTensor
 from mionnx.errors import ExportError
 from mionnx.graph.without_weights import LOCATION
 from mionnx.machine.progress import Progress
@@ -51,7 +51,7 @@ class Placed:
 
 def place(
     parameters: list[ir.Value],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     converted: Iterator[tuple[str, Tensor]],
     folder: Path,
     progress: Progress,
@@ -98,7 +98,7 @@ def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
         offset += length
 
 
-def _fits(value: ir.Value, source: Stored) -> bool:
+def _fits(value: ir.Value, source: StoredTensor) -> bool:
     shape = tuple(value.shape.numpy())
     if source.shape != shape:
         raise ExportError(f"checkpoint tensor {source.name} is {list(source.shape)}, the graph reads {list(shape)}")
@@ -109,7 +109,7 @@ def _fits(value: ir.Value, source: Stored) -> bool:
     )
 
 
-def _link(in_place: dict[str, Stored], folder: Path, progress: Progress) -> dict[str, Placed]:
+def _link(in_place: dict[str, StoredTensor], folder: Path, progress: Progress) -> dict[str, Placed]:
     for file in sorted({source.file for source in in_place.values()}):
         target = folder / file.name
         if not target.exists():

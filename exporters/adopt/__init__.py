@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from exporters.adopt.self_check import LawResult
 
 __all__ = ["adopt", "check", "export", "pick", "recognises"]
-CHECKPOINTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def recognises(folder: Path) -> bool:
@@ -25,7 +25,7 @@ def recognises(folder: Path) -> bool:
 
     Cheap: onnx_ir is not imported.
     """
-    if folder.is_dir() and any(path for pattern in CHECKPOINTS for path in folder.glob(pattern)):
+    if folder.is_dir() and any(path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern)):
         return False
     return bool(onnx_files(folder))
 

@@ -15,13 +15,13 @@ from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
-from exporters.adopt.operators.decoder_writer import TOKENS
+from exporters.adopt.operators.decoder_writer import TOKEN_INPUT
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
 from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
-from exporters.adopt.source_file import Source, check_source, open_source, tell_types
+from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from exporters.probe import Probe, check_bounded, open_session, run
@@ -78,7 +78,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
             return _adopted(source, target, hashes, progress)
 
 
-def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
+def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
     """See `adopt_file`; the weights are linked into the target, and `hashes` waits for theirs."""
     file, stock_inputs = source.file, {value: str(value.name) for value in source.model.graph.inputs}
     own, stock_outputs = copied(source), [str(value.name) for value in source.model.graph.outputs]
@@ -106,7 +106,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
         check_bounded(proto, target)
         probed = probe_points(proto, target, names)
     except ExportError as error:
-        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
+        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKEN_INPUT)]
         if not isinstance(rows.get(tokens), int):
             raise
         batch = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
@@ -166,7 +166,7 @@ def _open(target: Path) -> None:
         raise ExportError(f"the adopted graph is refused: {error}") from error
 
 
-def _link_weights(source: Source, target: Path) -> None:
+def _link_weights(source: SourceFile, target: Path) -> None:
     """Hard-link the weight files into the folder, or copy them across file systems."""
     target.mkdir(parents=True, exist_ok=True)
     for name, path in source.weight_files.items():
@@ -193,7 +193,7 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    source: Source,
+    source: SourceFile,
     target: Path,
     probed: Probe,
     renamed: Mapping[str, str],

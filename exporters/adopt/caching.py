@@ -2,12 +2,12 @@
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import PASSING, Flow, perm_of, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, perm_of, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.adopt.rotation import TURNED
 from mionnx.errors import ExportError
 
-SCALES = frozenset(("Mul", "Div"))
+SCALING_OPERATORS = frozenset(("Mul", "Div"))
 WIDENING = frozenset(("Expand", "Tile"))
 LARGEST = 4  # axes of a product of heads
 
@@ -64,13 +64,13 @@ def read_joined(
         text = [] if node is None else flow.text(node)
         if node is None or len(text) != 1:
             raise ExportError(f"{product.op_type} {product.name!r} reads more than keys or values of its layer")
-        if node.op_type in SCALES or node.op_type == "Cast":
+        if node.op_type in SCALING_OPERATORS or node.op_type == "Cast":
             replayed.append(_scalar(node, text[0]))
         elif node.op_type == "Transpose":
             turned ^= perm_of(node) in TURNED
         elif node.op_type in WIDENING:
             widened = True
-        elif node.op_type not in PASSING:
+        elif node.op_type not in CONTENT_KEEPING:
             raise ExportError(f"{node.op_type} changes keys or values on their way to {product.op_type}")
         value = text[0]
     if rank(product.inputs[0]) not in (LARGEST, None):

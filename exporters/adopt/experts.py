@@ -9,7 +9,7 @@ from exporters.adopt.flow import KEEPING, Flow, Origin, climb, rank, static
 from exporters.adopt.linear import is_linear, output_of
 
 MIXTURES = frozenset(("QMoE", "MoE"))
-ROUTERS = MIXTURES | {"TopK"}
+ROUTING_OPERATORS = MIXTURES | {"TopK"}
 # What keeps the order of one token's logits; a sigmoid makes large ones the same.
 RISING = frozenset(("Softmax", "Cast", "Identity", "Reshape"))
 
@@ -37,7 +37,7 @@ def find_router(flow: Flow, layer: int, nodes: list[ir.Node]) -> Router:
     """
     neurons = f"layer {layer}: mlp.hook_expert_gate, hook_expert_up, hook_expert_act, hook_expert_out"
     notes = [f"{neurons}: experts are not taken apart"]
-    choices = [node for node in nodes if node.op_type in ROUTERS]
+    choices = [node for node in nodes if node.op_type in ROUTING_OPERATORS]
     maps = {output_of(flow, node) for node in nodes if is_linear(flow, node)}
     logits = _logits_of(flow, choices[0], maps) if len(choices) == 1 else None
     if logits is None or not _shaped(logits):

@@ -9,9 +9,9 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.caching import add_past, read_joined
-from exporters.adopt.flow import SIZES, Flow
+from exporters.adopt.flow import SIZE_OPERATORS, Flow
 from exporters.adopt.masking import (
-    LONG,
+    LONGEST_PROBE,
     Masking,
     MaskProbe,
     maskings,
@@ -20,7 +20,7 @@ from exporters.adopt.masking import (
     sweep_away,
     window_of,
 )
-from exporters.adopt.operators.decoder_writer import MASK, TOKENS, DecoderWriter
+from exporters.adopt.operators.decoder_writer import MASK_INPUT, TOKEN_INPUT, DecoderWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, check_extension, compare, probe_points
 from exporters.probe import Probe
@@ -65,7 +65,7 @@ class Plain:
     windows: Sequence[int | None] | None
     lacks: frozenset[str]
     counts: bool
-    longest: int = LONG
+    longest: int = LONGEST_PROBE
     adds: bool = False
 
 
@@ -138,7 +138,7 @@ def extend(plain: Plain) -> bool:
     windows = _windows(plain, masked, masks)
     op = DecoderWriter(model)
     op.begin()
-    reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
+    reads = [(node, place) for node, place in _input(model.graph, MASK_INPUT).uses()] if MASK_INPUT in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
     for layer, masking in enumerate(masks):
         scores = values[f"blocks.{layer}.attn.hook_scores"]
@@ -201,6 +201,6 @@ def _read_sizes_of_tokens(graph: ir.Graph, reads: Sequence[tuple[ir.Node, int]],
     for node, place in reads:
         if node.graph is None or not cache:
             continue
-        if node.op_type not in SIZES:
+        if node.op_type not in SIZE_OPERATORS:
             raise ExportError(f"{node.op_type} reads the attention mask for something that is no mask of scores")
-        node.replace_input_with(place, _input(graph, TOKENS))
+        node.replace_input_with(place, _input(graph, TOKEN_INPUT))

@@ -11,12 +11,14 @@ import onnx_ir as ir
 
 from mionnx.errors import ExportError
 
-PASSING = frozenset(("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile", "Flatten"))
+CONTENT_KEEPING = frozenset(
+    ("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile", "Flatten")
+)
 KEEPING = frozenset(("Identity", "Cast"))
 TABLES = KEEPING | {"DequantizeLinear", "Transpose", "Reshape"}
-SIZES = frozenset(("Shape", "Size"))
-LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
-INDICES = (ir.DataType.INT64, ir.DataType.INT32)
+SIZE_OPERATORS = frozenset(("Shape", "Size"))
+ROW_LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
+INDEX_TYPES = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 class Origin(IntEnum):
@@ -59,7 +61,7 @@ class Flow:
     def _follow(self, node: ir.Node) -> None:
         inputs = [value for value in node.inputs if value is not None]
         origin = max((self.origin.get(value, Origin.CONSTANT) for value in inputs), default=Origin.CONSTANT)
-        if node.op_type in SIZES:
+        if node.op_type in SIZE_OPERATORS:
             origin = min(origin, Origin.CALL)
         self.origin.update(dict.fromkeys(node.outputs, origin))
         if self.embedding in node.outputs:
@@ -142,7 +144,7 @@ class Flow:
 
     def readers(self, value: ir.Value) -> list[ir.Node]:
         """The nodes that read a value for more than its size, in order."""
-        nodes = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZES)
+        nodes = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZE_OPERATORS)
         return sorted((node for node in nodes if node in self.order), key=self.order.__getitem__)
 
 
@@ -155,9 +157,9 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
     constants, vocabularies = set(graph.initializers.values()), {*_vocabularies(graph)}
     lookups: list[tuple[int | None, ir.Value, ir.Node]] = []
     for node in graph:
-        if node.op_type in LOOKUPS and node.inputs[0] is not None and node.inputs[1] is not None:
+        if node.op_type in ROW_LOOKUPS and node.inputs[0] is not None and node.inputs[1] is not None:
             (table, rows), source = table_of(node.inputs[0]), climb(node.inputs[1])
-            indices = source.is_graph_input() and source.dtype in INDICES
+            indices = source.is_graph_input() and source.dtype in INDEX_TYPES
             if table in constants and indices and rank(table) in (2, 3) and axis_of(node) == 0:
                 lookups.append((static(table, rows), source, node))
     if not lookups:
@@ -188,7 +190,7 @@ def _vocabularies(graph: ir.Graph) -> Iterator[int]:
             yield size
 
 
-def climb(value: ir.Value, operators: Collection[str] = PASSING) -> ir.Value:
+def climb(value: ir.Value, operators: Collection[str] = CONTENT_KEEPING) -> ir.Value:
     """The value that a chain of operators with one source each begins with."""
     while (node := value.producer()) is not None and node.op_type in operators and node.inputs[0] is not None:
         value = node.inputs[0]

@@ -14,17 +14,17 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from exporters.adopt.flow import PASSING, Flow, Origin, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 
-LOWEST = -9999.0  # what is added to a score that no query shall read, or less
-SHORT, LONG = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
-CHUNK = (3, 5)  # tokens, past: of a mask that has to heed both
-HEADS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")
+MASKED_SCORE = -9999.0  # what is added to a score that no query shall read, or less
+SHORT, LONGEST_PROBE = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
+CHUNK_PROBE = (3, 5)  # tokens, past: of a mask that has to heed both
+HEAD_HOOKS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")
 Seen = NDArray[np.bool_]
 
 
@@ -50,7 +50,7 @@ class Masking:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
             return value == 1 if np.all((value == 0) | (value == 1)) else None
-        return value == 0 if np.all((value == 0) | (value <= LOWEST)) else None
+        return value == 0 if np.all((value == 0) | (value <= MASKED_SCORE)) else None
 
 
 def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
@@ -71,7 +71,7 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
             masks.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
         elif (node.op_type == "Add" and called) or (node.op_type == "Mul" and called and (rank(called[0]) or 0) > 1):
             masks.append(Masking(node, value, called[0], None))
-        elif called and node.op_type not in PASSING | {"Slice", "Mul", "Div"}:
+        elif called and node.op_type not in CONTENT_KEEPING | {"Slice", "Mul", "Div"}:
             raise ExportError(f"layer {layer}: {node.op_type} changes scores by something of the call that is no mask")
     return masks
 
@@ -85,7 +85,7 @@ class MaskProbe:
 
     def __init__(self, proto: onnx.ModelProto, folder: Path, values: Mapping[str, np.ndarray]) -> None:
         self._flow, self._folder = Dataflow(proto), folder
-        self._heads = {name: value for name, value in values.items() if name.endswith(HEADS)}
+        self._heads = {name: value for name, value in values.items() if name.endswith(HEAD_HOOKS)}
         self._known: dict[tuple[object, ...], Seen | None] = {}
         self._names: dict[str, None] = {}
         self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
@@ -174,7 +174,7 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
 
 
 def window_of(
-    probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONG
+    probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONGEST_PROBE
 ) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
 
@@ -183,7 +183,7 @@ def window_of(
     Raises:
         ExportError: it is neither, or more than a mask.
     """
-    length = min(max(2 * (window or 0), SHORT) + 3, LONG + 3, longest)
+    length = min(max(2 * (window or 0), SHORT) + 3, LONGEST_PROBE + 3, longest)
     seen = probe.seen(masks, length, 0)
     if seen is None:
         raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {masks[0].operand.name}")
@@ -212,7 +212,7 @@ def serves_chunks(probe: MaskProbe, masks: Sequence[Masking], window: int | None
 
     More than a mask is taken to be right.
     """
-    seq, past = CHUNK
+    seq, past = CHUNK_PROBE
     try:
         seen = probe.seen(masks, seq, past)
     except ExportError:

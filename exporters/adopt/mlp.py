@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from exporters.adopt.experts import ROUTERS, Router, find_router
+from exporters.adopt.experts import ROUTING_OPERATORS, Router, find_router
 from exporters.adopt.flow import Flow, climb
-from exporters.adopt.linear import SHAPING, input_of, linear_maps, output_of
+from exporters.adopt.linear import SHAPE_OPERATORS, input_of, linear_maps, output_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mlp:
 def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
     """Recognise the MLP between a layer's stream and the value that it adds."""
     maps = linear_maps(flow, top, out)
-    routed = any(node.op_type in ROUTERS for node in flow.between(top, out))
+    routed = any(node.op_type in ROUTING_OPERATORS for node in flow.between(top, out))
     if routed or len(maps) < 2:
         why = "a mixture of experts" if routed else f"{len(maps)} linear maps"
         router = find_router(flow, layer, flow.between(top, out)) if routed else Router()
@@ -64,8 +64,8 @@ def _neurons(layer: int, ups: list[ir.Value], act: ir.Value) -> tuple[list[tuple
         return [("mlp.hook_up", ups[0])], []
     product = act.producer()
     if len(ups) == 2 and product is not None and product.op_type == "Mul":
-        factors = [climb(value, SHAPING) for value in product.inputs if value is not None]
-        linear = [value for value in ups if climb(value, SHAPING) in factors]
+        factors = [climb(value, SHAPE_OPERATORS) for value in product.inputs if value is not None]
+        linear = [value for value in ups if climb(value, SHAPE_OPERATORS) in factors]
         if len(linear) == 1:
             gate = next(value for value in ups if value is not linear[0])
             return [("mlp.hook_gate", gate), ("mlp.hook_up", linear[0])], []

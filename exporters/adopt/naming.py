@@ -4,13 +4,13 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import KEEPING, SIZES, Flow, Origin, climb, static
+from exporters.adopt.flow import KEEPING, SIZE_OPERATORS, Flow, Origin, climb, static
 from exporters.adopt.recognise import Recognised, sum_of
 from exporters.adopt.rotation import HEADS_FIRST
 from mionnx.errors import ExportError
 
-PAST = "past_key_values"
-LOGITS = "logits"
+PAST_INPUT = "past_key_values"
+LOGITS_OUTPUT = "logits"
 
 
 def name_points(decoder: Recognised) -> list[str]:
@@ -42,7 +42,7 @@ def name_points(decoder: Recognised) -> list[str]:
 
 def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """A value as [batch, heads, seq, head_dim], on its way to its readers."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
     turn = ir.node("Transpose", [value], attributes={"perm": HEADS_FIRST})
     back = ir.node("Transpose", [turn.outputs[0]], attributes={"perm": HEADS_FIRST})
     for node in (turn, back):
@@ -58,7 +58,7 @@ def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 def _by_rows(graph: ir.Graph, value: ir.Value, like: ir.Value, size: int) -> ir.Value:
     """A value [batch * seq, size] as [batch, seq, size]; `like` begins with both axes."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
     last, flat = (ir.node("Constant", [], attributes={"value_ints": ints}) for ints in ([size], [-1, size]))
     axes = ir.node("Shape", [like], attributes={"start": 0, "end": 2})
     sizes = ir.node("Concat", [axes.outputs[0], last.outputs[0]], attributes={"axis": 0})
@@ -77,7 +77,7 @@ def _free(graph: ir.Graph, names: set[str]) -> None:
     """Take the names of hook points from values that have them already, as a compiled graph's."""
     for node in graph:
         for value in node.outputs:
-            if value.name in names or (value.name == LOGITS and not value.is_graph_output()):
+            if value.name in names or (value.name == LOGITS_OUTPUT and not value.is_graph_output()):
                 value.name = f"stock.{value.name}"
 
 
@@ -87,14 +87,14 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     node = ir.node("Identity", [inner])
     graph.insert_after(inner.producer(), node)
     value.name = "adopted.logits"
-    inner.name, node.outputs[0].name = "hook_logits", LOGITS
+    inner.name, node.outputs[0].name = "hook_logits", LOGITS_OUTPUT
     node.outputs[0].type, node.outputs[0].shape = inner.type, inner.shape
     graph.outputs[place] = node.outputs[0]
 
 
 def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
     """A value of its own for the readers of another, or some; sizes are still read there."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
     readers = [(node, place) for node, place in readers if not within or node in within]
     node = ir.node("Identity", [value])
     copy = node.outputs[0]
@@ -138,7 +138,7 @@ def name_caches(decoder: Recognised) -> int:
 
 
 def _named(value: ir.Value) -> bool:
-    return str(value.name).startswith(f"{PAST}.")
+    return str(value.name).startswith(f"{PAST_INPUT}.")
 
 
 def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
@@ -148,7 +148,7 @@ def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
     new = next(value for value in joined.inputs if flow.is_text(value))
     if not past.is_graph_input():
         raise ExportError(f"the past {suffix} is a part of a larger input: such a cache is not taken apart")
-    past.name = f"{PAST}.{suffix}"
+    past.name = f"{PAST_INPUT}.{suffix}"
     heads, width = (static(joined.outputs[0], axis) or static(new, axis) or static(past, axis) for axis in (1, 3))
     if heads is None or width is None:
         raise ExportError(f"the past {past.name} has heads of unknown number or width, {past.shape}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from exporters.adopt.attention import Attention, find_attention
+from exporters.adopt.attention import AttentionValues, find_attention
 from exporters.adopt.flow import KEEPING, Flow, Origin, climb, perm_of, rank
 from exporters.adopt.linear import input_of, linear_maps
 from exporters.adopt.mlp import find_mlp
@@ -33,7 +33,7 @@ class Recognised:
 
     flow: Flow
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
+    attention: list[AttentionValues] = field(default_factory=list)
     sums: dict[str, ir.Value] = field(default_factory=dict)
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
     seq_first: set[ir.Value] = field(default_factory=set)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from exporters.adopt.recognise import sum_of
-from exporters.probe import SEQ, Array, Probe, open_session, probe, run
+from exporters.probe import PROBE_TOKENS, Array, Probe, open_session, probe, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
@@ -75,7 +75,7 @@ def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers:
     """Check an added mask and cache: padding before the text, and a cache, change no logits."""
     session = open_session(proto, folder, [])
     allowed = INT8_CALLS if rounds_activations(proto) else layers * probed.rounding
-    logits, results, half = probed.values["logits"], list[LawResult](), SEQ // 2
+    logits, results, half = probed.values["logits"], list[LawResult](), PROBE_TOKENS // 2
     one = {name: _padded(name, value) for name, value in probed.feeds.items()}
     (padded,) = run(session, ["logits"], one)
     results.append(compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed))

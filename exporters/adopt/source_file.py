@@ -23,7 +23,7 @@ from mionnx.graph.validate import check, check_counts
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file that was read.
 
     Attributes:
@@ -41,7 +41,7 @@ class Source:
     flag: str | None = None
 
 
-def open_source(file: Path) -> Source:
+def open_source(file: Path) -> SourceFile:
     """Read a file without its weights.
 
     Raises:
@@ -61,10 +61,10 @@ def open_source(file: Path) -> Source:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files, stock, flag)
+    return SourceFile(file, model, files, stock, flag)
 
 
-def check_source(source: Source, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
+def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
     """Check a file as a hooked model is checked, before anything follows or runs its graph.
 
     Args:

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.self_check import INT8, rounds_activations
-from exporters.adopt.source_file import Source
+from exporters.adopt.source_file import SourceFile
 from exporters.probe import Probe, feed_of, open_session, run
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.io_names import KEYS_AND_VALUES
@@ -18,7 +18,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, check_stock, packed
 from mionnx.graph.validate import graphs
 
-KEPT = "adopted."  # begins names of values that were outputs of the file
+DROPPED_OUTPUT = "adopted."  # begins names of values that were outputs of the file
 CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
 OWN = ".stock"  # ends names that the hooked model has for other values
 
@@ -39,12 +39,14 @@ class Interface:
             ends: the file's own name of an output -> the value.
             logits: the file's own name of the logits.
         """
-        presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(KEPT)}
-        outputs = {own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(KEPT)}" for own, name in presents.items()}
+        presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(DROPPED_OUTPUT)}
+        outputs = {
+            own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(DROPPED_OUTPUT)}" for own, name in presents.items()
+        }
         return cls({own: name for name, own in inputs.items()}, {**outputs, logits: LOGITS})
 
 
-def copied(source: Source) -> Source:
+def copied(source: SourceFile) -> SourceFile:
     """A file with its graph by itself, to which nothing is added later."""
     stock = onnx.ModelProto()
     stock.CopyFrom(source.stock)
@@ -54,7 +56,7 @@ def copied(source: Source) -> Source:
 def keep_stock(
     proto: onnx.ModelProto,
     folder: Path,
-    source: Source,
+    source: SourceFile,
     names: Interface,
     probed: Probe,
     expanded: bool,
@@ -87,7 +89,7 @@ def keep_stock(
     proto.metadata_props.add(key=f"{PREFIX}stock", value=json.dumps(packed(stock), separators=(",", ":")))
 
 
-def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
+def by_hooked_names(source: SourceFile, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
     """The graph of a file with the interface of the hooked model; its nodes are its own.
 
     Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says

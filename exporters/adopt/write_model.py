@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
-from exporters.adopt.source_file import Source
+from exporters.adopt.source_file import SourceFile
 from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
 from exporters.probe import Probe
@@ -25,7 +25,7 @@ from mionnx.graph.weight_check import Hashes
 
 def write_model(
     proto: onnx.ModelProto,
-    source: Source,
+    source: SourceFile,
     decoder: Recognised,
     probed: Probe,
     names: list[str],

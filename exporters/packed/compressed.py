@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.linear import Linear, check_bits, split_words, without_middle
 from mionnx.errors import ExportError
 
@@ -51,7 +51,7 @@ def check(settings: Mapping[str, Any]) -> None:
         raise ExportError(f"its weights are sparse besides, {sparse['format']!r}: dense ones are read")
 
 
-def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Raises:
@@ -87,7 +87,7 @@ def _sizes(settings: Mapping[str, Any]) -> list[int]:
     return [size for size in stated if type(size) is int and size > 0]
 
 
-def _rows(stored: Stored, outputs: int) -> NDArray[np.float32]:
+def _rows(stored: StoredTensor, outputs: int) -> NDArray[np.float32]:
     """Scales as [outputs, groups]."""
     scale = stored.load().to(torch.float32).numpy()
     return np.broadcast_to(scale.reshape(1, 1), (outputs, 1)) if scale.size == 1 else scale.reshape(len(scale), -1)
@@ -100,7 +100,7 @@ def _orders(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _groups(
-    name: str, parts: Mapping[str, Stored], inputs: int, groups: int, orders: set[str]
+    name: str, parts: Mapping[str, StoredTensor], inputs: int, groups: int, orders: set[str]
 ) -> NDArray[np.int64] | None:
     if "weight_g_idx" not in parts:
         if groups > 1 and not ORDERS.isdisjoint(orders):
@@ -116,7 +116,7 @@ def _groups(
     return of_input
 
 
-def _zeros(parts: Mapping[str, Stored], outputs: int, bits: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _zeros(parts: Mapping[str, StoredTensor], outputs: int, bits: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Zero points, [outputs, groups]."""
     if "weight_zero_point" not in parts:
         return np.full(shape, 2 ** (bits - 1), np.uint8)

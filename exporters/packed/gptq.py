@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.linear import Linear, check_bits, split_words, without_middle
 from mionnx.errors import ExportError
 
@@ -20,7 +20,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 FORMATS = ("gptq", "gptq_v2")  # values of checkpoint_format
 
 
-def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Raises:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from exporters.transformers.attention import Taps
 from mionnx.graph.hook_points import HookPoint
 
-PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+TORCH_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
 
@@ -47,7 +47,7 @@ class TapProducts(TorchFunctionMode):
             if "batch1" in options:
                 return func(*args, **{**options, "batch1": self._queries(options["batch1"])})
             return func(added, self._queries(batches[0]), *batches[1:], **options)
-        if func in PRODUCTS and args[1].dim() > 2:  # two axes: a weight
+        if func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
             return func(self._queries(args[0]), *args[1:], **options)
         return func(*args, **options)
 

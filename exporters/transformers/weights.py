@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.pytorch_utils import Conv1D
 
-from exporters.checkpoint_tensors import Stored, same_bytes
+from exporters.checkpoint_tensors import StoredTensor, same_bytes
 from exporters.packed.linear import Linear
 from exporters.packed.stack import Stack
 from exporters.transformers.checkpoint import Conversion, Mapped, aliases
@@ -52,7 +52,7 @@ def bind_weights(
     return {name: blocks for named in left.values() for name, blocks in named.items()}
 
 
-def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:
+def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, StoredTensor]:
     """Parameters of one checkpoint tensor each; converted ones are left out.
 
     Raises:
@@ -71,14 +71,14 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
     return stored
 
 
-def _turned(name: str, tensor: Stored, model: PreTrainedModel) -> Stored:
+def _turned(name: str, tensor: StoredTensor, model: PreTrainedModel) -> StoredTensor:
     """A packed weight as its module keeps it: Conv1D keeps [in, out], Linear [out, in]."""
     if tensor.packed is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], turned=True)
 
 
-def _only(mapped: Mapped, names: set[str]) -> Stored:
+def _only(mapped: Mapped, names: set[str]) -> StoredTensor:
     """The one tensor of a tied parameter, however often the checkpoint stores it."""
     first, *others = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
     if not all(same_bytes(first, other) for other in others):

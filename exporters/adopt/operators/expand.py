@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from exporters.adopt.operators.decoder_writer import TOKENS, DecoderWriter
+from exporters.adopt.operators.decoder_writer import TOKEN_INPUT, DecoderWriter
 from exporters.adopt.operators.fused import Fused, supporting
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
@@ -55,7 +55,7 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
         passes.RemoveUnusedNodesPass()(model)
         for value in lengths:
             model.graph.outputs.remove(value)
-        for value in [value for value in model.graph.inputs if not value.uses() and value.name != TOKENS]:
+        for value in [value for value in model.graph.inputs if not value.uses() and value.name != TOKEN_INPUT]:
             model.graph.inputs.remove(value)
     if record is not None:
         record.extend(fused)

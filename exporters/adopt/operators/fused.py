@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.flow import SIZES
+from exporters.adopt.flow import SIZE_OPERATORS
 from mionnx.graph.fused_operators import CALL
 from mionnx.graph.operator_table import expansion_of
 
@@ -42,7 +42,9 @@ class Fused:
             replacements: place of an output -> the value in its stead.
             nodes: those that stand for it.
         """
-        places = [(one, place) for one in nodes if one.op_type not in SIZES for place in range(len(one.inputs))]
+        places = [
+            (one, place) for one in nodes if one.op_type not in SIZE_OPERATORS for place in range(len(one.inputs))
+        ]
         reads = tuple(
             tuple(read for read in places if value is not None and read[0].inputs[read[1]] is value)
             for value in node.inputs
