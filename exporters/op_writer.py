@@ -76,7 +76,6 @@ class OpWriter:
         """A branch or the body of a loop, for an attribute.
 
         Args:
-            name, inputs: of the subgraph.
             outputs: names, types and shapes that its outputs get.
             write: called as (writer of the subgraph, *inputs); returns the outputs.
         """

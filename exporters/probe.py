@@ -48,7 +48,6 @@ def probe(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
 
     Args:
         proto: the graph, by the names of a hooked model.
-        folder: of its weights.
         names: of the values, beside the graph's outputs.
 
     Raises:

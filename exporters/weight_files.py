@@ -164,7 +164,7 @@ def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
 def begin_safetensors(
     file: BinaryIO, tensors: Mapping[str, tuple[str, Sequence[int], int]]
 ) -> dict[str, tuple[int, int]]:
-    """Write the header of a safetensors file, with room for its tensors; the file then stands behind it.
+    """Write a safetensors header, with room for the tensors; the file then stands behind it.
 
     Args:
         tensors: name -> safetensors' name of its dtype, its shape, bytes of a number.

@@ -44,9 +44,7 @@ class Adopted:
 
     Attributes:
         file: the ONNX file that it was made from.
-        hooks: the hook points.
         expanded: fused operator -> how many of it were expanded.
-        laws: the self-check.
         notes: what the file has not, and why.
     """
 

@@ -16,11 +16,8 @@ def add_past(op: DecoderWriter, layer: int, part: str, heads: ir.Value, groups: 
     """Append keys or values to a past, a new input, and make what they come to an output.
 
     Args:
-        op: writes the nodes.
-        layer: number of the layer.
         part: "key" or "value".
         heads: [batch, groups, seq, width], the keys after rotation.
-        groups, width: sizes.
 
     Returns:
         [batch, groups, past + seq, width]
@@ -49,7 +46,6 @@ def read_joined(
     """Let a product read heads with their past, repeated, turned and scaled as before.
 
     Args:
-        op: writes the nodes.
         flow: of the graph before `joined` was made.
         product: of queries and keys, or of the pattern and values; its second operand is read from `heads`.
         heads, joined: without and with a past.

@@ -65,7 +65,6 @@ def _logits_of(flow: Flow, choice: ir.Node, maps: Collection[ir.Value]) -> ir.Va
     """The output of the linear map before a choice; None if anything else lies between.
 
     Args:
-        flow: of the graph.
         choice: the node that chooses experts, or holds them.
         maps: outputs of linear maps.
     """

@@ -47,9 +47,6 @@ class Plain:
     Attributes:
         model: its values named.
         proto: the same, in protobuf.
-        folder: of its weights.
-        found: its layers.
-        probed: one run.
         windows: of each layer, as the config says; None without a config.
         lacks: what the file has not: "mask" (its attention heeds none), "cache".
         counts: whether the graph makes its positions itself, and they cannot be given.

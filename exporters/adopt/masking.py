@@ -233,7 +233,6 @@ def replace_masks(
     The scores keep their name.
 
     Args:
-        op: writes the nodes.
         masks: the masks, from `maskings`.
         scores: the softmax's input.
         window: number of keys that a query reads; None for all.

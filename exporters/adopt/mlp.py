@@ -14,7 +14,6 @@ class Mlp:
     """The values of one layer's MLP: hook name within the layer and value, in execution order.
 
     Attributes:
-        points: as above.
         notes: which hook points it has not, and why.
         flat: those with batch and seq as one axis, of a router; the size of the other axis.
     """

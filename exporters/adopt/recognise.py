@@ -20,9 +20,7 @@ class Recognised:
     """A decoder whose values are known.
 
     Attributes:
-        flow: of its graph.
         points: hook name and value, in execution order; a value may have several names.
-        attention: of each layer.
         sums: of a stream that is normed after its additions, the sums; hook name of the stream after one, and the sum.
         within: hook name of an MLP's input, and the nodes of the MLP: its other readers do not read the hook point.
         seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].

@@ -33,8 +33,6 @@ def restorable(
     All are tried together, and then those alone that are right for padded texts.
 
     Args:
-        proto: the adopted graph.
-        folder: of its weights.
         probed: a run of it.
         fused: the operators that it came with.
         layers: how many the model has.

@@ -27,7 +27,6 @@ class SourceFile:
     """A file that was read.
 
     Attributes:
-        file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
         stock: the file as it came; its larger weights are external data by their names in the adopted folder.
@@ -68,7 +67,6 @@ def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | 
     """Check a file as a hooked model is checked, before anything follows or runs its graph.
 
     Args:
-        source: the file.
         folder: with its weights by the names that the graph has for them.
         shapes: of its inputs, for which every value must have a bound; if left out, what is made of constants alone.
 

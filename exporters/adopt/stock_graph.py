@@ -68,7 +68,6 @@ def keep_stock(
     Args:
         proto: the adopted graph, with its metadata.
         folder: of the weights.
-        source: the file.
         names: of its inputs and outputs.
         probed: a run of the adopted graph.
         expanded: whether operators of the file were expanded.

@@ -31,7 +31,6 @@ class Build:
 
     Attributes:
         layout, tensors: of the checkpoint: what its tensors are called, and where each lies.
-        shape: the sizes.
         dtype: of weights and activations.
         op: adds nodes, `build.op.Add(x, y)`.
         parameters: name -> weight of the graph, without data so far.

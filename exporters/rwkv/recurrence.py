@@ -52,7 +52,6 @@ def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, wher
     """Run the recurrence over a call's tokens.
 
     Args:
-        build: the graph.
         reads: per token.
         state: [batch, n_heads, key, value].
         length: of the call; it chooses the form.
@@ -213,7 +212,6 @@ def _pairs(
     """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
 
     Args:
-        op, build: the graph.
         later, earlier: [chunks, batch, n_heads, copies * 16, head_dim].
         decay: [chunks, batch, n_heads, 16, head_dim].
         copies: how many vectors per token are stacked.

@@ -93,7 +93,7 @@ def _ids(width: int) -> Tensor:
 
 
 def _cache_shapes(skeleton: PreTrainedModel) -> list[tuple[list[int], ...]]:
-    """The shapes of keys and values after `trace.PAST` tokens; none without a cache."""
+    """The shapes of keys and values after `trace.TRACE_PAST` tokens; none without a cache."""
     if "past_key_values" not in inspect.signature(skeleton.forward).parameters:
         return []
     with torch.no_grad():

@@ -212,10 +212,6 @@ def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
 def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
     """Find which layers of a model on the meta device compute the same.
 
-    Args:
-        skeleton: from `skeleton_of`.
-        sizes: of its keys and values.
-
     Raises:
         ExportError: the family is laid out in an unknown way.
     """
@@ -271,7 +267,6 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
 
     Args:
         skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
-        sizes: of its keys and values.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.

@@ -18,8 +18,6 @@ class Fused:
     """A fused operator.
 
     Attributes:
-        domain, name: of the operator.
-        attributes: its own.
         inputs: the values that it read.
         reads: for each of these, what reads it among the nodes that stand for the operator. Hook points may be put
             between the two, so that the operator has to read what these nodes read in the end.

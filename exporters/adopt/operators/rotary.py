@@ -13,7 +13,6 @@ def rotate(
     """Rotate the first `part` of each head.
 
     Args:
-        op: writes the nodes.
         x: [batch, heads, seq, width].
         cos, sin: [batch, 1, seq, part / 2].
         width, part: sizes of a head, and of what is rotated of it.
