@@ -47,7 +47,7 @@ class Packed(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint: raw little-endian bytes at an offset of a file.
 
     Attributes:
@@ -72,13 +72,13 @@ class Stored:
         data = np.fromfile(self.file, np.uint8, self.length, offset=self.offset)
         return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
-    def entry(self, index: int) -> "Stored":
+    def entry(self, index: int) -> "StoredTensor":
         """One entry along the first axis of a tensor as it is."""
         length = self.length // self.shape[0]
         return replace(self, shape=self.shape[1:], offset=self.offset + index * length, length=length)
 
 
-def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[Stored]:
+def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[StoredTensor]:
     """Read the tensors of a checkpoint folder.
 
     A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
@@ -154,7 +154,7 @@ def to_safetensors(file: Path, staging: Path) -> Path:
     return target
 
 
-def _read_header(file: Path, with_bytes: bool) -> list[Stored]:
+def _read_header(file: Path, with_bytes: bool) -> list[StoredTensor]:
     size = file.stat().st_size
     try:
         with safe_open(file, framework="np"):  # its own checks: offsets in order, no holes, the right file size
@@ -169,17 +169,17 @@ def _read_header(file: Path, with_bytes: bool) -> list[Stored]:
     return [_stored(name, entry, file, 8 + length, dtypes) for name, entry in header.items()]
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, base: int, dtypes: dict[str, torch.dtype]) -> Stored:
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int, dtypes: dict[str, torch.dtype]) -> StoredTensor:
     if entry["dtype"] not in dtypes:
         raise ExportError(
             f"{file.name}: tensor {name} is {entry['dtype']}; of quantised checkpoints those of GPTQ, AWQ, "
             "compressed-tensors and MXFP4 are read, and GGUF files"
         )
     start, end = entry["data_offsets"]
-    return Stored(name, file, dtypes[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
+    return StoredTensor(name, file, dtypes[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
 
 
-def same_bytes(one: Stored, other: Stored) -> bool:
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors hold the same numbers."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -187,7 +187,7 @@ def same_bytes(one: Stored, other: Stored) -> bool:
     return bool(np.array_equal(first, second))
 
 
-def export_dtype(name: str, tensors: list[Stored]) -> torch.dtype:
+def export_dtype(name: str, tensors: list[StoredTensor]) -> torch.dtype:
     """Parse a dtype's name; "auto" is the dtype of most of the checkpoint's tensors.
 
     Raises:

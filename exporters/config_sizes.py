@@ -7,7 +7,7 @@ from typing import Any
 from mionnx.errors import ExportError
 
 # What configs call a size -> the least and the largest of any model; entries of lists are checked one by one.
-LIMITS: dict[str, tuple[int, int]] = {
+SIZE_LIMITS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), (1, 2**14)),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), (1, 2**16)),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), (1, 2**22)),
@@ -31,7 +31,7 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """
     tables = [config, *(inner for inner in config.values() if isinstance(inner, dict))]
     for table in tables:
-        for key, (least, largest) in LIMITS.items():
+        for key, (least, largest) in SIZE_LIMITS.items():
             for value in _entries(table.get(key)):
                 if type(value) is not int or not least <= value <= largest:
                     raise _wrong(file, key, value, f"an integer of {least} to {largest:,}")

@@ -48,8 +48,8 @@ class OpWriter:
         def value(one: Any) -> ir.Value | None:
             if one is None or isinstance(one, ir.Value):
                 return one
-            whole = np.asarray(one).dtype.kind in "iu"
-            return self.constant(one, np.int64 if whole or kind is None else kind.numpy())
+            integers = np.asarray(one).dtype.kind in "iu"
+            return self.constant(one, np.int64 if integers or kind is None else kind.numpy())
 
         return [value(one) for one in inputs]
 
@@ -58,12 +58,12 @@ class OpWriter:
         array = np.asarray(value, dtype)
         key = (name, array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
-            held = self.graph.initializers
-            name = name or next(name for number in count() if (name := f"{self.prefix}.{number}") not in held)
+            taken = self.graph.initializers
+            name = name or next(name for number in count() if (name := f"{self.prefix}.{number}") not in taken)
             kind, shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
-            made = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
-            self.graph.register_initializer(made)
-            self._constants[key] = made
+            initializer = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
+            self.graph.register_initializer(initializer)
+            self._constants[key] = initializer
         return self._constants[key]
 
     def number(self, value: float, kind: ir.DataType) -> ir.Value:
@@ -76,7 +76,6 @@ class OpWriter:
         """A branch or the body of a loop, for an attribute.
 
         Args:
-            name, inputs: of the subgraph.
             outputs: names, types and shapes that its outputs get.
             write: called as (writer of the subgraph, *inputs); returns the outputs.
         """

@@ -16,7 +16,7 @@ from mionnx.errors import ExportError, ModelError
 from mionnx.graph import validate
 
 Array = NDArray[Any]
-BATCH, SEQ = 2, 6
+PROBE_ROWS, PROBE_TOKENS = 2, 6
 MOMENT = 0.5  # seconds
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -48,7 +48,6 @@ def probe(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
 
     Args:
         proto: the graph, by the names of a hooked model.
-        folder: of its weights.
         names: of the values, beside the graph's outputs.
 
     Raises:
@@ -68,7 +67,7 @@ def check_bounded(proto: onnx.ModelProto, folder: Path) -> None:
         ExportError: one has none.
     """
     try:
-        validate.check(proto, folder, [validate.input_shapes(proto, BATCH, SEQ, 0)])
+        validate.check(proto, folder, [validate.input_shapes(proto, PROBE_ROWS, PROBE_TOKENS, 0)])
     except ModelError as error:
         raise ExportError(f"the graph is refused: {error}") from error
 
@@ -81,8 +80,8 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onn
     """
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
-    held = {entry.name for entry in shown.graph.output}
-    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in held)
+    outputs = {entry.name for entry in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in outputs)
     return _opened(shown.SerializeToString(), folder)
 
 
@@ -133,7 +132,7 @@ def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds
         raise
 
 
-def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:
+def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: int = 0) -> Array:
     """An input of a probe: texts without padding, after a past of zeros.
 
     Args:

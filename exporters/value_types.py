@@ -48,11 +48,11 @@ def set_types(node: ir.Node, opsets: Mapping[str, int], shapes: bool = False) ->
         for value, step in zip(node.outputs, steps, strict=False):  # as many, unless the file is damaged
             value.type = value.type or step.type
         return
-    for value, made in zip(node.outputs, _output_types(node, opsets), strict=False):
-        if value.type is None and made.tensor_type.elem_type:
-            value.type = ir.TensorType(ir.DataType(made.tensor_type.elem_type))
+    for value, inferred in zip(node.outputs, _output_types(node, opsets), strict=False):
+        if value.type is None and inferred.tensor_type.elem_type:
+            value.type = ir.TensorType(ir.DataType(inferred.tensor_type.elem_type))
         if shapes and value.shape is None:
-            value.shape = ir.serde.deserialize_type_proto_for_shape(made)
+            value.shape = ir.serde.deserialize_type_proto_for_shape(inferred)
 
 
 def _output_types(node: ir.Node, opsets: Mapping[str, int]) -> list[onnx.TypeProto]:
@@ -69,10 +69,10 @@ def _output_types(node: ir.Node, opsets: Mapping[str, int]) -> list[onnx.TypePro
     try:
         if row is not None and row.shapes is not None:
             typed = [None if value is None else _typed(value) for value in node.inputs]
-            return [onnx.helper.make_tensor_type_proto(*made) for made in contrib_outputs(proto, typed)]
-        held = {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
-        content = {name: tensor for name, value in held.items() if (tensor := _content(value)) is not None}
-        types = infer_types_of(proto, {name: _type(value) for name, value in held.items()}, content, opsets)
+            return [onnx.helper.make_tensor_type_proto(*output) for output in contrib_outputs(proto, typed)]
+        inputs = {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
+        content = {name: tensor for name, value in inputs.items() if (tensor := _content(value)) is not None}
+        types = infer_types_of(proto, {name: _type(value) for name, value in inputs.items()}, content, opsets)
     except Exception:  # onnx's errors share no base class
         return []
     return [types.get(name, onnx.TypeProto()) for name in proto.output]

@@ -21,7 +21,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporters.checkpoint_tensors import DTYPES, Stored
+from exporters.checkpoint_tensors import DTYPES, StoredTensor
 from mionnx.errors import ExportError
 from mionnx.graph.without_weights import LOCATION
 from mionnx.machine.progress import Progress
@@ -51,8 +51,8 @@ class Placed:
 
 def place(
     parameters: list[ir.Value],
-    stored: Mapping[str, Stored],
-    made: Iterator[tuple[str, Tensor]],
+    stored: Mapping[str, StoredTensor],
+    converted: Iterator[tuple[str, Tensor]],
     folder: Path,
     progress: Progress,
     left: Container[str] = (),
@@ -62,7 +62,7 @@ def place(
     Args:
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
         stored: name -> the tensor that is the parameter, in its own dtype.
-        made: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
+        converted: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
         progress: called as (stage, done, total) in bytes.
         left: names of parameters that get a place in a file, and no data there.
 
@@ -75,7 +75,7 @@ def place(
     if others:
         read = (value.name for value in others if value.name in stored and value.name not in left)
         loaded = ((name, stored[name].load()) for name in read)
-        placed |= _write_converted(others, chain(loaded, made), folder / CONVERTED, progress, left)
+        placed |= _write_converted(others, chain(loaded, converted), folder / CONVERTED, progress, left)
     for value in parameters:
         at = placed[value.name]
         value.const_value = ir.ExternalTensor(
@@ -98,7 +98,7 @@ def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
         offset += length
 
 
-def _fits(value: ir.Value, source: Stored) -> bool:
+def _fits(value: ir.Value, source: StoredTensor) -> bool:
     shape = tuple(value.shape.numpy())
     if source.shape != shape:
         raise ExportError(f"checkpoint tensor {source.name} is {list(source.shape)}, the graph reads {list(shape)}")
@@ -109,7 +109,7 @@ def _fits(value: ir.Value, source: Stored) -> bool:
     )
 
 
-def _link(in_place: dict[str, Stored], folder: Path, progress: Progress) -> dict[str, Placed]:
+def _link(in_place: dict[str, StoredTensor], folder: Path, progress: Progress) -> dict[str, Placed]:
     for file in sorted({source.file for source in in_place.values()}):
         target = folder / file.name
         if not target.exists():
@@ -129,7 +129,7 @@ def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
 
 def _write_converted(
     values: list[ir.Value],
-    made: Iterator[tuple[str, Tensor]],
+    converted: Iterator[tuple[str, Tensor]],
     path: Path,
     progress: Progress,
     left: Container[str],
@@ -138,7 +138,7 @@ def _write_converted(
     missing = {value.name: value for value in values if value.name not in left}
     total, done = sum(place.length for place in placed.values()), 0
     with path.open("r+b") as file:
-        for name, tensor in made:
+        for name, tensor in converted:
             _write(file, missing.pop(name), tensor, placed[name])
             done += placed[name].length
             progress("converting weights", done, total)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from exporters.adopt.self_check import LawResult
 
 __all__ = ["adopt", "check", "export", "pick", "recognises"]
-CHECKPOINTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def recognises(folder: Path) -> bool:
@@ -25,7 +25,7 @@ def recognises(folder: Path) -> bool:
 
     Cheap: onnx_ir is not imported.
     """
-    if folder.is_dir() and any(path for pattern in CHECKPOINTS for path in folder.glob(pattern)):
+    if folder.is_dir() and any(path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern)):
         return False
     return bool(onnx_files(folder))
 
@@ -42,11 +42,11 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
     Raises:
         ExportError: no decoder is recognised in it, or what is recognised breaks a law.
     """
-    found = onnx_files(folder)
-    if len(found) > 1:
-        others = ", ".join(str(path.relative_to(folder)) for path in found[1:])
+    files = onnx_files(folder)
+    if len(files) > 1:
+        others = ", ".join(str(path.relative_to(folder)) for path in files[1:])
         warnings.warn(
-            f"{folder} holds {len(found)} ONNX files, and {found[0].relative_to(folder)} is taken; "
+            f"{folder} holds {len(files)} ONNX files, and {files[0].relative_to(folder)} is taken; "
             f"mionnx adopt {folder} --file NAME -o FOLDER takes another: {others}",
             stacklevel=2,
         )

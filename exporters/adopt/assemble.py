@@ -15,13 +15,13 @@ from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
-from exporters.adopt.operators.decoder_writer import TOKENS
+from exporters.adopt.operators.decoder_writer import TOKEN_INPUT
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
 from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
-from exporters.adopt.source_file import Source, check_source, open_source, tell_types
+from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from exporters.probe import Probe, check_bounded, open_session, run
@@ -44,9 +44,7 @@ class Adopted:
 
     Attributes:
         file: the ONNX file that it was made from.
-        hooks: the hook points.
         expanded: fused operator -> how many of it were expanded.
-        laws: the self-check.
         notes: what the file has not, and why.
     """
 
@@ -78,7 +76,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
             return _adopted(source, target, hashes, progress)
 
 
-def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
+def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
     """See `adopt_file`; the weights are linked into the target, and `hashes` waits for theirs."""
     file, stock_inputs = source.file, {value: str(value.name) for value in source.model.graph.inputs}
     own, stock_outputs = copied(source), [str(value.name) for value in source.model.graph.outputs]
@@ -92,56 +90,56 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     expanded = expand(source.model, fused)
     ends = dict(zip(stock_outputs, source.model.graph.outputs, strict=True))
     positions = supply_positions(source.model)
-    found = recognise(source.model.graph)
-    stock_logits = str(found.flow.logits.name)
-    padding = all(heeds_mask(source.model, attention.scores) for attention in found.attention)
-    cached = name_caches(found)
+    decoder = recognise(source.model.graph)
+    stock_logits = str(decoder.flow.logits.name)
+    padding = all(heeds_mask(source.model, attention.scores) for attention in decoder.attention)
+    cached = name_caches(decoder)
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
-    interface, names = Interface.of(renamed, ends, stock_logits), name_points(found)
-    found.notes.extend([positions] if positions is not None else [])
+    interface, names = Interface.of(renamed, ends, stock_logits), name_points(decoder)
+    decoder.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
-    proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
+    proto, windows = _clean(source.model), windows_of(config_of(file), len(decoder.attention))
     try:
         check_bounded(proto, target)
         probed = probe_points(proto, target, names)
     except ExportError as error:
-        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
+        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKEN_INPUT)]
         if not isinstance(rows.get(tokens), int):
             raise
-        said = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
-        raise ExportError(f"{file}: {said}: {error}") from error
+        batch = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
+        raise ExportError(f"{file}: {batch}: {error}") from error
     adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
-    plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), counts, adds=adds)
+    plain = Plain(source.model, proto, target, decoder, probed, windows, frozenset(lacks), counts, adds=adds)
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
-        allowed = len(found.attention) * (INT8 if rounds_activations(proto) else probed.rounding)
-        return laws + _as_stock(source, target, probed, renamed, stock_logits, allowed, found.notes)
+        laws = check_laws(probed, proto, target, len(decoder.attention), any(one.sink for one in decoder.attention))
+        allowed = len(decoder.attention) * (INT8 if rounds_activations(proto) else probed.rounding)
+        return laws + _as_stock(source, target, probed, renamed, stock_logits, allowed, decoder.notes)
 
     proto, probed, laws = complete(plain, _clean, checked)
     broken = [law for law in laws if not law.holds]
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
-    found.notes.extend(other_windows(found.windows or [], windows or []))
-    facts = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
-    write_model(proto, source, found, probed, names, facts, target, hashes())
+    decoder.notes.extend(other_windows(decoder.windows or [], windows or []))
+    facts = facts_of(decoder, proto is plain.proto and "mask" in plain.lacks)
+    write_model(proto, source, decoder, probed, names, facts, target, hashes())
     fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
-    keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
+    keep_fused(proto, target, probed, fused, len(decoder.attention), decoder.notes)
     runs = any(law.law == AS_STOCK for law in laws)
-    keep_stock(proto, target, own, interface, probed, bool(expanded), runs, found.notes)
+    keep_stock(proto, target, own, interface, probed, bool(expanded), runs, decoder.notes)
     (target / GRAPH).write_bytes(proto.SerializeToString())
     _open(target)
-    return Adopted(file, names, expanded, laws, found.notes)
+    return Adopted(file, names, expanded, laws, decoder.notes)
 
 
-def facts_of(found: Recognised, attends: bool) -> dict[str, str]:
+def facts_of(decoder: Recognised, attends: bool) -> dict[str, str]:
     """Facts for the metadata: sinks, padding that is attended to, a normed stream."""
-    sinks = any(one.sink for one in found.attention)
+    sinks = any(one.sink for one in decoder.attention)
     facts = {SINKS: sinks and "in the softmax", ATTENDS_TO_PADDING: attends and "yes"}
-    facts[NORMED_STREAM] = bool(found.sums) and "yes"
+    facts[NORMED_STREAM] = bool(decoder.sums) and "yes"
     return {key: text for key, text in facts.items() if text}
 
 
@@ -166,7 +164,7 @@ def _open(target: Path) -> None:
         raise ExportError(f"the adopted graph is refused: {error}") from error
 
 
-def _link_weights(source: Source, target: Path) -> None:
+def _link_weights(source: SourceFile, target: Path) -> None:
     """Hard-link the weight files into the folder, or copy them across file systems."""
     target.mkdir(parents=True, exist_ok=True)
     for name, path in source.weight_files.items():
@@ -193,9 +191,9 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    source: Source,
+    source: SourceFile,
     target: Path,
-    found: Probe,
+    probed: Probe,
     renamed: Mapping[str, str],
     logits: str,
     allowed: float,
@@ -206,7 +204,7 @@ def _as_stock(
     Args:
         source: the file; a merged one runs its other branch.
         target: the folder with its weights.
-        found: a run of the adopted graph.
+        probed: a run of the adopted graph.
         renamed: name of an input of the adopted graph -> the file's own.
         logits: the file's name of its output.
         allowed: the difference that rounding explains.
@@ -214,7 +212,7 @@ def _as_stock(
     """
     try:
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
-        feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
+        feeds |= {renamed[name]: value for name, value in probed.feeds.items() if name in renamed}
         check_source(source, target, {name: value.shape for name, value in feeds.items()})
         session = open_session(source.stock, target, [])
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
@@ -222,7 +220,7 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare(AS_STOCK, None, found.values["logits"], expected, allowed)]
+    return [compare(AS_STOCK, None, probed.values["logits"], expected, allowed)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -251,15 +249,15 @@ def modernise(model: ir.Model) -> None:
         if node.domain == "" and node.op_type.startswith("Reduce") and "axes" in node.attributes:
             axes = np.asarray(node.attributes.pop("axes").as_ints(), np.int64)
             name = f"adopted.axes.{place}"
-            made = ir.Value(
+            constant = ir.Value(
                 name=name,
                 type=ir.TensorType(ir.DataType.INT64),
                 shape=ir.Shape(axes.shape),
                 const_value=ir.tensor(axes),
             )
-            model.graph.register_initializer(made)
+            model.graph.register_initializer(constant)
             node.resize_inputs(2)
-            node.replace_input_with(1, made)
+            node.replace_input_with(1, constant)
         elif node.domain == "" and node.op_type == "Split" and len(node.inputs) == 1:
             node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
     model.opset_imports[""] = WRITTEN

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import PASSING, Flow, Origin, climb, perm_of, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, climb, perm_of, rank
 from exporters.adopt.linear import is_linear, weight_of
 from exporters.adopt.rotation import HEADS_FIRST, Heads, heads_of
 from exporters.adopt.stream import weighs_values
@@ -12,11 +12,11 @@ from mionnx.errors import ExportError
 
 MERGED = 3  # axes of scores whose batch and heads are one axis
 AFTER_SOFTMAX = frozenset(("Cast", "Where", "Identity", "Dropout", "Mul", "Reshape", "Slice"))
-AFTER_SCORES = PASSING | {"Add", "Mul", "Div", "Tanh", "Where", "Slice", "Concat", "Sub", "Max"}
+AFTER_SCORES = CONTENT_KEEPING | {"Add", "Mul", "Div", "Tanh", "Where", "Slice", "Concat", "Sub", "Max"}
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionValues:
     """The values of one layer's attention.
 
     Attributes:
@@ -46,14 +46,14 @@ class Attention:
     def points(self) -> list[tuple[str, ir.Value]]:
         """Hook name within the layer and value, in execution order."""
         q, k = self.queries, self.keys
-        found = [("attn.hook_q", q.unrotated or q.value), ("attn.hook_k", k.unrotated or k.value)]
-        found += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
-        found += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
-        found += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
-        return [*found, ("attn.hook_pattern", self.pattern), ("attn.hook_z", self.z), ("hook_attn_out", self.out)]
+        points = [("attn.hook_q", q.unrotated or q.value), ("attn.hook_k", k.unrotated or k.value)]
+        points += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
+        points += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
+        points += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
+        return [*points, ("attn.hook_pattern", self.pattern), ("attn.hook_z", self.z), ("hook_attn_out", self.out)]
 
 
-def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Attention:
+def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> AttentionValues:
     """Recognise the attention between a layer's stream and the value that it adds.
 
     Raises:
@@ -74,7 +74,7 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
         raise ExportError(f"layer {layer}: no matrix multiplies the outputs of the heads")
     weight, rows = weight_of(projection)
     sink = scores is not patterns[0].inputs[0]
-    return Attention(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
+    return AttentionValues(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
@@ -151,6 +151,6 @@ def _heads_output(flow: Flow, layer: int, value: ir.Value) -> ir.Value:
         node = users[0]
         if node.op_type == "Transpose" and perm_of(node) == HEADS_FIRST:
             return node.outputs[0]
-        if node.op_type not in PASSING:
+        if node.op_type not in CONTENT_KEEPING:
             raise ExportError(f"layer {layer}: {node.op_type} reads pattern times values")
         value = node.outputs[0]

@@ -51,10 +51,10 @@ def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
         name, old.name = old.name, None
         new.type, new.shape = new.type or old.type, new.shape or old.shape
         if new.producer() is None or new.is_graph_output():
-            kept = ir.node("Identity", [new])
-            kept.outputs[0].type, kept.outputs[0].shape = new.type, new.shape
-            graph.insert_before(node, kept)
-            new = kept.outputs[0]
+            copy = ir.node("Identity", [new])
+            copy.outputs[0].type, copy.outputs[0].shape = new.type, new.shape
+            graph.insert_before(node, copy)
+            new = copy.outputs[0]
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         new.name = name
     graph.remove(node, safe=True)

@@ -2,12 +2,12 @@
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import PASSING, Flow, perm_of, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, perm_of, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.adopt.rotation import TURNED
 from mionnx.errors import ExportError
 
-SCALES = frozenset(("Mul", "Div"))
+SCALING_OPERATORS = frozenset(("Mul", "Div"))
 WIDENING = frozenset(("Expand", "Tile"))
 LARGEST = 4  # axes of a product of heads
 
@@ -16,11 +16,8 @@ def add_past(op: DecoderWriter, layer: int, part: str, heads: ir.Value, groups: 
     """Append keys or values to a past, a new input, and make what they come to an output.
 
     Args:
-        op: writes the nodes.
-        layer: number of the layer.
         part: "key" or "value".
         heads: [batch, groups, seq, width], the keys after rotation.
-        groups, width: sizes.
 
     Returns:
         [batch, groups, past + seq, width]
@@ -49,7 +46,6 @@ def read_joined(
     """Let a product read heads with their past, repeated, turned and scaled as before.
 
     Args:
-        op: writes the nodes.
         flow: of the graph before `joined` was made.
         product: of queries and keys, or of the pattern and values; its second operand is read from `heads`.
         heads, joined: without and with a past.
@@ -64,25 +60,25 @@ def read_joined(
         text = [] if node is None else flow.text(node)
         if node is None or len(text) != 1:
             raise ExportError(f"{product.op_type} {product.name!r} reads more than keys or values of its layer")
-        if node.op_type in SCALES or node.op_type == "Cast":
+        if node.op_type in SCALING_OPERATORS or node.op_type == "Cast":
             replayed.append(_scalar(node, text[0]))
         elif node.op_type == "Transpose":
             turned ^= perm_of(node) in TURNED
         elif node.op_type in WIDENING:
             widened = True
-        elif node.op_type not in PASSING:
+        elif node.op_type not in CONTENT_KEEPING:
             raise ExportError(f"{node.op_type} changes keys or values on their way to {product.op_type}")
         value = text[0]
     if rank(product.inputs[0]) not in (LARGEST, None):
         raise ExportError(f"{product.op_type} {product.name!r} multiplies heads and rows of a batch as one axis")
-    made = op.repeated(joined, count // groups, count, width) if widened else joined
-    made = op.Transpose(made, perm=[0, 1, 3, 2]) if turned else made
+    operand = op.repeated(joined, count // groups, count, width) if widened else joined
+    operand = op.Transpose(operand, perm=[0, 1, 3, 2]) if turned else operand
     for node in reversed(replayed):
-        inputs = [made if flow.is_text(entry) else entry for entry in node.inputs]
-        made = getattr(op, node.op_type)(
+        inputs = [operand if flow.is_text(entry) else entry for entry in node.inputs]
+        operand = getattr(op, node.op_type)(
             *inputs, **({"to": node.attributes.get_int("to", 1)} if node.op_type == "Cast" else {})
         )
-    product.replace_input_with(1, made)
+    product.replace_input_with(1, operand)
 
 
 def _scalar(node: ir.Node, text: ir.Value) -> ir.Node:

@@ -9,7 +9,7 @@ from exporters.adopt.flow import KEEPING, Flow, Origin, climb, rank, static
 from exporters.adopt.linear import is_linear, output_of
 
 MIXTURES = frozenset(("QMoE", "MoE"))
-ROUTERS = MIXTURES | {"TopK"}
+ROUTING_OPERATORS = MIXTURES | {"TopK"}
 # What keeps the order of one token's logits; a sigmoid makes large ones the same.
 RISING = frozenset(("Softmax", "Cast", "Identity", "Reshape"))
 
@@ -37,7 +37,7 @@ def find_router(flow: Flow, layer: int, nodes: list[ir.Node]) -> Router:
     """
     neurons = f"layer {layer}: mlp.hook_expert_gate, hook_expert_up, hook_expert_act, hook_expert_out"
     notes = [f"{neurons}: experts are not taken apart"]
-    choices = [node for node in nodes if node.op_type in ROUTERS]
+    choices = [node for node in nodes if node.op_type in ROUTING_OPERATORS]
     maps = {output_of(flow, node) for node in nodes if is_linear(flow, node)}
     logits = _logits_of(flow, choices[0], maps) if len(choices) == 1 else None
     if logits is None or not _shaped(logits):
@@ -45,8 +45,8 @@ def find_router(flow: Flow, layer: int, nodes: list[ir.Node]) -> Router:
         return Router(notes=[*notes, f"{what}: no one linear map of known size that experts are chosen by"])
     chosen = _chosen(flow, choices[0]) if choices[0].op_type == "TopK" else []
     if not chosen:
-        made = "no one value of each" if choices[0].op_type == "TopK" else f"inside of {choices[0].op_type} only"
-        notes.append(f"layer {layer}: mlp.hook_expert_indices, hook_expert_weights: {made}")
+        where = "no one value of each" if choices[0].op_type == "TopK" else f"inside of {choices[0].op_type} only"
+        notes.append(f"layer {layer}: mlp.hook_expert_indices, hook_expert_weights: {where}")
     points = [("mlp.hook_router_logits", logits), *chosen]
     return Router(points, {value: size for _, value in points if (size := _flat(value)) is not None}, notes)
 
@@ -65,7 +65,6 @@ def _logits_of(flow: Flow, choice: ir.Node, maps: Collection[ir.Value]) -> ir.Va
     """The output of the linear map before a choice; None if anything else lies between.
 
     Args:
-        flow: of the graph.
         choice: the node that chooses experts, or holds them.
         maps: outputs of linear maps.
     """
@@ -81,8 +80,8 @@ def _logits_of(flow: Flow, choice: ir.Node, maps: Collection[ir.Value]) -> ir.Va
 def _is_bias(flow: Flow, node: ir.Node) -> bool:
     """Whether a node adds a constant to the product of a linear map."""
     product, constants = flow.text(node)[0].producer(), _others(flow, node)
-    known = all(flow.origin.get(value) == Origin.CONSTANT for value in constants)
-    return node.op_type == "Add" and known and product is not None and is_linear(flow, product)
+    constant = all(flow.origin.get(value) == Origin.CONSTANT for value in constants)
+    return node.op_type == "Add" and constant and product is not None and is_linear(flow, product)
 
 
 def _others(flow: Flow, node: ir.Node) -> list[ir.Value]:

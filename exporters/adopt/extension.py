@@ -9,9 +9,9 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.caching import add_past, read_joined
-from exporters.adopt.flow import SIZES, Flow
+from exporters.adopt.flow import SIZE_OPERATORS, Flow
 from exporters.adopt.masking import (
-    LONG,
+    LONGEST_PROBE,
     Masking,
     MaskProbe,
     maskings,
@@ -20,7 +20,7 @@ from exporters.adopt.masking import (
     sweep_away,
     window_of,
 )
-from exporters.adopt.operators.decoder_writer import MASK, TOKENS, DecoderWriter
+from exporters.adopt.operators.decoder_writer import MASK_INPUT, TOKEN_INPUT, DecoderWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, check_extension, compare, probe_points
 from exporters.probe import Probe
@@ -47,9 +47,6 @@ class Plain:
     Attributes:
         model: its values named.
         proto: the same, in protobuf.
-        folder: of its weights.
-        found: its layers.
-        probed: one run.
         windows: of each layer, as the config says; None without a config.
         lacks: what the file has not: "mask" (its attention heeds none), "cache".
         counts: whether the graph makes its positions itself, and they cannot be given.
@@ -65,7 +62,7 @@ class Plain:
     windows: Sequence[int | None] | None
     lacks: frozenset[str]
     counts: bool
-    longest: int = LONG
+    longest: int = LONGEST_PROBE
     adds: bool = False
 
 
@@ -120,15 +117,15 @@ def extend(plain: Plain) -> bool:
     """
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
-    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
+    masks, complete, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
     for layer, attention in enumerate(plain.found.attention):
         masks.append(maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys))
         masked.expect(masks[-1])
-    for layer, found in enumerate(masks):
+    for layer, masking in enumerate(masks):
         window = None if plain.windows is None else plain.windows[layer]
-        whole = whole and (not found or serves_chunks(masked, found, window))
+        complete = complete and (not masking or serves_chunks(masked, masking, window))
     cache = "cache" in plain.lacks
-    if not plain.lacks and whole:
+    if not plain.lacks and complete:
         if any(window is not None for window in plain.windows or ()):
             with contextlib.suppress(ExportError):  # nothing is added, so the config is believed
                 _windows(plain, masked, masks)
@@ -138,14 +135,14 @@ def extend(plain: Plain) -> bool:
     windows = _windows(plain, masked, masks)
     op = DecoderWriter(model)
     op.begin()
-    reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
+    reads = [(node, place) for node, place in _input(model.graph, MASK_INPUT).uses()] if MASK_INPUT in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
-    for layer, found in enumerate(masks):
+    for layer, masking in enumerate(masks):
         scores = values[f"blocks.{layer}.attn.hook_scores"]
         kind = ir.DataType.from_numpy(plain.probed.values[str(scores.name)].dtype)
-        replace_masks(op, found, scores, windows[layer], kind, plain.adds)
+        replace_masks(op, masking, scores, windows[layer], kind, plain.adds)
     model.graph.insert_before(model.graph[0], op.nodes)
-    sweep_away(model.graph, [one.node for found in masks for one in found] + stale)
+    sweep_away(model.graph, [one.node for masking in masks for one in masking] + stale)
     _read_sizes_of_tokens(model.graph, reads, cache)
     model.graph.sort()
     return True
@@ -160,14 +157,14 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     if plain.windows is None:
         raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
     windows = [
-        window_of(masked, found, window, layer, plain.longest) if found else window
-        for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
+        window_of(masked, masking, window, layer, plain.longest) if masking else window
+        for layer, (masking, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
     plain.found.windows = windows
     if masked.unseen:
-        told = ", ".join(map(str, sorted({*masked.unseen.values()})))
+        sizes = ", ".join(map(str, sorted({*masked.unseen.values()})))
         plain.found.notes.append(
-            f"layers {[*masked.unseen]}: a window of {told} is what config.json says; the file's mask is that of a "
+            f"layers {[*masked.unseen]}: a window of {sizes} is what config.json says; the file's mask is that of a "
             "text without a past, and so long a one was not computed"
         )
     return windows
@@ -201,6 +198,6 @@ def _read_sizes_of_tokens(graph: ir.Graph, reads: Sequence[tuple[ir.Node, int]],
     for node, place in reads:
         if node.graph is None or not cache:
             continue
-        if node.op_type not in SIZES:
+        if node.op_type not in SIZE_OPERATORS:
             raise ExportError(f"{node.op_type} reads the attention mask for something that is no mask of scores")
-        node.replace_input_with(place, _input(graph, TOKENS))
+        node.replace_input_with(place, _input(graph, TOKEN_INPUT))

@@ -11,12 +11,14 @@ import onnx_ir as ir
 
 from mionnx.errors import ExportError
 
-PASSING = frozenset(("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile", "Flatten"))
+CONTENT_KEEPING = frozenset(
+    ("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile", "Flatten")
+)
 KEEPING = frozenset(("Identity", "Cast"))
 TABLES = KEEPING | {"DequantizeLinear", "Transpose", "Reshape"}
-SIZES = frozenset(("Shape", "Size"))
-LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
-INDICES = (ir.DataType.INT64, ir.DataType.INT32)
+SIZE_OPERATORS = frozenset(("Shape", "Size"))
+ROW_LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
+INDEX_TYPES = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 class Origin(IntEnum):
@@ -59,7 +61,7 @@ class Flow:
     def _follow(self, node: ir.Node) -> None:
         inputs = [value for value in node.inputs if value is not None]
         origin = max((self.origin.get(value, Origin.CONSTANT) for value in inputs), default=Origin.CONSTANT)
-        if node.op_type in SIZES:
+        if node.op_type in SIZE_OPERATORS:
             origin = min(origin, Origin.CALL)
         self.origin.update(dict.fromkeys(node.outputs, origin))
         if self.embedding in node.outputs:
@@ -74,14 +76,14 @@ class Flow:
 
     def _logits(self) -> ir.Value:
         """The last output of text with three axes, or with an unknown number."""
-        found = [
+        outputs = [
             value
             for value in self.graph.outputs
             if self.origin.get(value) == Origin.TEXT and rank(value) in (3, None) and value.producer() is not None
         ]
-        if not found:
+        if not outputs:
             raise ExportError("no output with three axes follows from the embedding: there are no logits")
-        return max(found, key=lambda value: self.order[value.producer()])
+        return max(outputs, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
         """Whether a value follows from the text."""
@@ -108,10 +110,10 @@ class Flow:
         Raises:
             ExportError: the embedding itself.
         """
-        found = self._above[value]
-        if found is None:
+        dominator = self._above[value]
+        if dominator is None:
             raise ExportError(f"nothing lies above the embedding {value.name}")
-        return found
+        return dominator
 
     def chain(self, value: ir.Value, top: ir.Value | None = None) -> list[ir.Value]:
         """The dominators of a value, itself last, from below `top` on.
@@ -119,14 +121,14 @@ class Flow:
         Raises:
             ExportError: `top` is none of them.
         """
-        found: list[ir.Value] = []
+        dominators: list[ir.Value] = []
         at: ir.Value | None = value
         while at is not None and at is not top:
-            found.append(at)
+            dominators.append(at)
             at = self._above[at]
         if at is not top:
             raise ExportError(f"{value.name} does not follow from {top.name if top is not None else None} alone")
-        return found[::-1]
+        return dominators[::-1]
 
     def between(self, top: ir.Value, bottom: ir.Value) -> list[ir.Node]:
         """The nodes on all paths of text from one value to another, in order."""
@@ -142,8 +144,8 @@ class Flow:
 
     def readers(self, value: ir.Value) -> list[ir.Node]:
         """The nodes that read a value for more than its size, in order."""
-        found = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZES)
-        return sorted((node for node in found if node in self.order), key=self.order.__getitem__)
+        nodes = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZE_OPERATORS)
+        return sorted((node for node in nodes if node in self.order), key=self.order.__getitem__)
 
 
 def find_embedding(graph: ir.Graph) -> ir.Node:
@@ -152,17 +154,17 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
     Raises:
         ExportError: none, or several that nothing tells apart.
     """
-    held, vocabularies = set(graph.initializers.values()), {*_vocabularies(graph)}
-    found: list[tuple[int | None, ir.Value, ir.Node]] = []
+    constants, vocabularies = set(graph.initializers.values()), {*_vocabularies(graph)}
+    lookups: list[tuple[int | None, ir.Value, ir.Node]] = []
     for node in graph:
-        if node.op_type in LOOKUPS and node.inputs[0] is not None and node.inputs[1] is not None:
+        if node.op_type in ROW_LOOKUPS and node.inputs[0] is not None and node.inputs[1] is not None:
             (table, rows), source = table_of(node.inputs[0]), climb(node.inputs[1])
-            indices = source.is_graph_input() and source.dtype in INDICES
-            if table in held and indices and rank(table) in (2, 3) and axis_of(node) == 0:
-                found.append((static(table, rows), source, node))
-    if not found:
+            indices = source.is_graph_input() and source.dtype in INDEX_TYPES
+            if table in constants and indices and rank(table) in (2, 3) and axis_of(node) == 0:
+                lookups.append((static(table, rows), source, node))
+    if not lookups:
         raise ExportError("no integer input picks rows of a matrix: the graph has no token embedding")
-    wide = [entry for entry in found if entry[0] in vocabularies] or found
+    wide = [entry for entry in lookups if entry[0] in vocabularies] or lookups
     named = [entry for entry in wide if entry[1].name == "input_ids"] or wide
     sources = {entry[1] for entry in named}
     if len(sources) > 1:
@@ -188,7 +190,7 @@ def _vocabularies(graph: ir.Graph) -> Iterator[int]:
             yield size
 
 
-def climb(value: ir.Value, operators: Collection[str] = PASSING) -> ir.Value:
+def climb(value: ir.Value, operators: Collection[str] = CONTENT_KEEPING) -> ir.Value:
     """The value that a chain of operators with one source each begins with."""
     while (node := value.producer()) is not None and node.op_type in operators and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -213,5 +215,5 @@ def axis_of(node: ir.Node, default: int = 0) -> int:
 
 def perm_of(node: ir.Node) -> tuple[int, ...]:
     """The order of axes of a `Transpose`; empty where it is the reverse."""
-    found = node.attributes.get("perm")
-    return tuple(found.as_ints()) if found is not None else ()
+    perm = node.attributes.get("perm")
+    return tuple(perm.as_ints()) if perm is not None else ()

@@ -3,13 +3,13 @@
 import numpy as np
 import onnx_ir as ir
 
-from exporters.adopt.flow import INDICES, LOOKUPS, SIZES, climb, find_embedding, rank, static, table_of
-from exporters.adopt.operators.decoder_writer import MASK, POSITIONS, TOKENS
+from exporters.adopt.flow import INDEX_TYPES, ROW_LOOKUPS, SIZE_OPERATORS, climb, find_embedding, rank, static, table_of
+from exporters.adopt.operators.decoder_writer import MASK_INPUT, POSITIONS, TOKEN_INPUT
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 
-INT64 = ir.TensorType(ir.DataType.INT64)
-AXES = {TOKENS: ("batch", "seq"), MASK: ("batch", "total"), POSITIONS: ("batch", "seq")}
+INT64_TYPE = ir.TensorType(ir.DataType.INT64)
+INPUT_AXES = {TOKEN_INPUT: ("batch", "seq"), MASK_INPUT: ("batch", "total"), POSITIONS: ("batch", "seq")}
 UNKNOWN = -1  # no axis
 NEAR_ANGLES = 40  # nodes from positions to a cosine
 
@@ -22,9 +22,11 @@ def name_inputs(model: ir.Model) -> None:
     """
     graph = model.graph
     tokens = climb(find_embedding(graph).inputs[1])
-    _take(graph, tokens, TOKENS)
-    for value in [value for value in graph.inputs if value.name != TOKENS and not _is_past(value) and value.uses()]:
-        _take(graph, value, POSITIONS if _feeds_angles(value) else MASK)
+    _take(graph, tokens, TOKEN_INPUT)
+    for value in [
+        value for value in graph.inputs if value.name != TOKEN_INPUT and not _is_past(value) and value.uses()
+    ]:
+        _take(graph, value, POSITIONS if _feeds_angles(value) else MASK_INPUT)
 
 
 def _is_past(value: ir.Value) -> bool:
@@ -34,7 +36,7 @@ def _is_past(value: ir.Value) -> bool:
 def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
     """Give an input a name; a cast stands behind one of another dtype."""
     other = next((one for one in graph.inputs if one.name == name and one is not value), None)
-    if other is not None and (rank(other) == rank(value) or name != MASK):
+    if other is not None and (rank(other) == rank(value) or name != MASK_INPUT):
         raise ExportError(
             f"the inputs {other.name} and {value.name} both look like {name}: which is which is not known"
         )
@@ -45,7 +47,7 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
     kind = value.dtype
     for inner in [inner for node in graph for inner in node.outputs if inner.name == name]:
         inner.name = f"stock.{name}"
-    value.name, value.shape = name, ir.Shape(AXES[name])
+    value.name, value.shape = name, ir.Shape(INPUT_AXES[name])
     if kind not in (ir.DataType.INT64, None):
         readers = list(value.uses())
         cast = ir.node("Cast", [value], attributes={"to": int(kind)})
@@ -53,7 +55,7 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
         for node, place in readers:
             node.replace_input_with(place, cast.outputs[0])
         graph.insert_before(graph[0], cast)
-    value.type = INT64
+    value.type = INT64_TYPE
 
 
 def _feeds_angles(value: ir.Value) -> bool:
@@ -62,7 +64,7 @@ def _feeds_angles(value: ir.Value) -> bool:
     waiting = [value]
     while waiting and len(seen) < NEAR_ANGLES:
         for node, place in waiting.pop(0).uses():
-            if node in seen or node.op_type in SIZES:
+            if node in seen or node.op_type in SIZE_OPERATORS:
                 continue
             seen.add(node)
             expansion = expansion_of((node.domain, node.op_type))
@@ -76,7 +78,7 @@ def _feeds_angles(value: ir.Value) -> bool:
 
 def _is_table_look_up(node: ir.Node) -> bool:
     """Whether a node picks rows of a constant matrix: of learned positions, or of angles."""
-    if node.op_type not in LOOKUPS or node.inputs[0] is None:
+    if node.op_type not in ROW_LOOKUPS or node.inputs[0] is None:
         return False
     table, _ = table_of(node.inputs[0])
     return table.is_initializer() and rank(table) in (2, 3)
@@ -93,15 +95,15 @@ def supply_positions(model: ir.Model) -> str | None:
     graph = model.graph
     if any(value.name == POSITIONS for value in graph.inputs):
         return None
-    made = ir.Value(name=POSITIONS, type=INT64, shape=ir.Shape(AXES[POSITIONS]))
-    graph.inputs.append(made)
+    positions = ir.Value(name=POSITIONS, type=INT64_TYPE, shape=ir.Shape(INPUT_AXES[POSITIONS]))
+    graph.inputs.append(positions)
     counted = _counted(graph)
     for node, place, axis in counted:
-        node.replace_input_with(place, made if axis is None else _unsqueezed(graph, made, axis))
+        node.replace_input_with(place, positions if axis is None else _unsqueezed(graph, positions, axis))
     if counted:
         return None
-    keep = ir.node("Identity", [made])  # the rewriter looks for the input, and an unread one would not be kept
-    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64, made.shape
+    keep = ir.node("Identity", [positions])  # the rewriter looks for the input, and an unread one would not be kept
+    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64_TYPE, positions.shape
     graph.insert_before(graph[0], keep)
     return "position_ids: the graph makes its positions itself; those that are given are not read"
 
@@ -111,17 +113,17 @@ def _unsqueezed(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Value:
     if name not in graph.initializers:
         axes = ir.tensor(np.array([axis], np.int64), name=name)
         graph.register_initializer(
-            ir.Value(name=name, type=INT64, shape=ir.Shape([1]), const_value=axes),
+            ir.Value(name=name, type=INT64_TYPE, shape=ir.Shape([1]), const_value=axes),
         )
     node = ir.node("Unsqueeze", [value, graph.initializers[name]])
-    node.outputs[0].type = INT64
+    node.outputs[0].type = INT64_TYPE
     graph.insert_before(graph[0], node)
     return node.outputs[0]
 
 
 def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
     """Reads of counted positions on the way to angles: node, place, axis to add to [batch, seq]."""
-    found: dict[tuple[ir.Node, int], int | None] = {}
+    reads: dict[tuple[ir.Node, int], int | None] = {}
     for node in graph:
         if node.op_type in ("Cos", "Sin"):
             read = _counted_read(node)
@@ -130,8 +132,8 @@ def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
         else:
             continue
         if read is not None:
-            found[read] = _added_axis(read[0].inputs[read[1]])
-    return [(node, place, axis) for (node, place), axis in found.items() if axis != UNKNOWN]
+            reads[read] = _added_axis(read[0].inputs[read[1]])
+    return [(node, place, axis) for (node, place), axis in reads.items() if axis != UNKNOWN]
 
 
 def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
@@ -140,15 +142,15 @@ def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
     waiting = [angle]
     while waiting:
         node = waiting.pop()
-        if node in seen or node.op_type in SIZES:
+        if node in seen or node.op_type in SIZE_OPERATORS:
             continue
         seen.add(node)
         for place, entry in enumerate(node.inputs):
             if entry is None or entry.producer() is None:
                 continue
-            if entry.dtype in INDICES and _is_counted(entry):
+            if entry.dtype in INDEX_TYPES and _is_counted(entry):
                 return node, place
-            waiting += [entry.producer()] if entry.dtype not in INDICES else []
+            waiting += [entry.producer()] if entry.dtype not in INDEX_TYPES else []
     return None
 
 
@@ -168,17 +170,17 @@ def _added_axis(value: ir.Value | None) -> int | None:
 
 def _following(value: ir.Value | None) -> set[ir.Value]:
     """All values that follow from the content of one."""
-    found: set[ir.Value] = set() if value is None else {value}
-    waiting = list(found)
+    values: set[ir.Value] = set() if value is None else {value}
+    waiting = list(values)
     while waiting:
         for node, _ in waiting.pop().uses():
-            if node.op_type not in SIZES:
-                fresh = [output for output in node.outputs if output not in found]
-                found.update(fresh)
+            if node.op_type not in SIZE_OPERATORS:
+                fresh = [output for output in node.outputs if output not in values]
+                values.update(fresh)
                 waiting += fresh
-    return found
+    return values
 
 
 def heeds_mask(model: ir.Model, scores: ir.Value) -> bool:
     """Whether attention scores follow from the content of the attention mask."""
-    return scores in _following(next((value for value in model.graph.inputs if value.name == MASK), None))
+    return scores in _following(next((value for value in model.graph.inputs if value.name == MASK_INPUT), None))

@@ -14,17 +14,17 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from exporters.adopt.flow import PASSING, Flow, Origin, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 
-LOWEST = -9999.0  # what is added to a score that no query shall read, or less
-SHORT, LONG = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
-CHUNK = (3, 5)  # tokens, past: of a mask that has to heed both
-HEADS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")
+MASKED_SCORE = -9999.0  # what is added to a score that no query shall read, or less
+SHORT, LONGEST_PROBE = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
+CHUNK_PROBE = (3, 5)  # tokens, past: of a mask that has to heed both
+HEAD_HOOKS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")
 Seen = NDArray[np.bool_]
 
 
@@ -50,7 +50,7 @@ class Masking:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
             return value == 1 if np.all((value == 0) | (value == 1)) else None
-        return value == 0 if np.all((value == 0) | (value <= LOWEST)) else None
+        return value == 0 if np.all((value == 0) | (value <= MASKED_SCORE)) else None
 
 
 def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
@@ -59,7 +59,7 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
     Raises:
         ExportError: the scores do not follow from the product alone.
     """
-    found, value = list[Masking](), scores
+    masks, value = list[Masking](), scores
     while (node := value.producer()) is not None and node is not product:
         text = flow.text(node)
         if len(text) != 1:
@@ -68,12 +68,12 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
         others = [one for one in node.inputs if one is not None and one is not value]
         called = [one for one in others if flow.origin.get(one) == Origin.CALL]
         if node.op_type == "Where" and node.inputs[0] in others:
-            found.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
+            masks.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
         elif (node.op_type == "Add" and called) or (node.op_type == "Mul" and called and (rank(called[0]) or 0) > 1):
-            found.append(Masking(node, value, called[0], None))
-        elif called and node.op_type not in PASSING | {"Slice", "Mul", "Div"}:
+            masks.append(Masking(node, value, called[0], None))
+        elif called and node.op_type not in CONTENT_KEEPING | {"Slice", "Mul", "Div"}:
             raise ExportError(f"layer {layer}: {node.op_type} changes scores by something of the call that is no mask")
-    return found
+    return masks
 
 
 class MaskProbe:
@@ -85,40 +85,40 @@ class MaskProbe:
 
     def __init__(self, proto: onnx.ModelProto, folder: Path, values: Mapping[str, np.ndarray]) -> None:
         self._flow, self._folder = Dataflow(proto), folder
-        self._heads = {name: value for name, value in values.items() if name.endswith(HEADS)}
+        self._heads = {name: value for name, value in values.items() if name.endswith(HEAD_HOOKS)}
         self._known: dict[tuple[object, ...], Seen | None] = {}
         self._names: dict[str, None] = {}
         self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
         self.unseen: dict[int, int] = {}  # layer -> a window of the config that no probe was long enough to show
 
-    def expect(self, found: Sequence[Masking]) -> None:
+    def expect(self, masks: Sequence[Masking]) -> None:
         """Name masks that will be asked for, to run them with the others."""
-        self._names.update(dict.fromkeys(str(one.operand.name) for one in found))
+        self._names.update(dict.fromkeys(str(one.operand.name) for one in masks))
 
-    def seen(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
+    def seen(self, masks: Sequence[Masking], seq: int, past: int) -> Seen | None:
         """Run some masks: the keys that queries read, [batch, heads, seq, past + seq].
 
         None if more than a mask is added to the scores.
 
         Args:
-            found: the masks of one layer; at least one.
+            masks: the masks of one layer; at least one.
             seq, past: tokens of a text, and before it.
 
         Raises:
             ExportError: the masks cannot be made for such a text.
         """
-        key = (*((one.operand.name, one.shown) for one in found), seq, past)
+        key = (*((one.operand.name, one.shown) for one in masks), seq, past)
         if key not in self._known:
-            self._known[key] = self._run(found, seq, past)
+            self._known[key] = self._run(masks, seq, past)
         return self._known[key]
 
-    def _run(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
-        names = list(dict.fromkeys(str(one.operand.name) for one in found))
+    def _run(self, masks: Sequence[Masking], seq: int, past: int) -> Seen | None:
+        names = list(dict.fromkeys(str(one.operand.name) for one in masks))
         values = self._all(seq, past)
         if values is None or not values.keys() >= {*names}:
             values = self._made(names, seq, past)
         seen = np.ones((1, 1, seq, past + seq), np.bool_)
-        for one in found:
+        for one in masks:
             value = values[str(one.operand.name)]
             own = one.seen(value)
             if own is None:
@@ -174,7 +174,7 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
 
 
 def window_of(
-    probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int, longest: int = LONG
+    probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONGEST_PROBE
 ) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
 
@@ -183,22 +183,22 @@ def window_of(
     Raises:
         ExportError: it is neither, or more than a mask.
     """
-    length = min(max(2 * (window or 0), SHORT) + 3, LONG + 3, longest)
-    seen = probe.seen(found, length, 0)
+    length = min(max(2 * (window or 0), SHORT) + 3, LONGEST_PROBE + 3, longest)
+    seen = probe.seen(masks, length, 0)
     if seen is None:
-        raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {found[0].operand.name}")
+        raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {masks[0].operand.name}")
     for candidate in (window, None):
         if np.all(seen == causal(length, 0, candidate)):
-            return candidate if window is None or window < length else _far_window(probe, found, window, layer)
+            return candidate if window is None or window < length else _far_window(probe, masks, window, layer)
     if np.all(seen):  # made for one token a call, which reads all keys
         return window
-    raise ExportError(f"layer {layer}: the mask {found[0].operand.name} is not causal, and has no window of {window}")
+    raise ExportError(f"layer {layer}: the mask {masks[0].operand.name} is not causal, and has no window of {window}")
 
 
-def _far_window(probe: MaskProbe, found: Sequence[Masking], window: int, layer: int) -> int | None:
+def _far_window(probe: MaskProbe, masks: Sequence[Masking], window: int, layer: int) -> int | None:
     """The window of one token behind a past as long as the window of the config."""
     try:
-        seen = probe.seen(found, 1, window)
+        seen = probe.seen(masks, 1, window)
     except ExportError:  # made for whole texts: so long a one would take gigabytes
         seen = None
     if seen is None or not np.all(seen[..., 1:]):
@@ -207,14 +207,14 @@ def _far_window(probe: MaskProbe, found: Sequence[Masking], window: int, layer: 
     return None if np.all(seen) else window
 
 
-def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None) -> bool:
+def serves_chunks(probe: MaskProbe, masks: Sequence[Masking], window: int | None) -> bool:
     """Whether masks are right for several tokens after a past.
 
     More than a mask is taken to be right.
     """
-    seq, past = CHUNK
+    seq, past = CHUNK_PROBE
     try:
-        seen = probe.seen(found, seq, past)
+        seen = probe.seen(masks, seq, past)
     except ExportError:
         return False
     return seen is None or any(np.all(seen == causal(seq, past, one)) for one in (window, None))
@@ -222,7 +222,7 @@ def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None
 
 def replace_masks(
     op: DecoderWriter,
-    found: Sequence[Masking],
+    masks: Sequence[Masking],
     scores: ir.Value,
     window: int | None,
     kind: ir.DataType,
@@ -233,15 +233,14 @@ def replace_masks(
     The scores keep their name.
 
     Args:
-        op: writes the nodes.
-        found: the masks, from `maskings`.
+        masks: the masks, from `maskings`.
         scores: the softmax's input.
         window: number of keys that a query reads; None for all.
         kind: dtype of the scores.
         adds: whether a fused operator of the file adds a mask, and shall find one to read.
     """
     bare = scores
-    for one in found:
+    for one in masks:
         if one.node.outputs[0] is scores:
             bare = one.inner
         else:
@@ -262,10 +261,10 @@ def replace_masks(
 
 def added_mask(op: DecoderWriter, seen: ir.Value, kind: ir.DataType) -> ir.Value:
     """An added mask: 0 for a key that is seen, else a number near the lowest of its dtype."""
-    made = [node.outputs[0] for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
-    known = [value for value in made if value.producer().inputs[1].is_initializer()]
+    masks = [node.outputs[0] for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
+    constants = [value for value in masks if value.producer().inputs[1].is_initializer()]
     lowest = float(np.finfo(kind.numpy()).min) / 2
-    return known[0] if known else op.Where(seen, op.number(0, kind), op.number(lowest, kind))
+    return constants[0] if constants else op.Where(seen, op.number(0, kind), op.number(lowest, kind))
 
 
 def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:

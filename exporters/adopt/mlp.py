@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from exporters.adopt.experts import ROUTERS, Router, find_router
+from exporters.adopt.experts import ROUTING_OPERATORS, Router, find_router
 from exporters.adopt.flow import Flow, climb
-from exporters.adopt.linear import SHAPING, input_of, linear_maps, output_of
+from exporters.adopt.linear import SHAPE_OPERATORS, input_of, linear_maps, output_of
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,6 @@ class Mlp:
     """The values of one layer's MLP: hook name within the layer and value, in execution order.
 
     Attributes:
-        points: as above.
         notes: which hook points it has not, and why.
         flat: those with batch and seq as one axis, of a router; the size of the other axis.
     """
@@ -27,7 +26,7 @@ class Mlp:
 def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
     """Recognise the MLP between a layer's stream and the value that it adds."""
     maps = linear_maps(flow, top, out)
-    routed = any(node.op_type in ROUTERS for node in flow.between(top, out))
+    routed = any(node.op_type in ROUTING_OPERATORS for node in flow.between(top, out))
     if routed or len(maps) < 2:
         why = "a mixture of experts" if routed else f"{len(maps)} linear maps"
         router = find_router(flow, layer, flow.between(top, out)) if routed else Router()
@@ -42,8 +41,8 @@ def _around(
 ) -> list[tuple[str, ir.Value]]:
     """The points of an MLP without neurons: output, router, and input if there is one."""
     pre = input_of(flow, maps[0]) if maps else None
-    known = pre is not None and pre in flow.chain(out, top)
-    return [*([("mlp.hook_pre", pre)] if known else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]
+    dominates = pre is not None and pre in flow.chain(out, top)
+    return [*([("mlp.hook_pre", pre)] if dominates else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]
 
 
 def _between_two_maps(flow: Flow, layer: int, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> Mlp:
@@ -64,8 +63,8 @@ def _neurons(layer: int, ups: list[ir.Value], act: ir.Value) -> tuple[list[tuple
         return [("mlp.hook_up", ups[0])], []
     product = act.producer()
     if len(ups) == 2 and product is not None and product.op_type == "Mul":
-        factors = [climb(value, SHAPING) for value in product.inputs if value is not None]
-        linear = [value for value in ups if climb(value, SHAPING) in factors]
+        factors = [climb(value, SHAPE_OPERATORS) for value in product.inputs if value is not None]
+        linear = [value for value in ups if climb(value, SHAPE_OPERATORS) in factors]
         if len(linear) == 1:
             gate = next(value for value in ups if value is not linear[0])
             return [("mlp.hook_gate", gate), ("mlp.hook_up", linear[0])], []

@@ -25,8 +25,8 @@ def onnx_files(folder: Path) -> list[Path]:
     """
     if folder.is_file():
         return [folder] if folder.suffix == ".onnx" else []
-    found = [*folder.glob("*.onnx"), *(folder / SUBFOLDER).glob("*.onnx")]
-    paths = {str(path.relative_to(folder)): path for path in found}
+    files = [*folder.glob("*.onnx"), *(folder / SUBFOLDER).glob("*.onnx")]
+    paths = {str(path.relative_to(folder)): path for path in files}
     return [paths[name] for name in in_order([*paths]) if paths[name].is_file() and not _is_hooked(folder, name)]
 
 
@@ -51,12 +51,12 @@ def pick(names: Sequence[str], file: str | None, where: str) -> str:
     Raises:
         ExportError: there is none, or none of that name.
     """
-    found = in_order(names)
-    named = [one for one in found if file in (None, PurePosixPath(one).name, PurePosixPath(one).stem, one)]
-    if not found:
+    paths = in_order(names)
+    named = [one for one in paths if file in (None, PurePosixPath(one).name, PurePosixPath(one).stem, one)]
+    if not paths:
         raise ExportError(f"{where} holds no ONNX file")
     if not named:
-        raise ExportError(f"{where} has no ONNX file {file!r}; it has {', '.join(found)}")
+        raise ExportError(f"{where} has no ONNX file {file!r}; it has {', '.join(paths)}")
     return named[0]
 
 
@@ -90,6 +90,6 @@ def choose(folder: Path, file: str | None = None) -> Path:
 def config_folder(file: Path) -> Path:
     """The folder of the config and the tokenizer of a file: its own, or the one above `onnx`."""
     own = file.parent
-    held, other = (os.path.lexists(folder / "config.json") for folder in (own, own.parent))
-    above = own.name == SUBFOLDER and other and not held
+    beside, other = (os.path.lexists(folder / "config.json") for folder in (own, own.parent))
+    above = own.name == SUBFOLDER and other and not beside
     return own.parent if above else own

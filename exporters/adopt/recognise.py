@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from exporters.adopt.attention import Attention, find_attention
+from exporters.adopt.attention import AttentionValues, find_attention
 from exporters.adopt.flow import KEEPING, Flow, Origin, climb, perm_of, rank
 from exporters.adopt.linear import input_of, linear_maps
 from exporters.adopt.mlp import find_mlp
@@ -20,9 +20,7 @@ class Recognised:
     """A decoder whose values are known.
 
     Attributes:
-        flow: of its graph.
         points: hook name and value, in execution order; a value may have several names.
-        attention: of each layer.
         sums: of a stream that is normed after its additions, the sums; hook name of the stream after one, and the sum.
         within: hook name of an MLP's input, and the nodes of the MLP: its other readers do not read the hook point.
         seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
@@ -33,7 +31,7 @@ class Recognised:
 
     flow: Flow
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
+    attention: list[AttentionValues] = field(default_factory=list)
     sums: dict[str, ir.Value] = field(default_factory=dict)
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
     seq_first: set[ir.Value] = field(default_factory=set)
@@ -56,22 +54,22 @@ def recognise(graph: ir.Graph) -> Recognised:
         ExportError: what is found is no decoder with a residual stream, attention and MLPs.
     """
     separate_heads(graph)
-    found = Recognised(Flow(graph))
-    steps = residual_steps(found.flow)
-    found.points += _embedding(found.flow, steps[0].before)
+    decoder = Recognised(Flow(graph))
+    steps = residual_steps(decoder.flow)
+    decoder.points += _embedding(decoder.flow, steps[0].before)
     for step in steps:
-        _layer(found, step)
-    if not found.attention:
+        _layer(decoder, step)
+    if not decoder.attention:
         raise ExportError("no branch of the residual stream holds attention: the graph is no decoder of text")
-    last = linear_maps(found.flow, steps[-1].after, found.flow.logits)
-    if last and climb(input_of(found.flow, last[-1]), KEEPING) is climb(steps[-1].after, KEEPING):
-        found.notes.append("hook_final_norm: the stream is normed after each addition, and no more behind the last")
+    last = linear_maps(decoder.flow, steps[-1].after, decoder.flow.logits)
+    if last and climb(input_of(decoder.flow, last[-1]), KEEPING) is climb(steps[-1].after, KEEPING):
+        decoder.notes.append("hook_final_norm: the stream is normed after each addition, and no more behind the last")
     elif last:
-        found.points.append(("hook_final_norm", input_of(found.flow, last[-1])))
+        decoder.points.append(("hook_final_norm", input_of(decoder.flow, last[-1])))
     else:
-        found.notes.append("hook_final_norm: no linear map makes the logits")
-    found.points.append(("hook_logits", found.flow.logits))
-    return found
+        decoder.notes.append("hook_final_norm: no linear map makes the logits")
+    decoder.points.append(("hook_logits", decoder.flow.logits))
+    return decoder
 
 
 def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
@@ -86,31 +84,31 @@ def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
     return [("hook_embed", first)]
 
 
-def _layer(found: Recognised, step: Step) -> None:
+def _layer(decoder: Recognised, step: Step) -> None:
     """Add the points of one residual addition: a layer's attention, its MLP, or both."""
-    flow, top = found.flow, step.before
+    flow, top = decoder.flow, step.before
     attends = {branch: has_attention(flow, top, branch) for branch in step.branches}
-    if not found.attention and not any(attends.values()):
+    if not decoder.attention and not any(attends.values()):
         raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
-    layer = len(found.attention) - (not any(attends.values()))
+    layer = len(decoder.attention) - (not any(attends.values()))
     points = [("hook_resid_pre", top)] if any(attends.values()) else []
     for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
         if attends[branch]:
-            found.attention.append(find_attention(flow, layer, top, branch))
-            rotated = (found.attention[-1].queries, found.attention[-1].keys)
-            found.seq_first |= {one.unrotated for one in rotated if one.seq_first and one.unrotated is not None}
-            points += found.attention[-1].points()
+            decoder.attention.append(find_attention(flow, layer, top, branch))
+            rotated = (decoder.attention[-1].queries, decoder.attention[-1].keys)
+            decoder.seq_first |= {one.unrotated for one in rotated if one.seq_first and one.unrotated is not None}
+            points += decoder.attention[-1].points()
         else:
             mlp = find_mlp(flow, layer, top, branch)
-            found.notes += mlp.notes
-            found.flat |= {value: (top, size) for value, size in mlp.flat.items()}
-            found.within[f"blocks.{layer}.mlp.hook_pre"] = set(flow.between(top, branch))
+            decoder.notes += mlp.notes
+            decoder.flat |= {value: (top, size) for value, size in mlp.flat.items()}
+            decoder.within[f"blocks.{layer}.mlp.hook_pre"] = set(flow.between(top, branch))
             points += mlp.points
     ends = "hook_resid_post" if len(step.branches) > 1 or not any(attends.values()) else "hook_resid_mid"
     points.append((ends, step.after))
-    found.points += [(f"blocks.{layer}.{name}", value) for name, value in points]
+    decoder.points += [(f"blocks.{layer}.{name}", value) for name, value in points]
     if step.summed is not step.after:
-        found.sums[f"blocks.{layer}.{ends}"] = step.summed
+        decoder.sums[f"blocks.{layer}.{ends}"] = step.summed
 
 
 def separate_heads(graph: ir.Graph) -> None:

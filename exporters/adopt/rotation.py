@@ -4,15 +4,25 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import KEEPING, LOOKUPS, PASSING, SIZES, Flow, Origin, climb, perm_of, rank
-from exporters.adopt.linear import ROUNDING, is_linear
+from exporters.adopt.flow import (
+    CONTENT_KEEPING,
+    KEEPING,
+    ROW_LOOKUPS,
+    SIZE_OPERATORS,
+    Flow,
+    Origin,
+    climb,
+    perm_of,
+    rank,
+)
+from exporters.adopt.linear import ROUNDING_OPERATORS, is_linear
 from mionnx.errors import ExportError
 
 HEADS_FIRST = (0, 2, 1, 3)  # [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
 TURNED = ((0, 1, 3, 2), (0, 2, 1))  # keys for their product with queries
 ROTATION = "RotaryEmbedding"
 ROTATES = frozenset(("Add", "Sub", "Concat", "Mul", "ScatterND", "Reshape", "Transpose", ROTATION))
-ANGLE_LOOKUPS = LOOKUPS | {"GatherElements", "GatherND"}
+ANGLE_LOOKUPS = ROW_LOOKUPS | {"GatherElements", "GatherND"}
 LONGEST = 40  # nodes of a rotation
 DEEPEST = 60  # nodes from an angle's cosine
 
@@ -62,7 +72,7 @@ def heads_of(flow: Flow, value: ir.Value) -> Heads:
 
 def _merged_heads(value: ir.Value) -> ir.Value | None:
     """The heads that a value was merged from, [batch, heads, seq, head_dim]; None if from none."""
-    node = climb(value, PASSING | ROUNDING).producer()
+    node = climb(value, CONTENT_KEEPING | ROUNDING_OPERATORS).producer()
     return node.inputs[0] if node is not None and perm_of(node) == HEADS_FIRST else None
 
 
@@ -72,7 +82,7 @@ def _leaves_heads(flow: Flow, node: ir.Node) -> bool:
         return perm_of(node) in TURNED
     if node.op_type in ("Mul", "Div"):
         return len(flow.text(node)) == 1 and not multiplies_angles(flow, node)
-    return node.op_type in PASSING or node.op_type in ROUNDING
+    return node.op_type in CONTENT_KEEPING or node.op_type in ROUNDING_OPERATORS
 
 
 def _is_past(flow: Flow, value: ir.Value | None) -> bool:
@@ -86,7 +96,7 @@ def rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
     """
     below = value
     while (node := below.producer()) is not None and len(flow.text(node)) == 1 and node.op_type != ROTATION:
-        if node.op_type not in PASSING:
+        if node.op_type not in CONTENT_KEEPING:
             return None
         below = flow.text(node)[0]
     if node is None or node.op_type not in ROTATES:
@@ -118,7 +128,7 @@ def _follows_from_angles(flow: Flow, value: ir.Value) -> bool:
         seen.add(node)
         if node.op_type in ("Cos", "Sin") or _looks_up_angles(flow, node):
             return True
-        waiting += [] if node.op_type in SIZES else [entry for entry in node.inputs if entry is not None]
+        waiting += [] if node.op_type in SIZE_OPERATORS else [entry for entry in node.inputs if entry is not None]
     return False
 
 

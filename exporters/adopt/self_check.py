@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from exporters.adopt.recognise import sum_of
-from exporters.probe import SEQ, Array, Probe, open_session, probe, run
+from exporters.probe import PROBE_TOKENS, Array, Probe, open_session, probe, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
@@ -56,35 +56,35 @@ def probe_points(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> 
     return probe(proto, folder, [*names, *sorted(sums)])
 
 
-def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
+def check_laws(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
     """Check every law; a result is that of the layer with the largest difference."""
-    worst, allowed = dict[str, LawResult](), found.rounding
+    worst, allowed = dict[str, LawResult](), probed.rounding
     for layer in range(layers):
-        for law, left, right in _laws_of_layer(found.values, layer, sinks):
+        for law, left, right in _laws_of_layer(probed.values, layer, sinks):
             result = compare(law, layer, left, right, allowed)
             if law not in worst or not result.difference <= worst[law].difference:
                 worst[law] = result
     last = f"blocks.{layers - 1}.hook_resid_post"
     head = open_session(extract(Dataflow(proto), [last], ["logits"]), folder, [])
-    given = {**found.feeds, last: found.values[last]}
-    (lens,) = run(head, ["logits"], {entry.name: given[entry.name] for entry in head.get_inputs()})
-    return [*worst.values(), compare("lens of the last layer = logits", None, lens, found.values["logits"], allowed)]
+    inputs = {**probed.feeds, last: probed.values[last]}
+    (lens,) = run(head, ["logits"], {entry.name: inputs[entry.name] for entry in head.get_inputs()})
+    return [*worst.values(), compare("lens of the last layer = logits", None, lens, probed.values["logits"], allowed)]
 
 
-def check_extension(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
+def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
     """Check an added mask and cache: padding before the text, and a cache, change no logits."""
     session = open_session(proto, folder, [])
-    allowed = INT8_CALLS if rounds_activations(proto) else layers * found.rounding
-    logits, results, half = found.values["logits"], list[LawResult](), SEQ // 2
-    one = {name: _padded(name, value) for name, value in found.feeds.items()}
+    allowed = INT8_CALLS if rounds_activations(proto) else layers * probed.rounding
+    logits, results, half = probed.values["logits"], list[LawResult](), PROBE_TOKENS // 2
+    one = {name: _padded(name, value) for name, value in probed.feeds.items()}
     (padded,) = run(session, ["logits"], one)
     results.append(compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed))
     presents = [entry.name for entry in session.get_outputs() if entry.name.startswith("present.")]
     if presents:
-        early = {name: value if value.ndim == 4 else value[:, :half] for name, value in found.feeds.items()}
-        first, *kept = run(session, ["logits", *presents], early)
-        past = dict(zip((name.replace("present", "past_key_values", 1) for name in presents), kept, strict=True))
-        late = {name: value if "mask" in name else value[:, half:] for name, value in found.feeds.items()}
+        early = {name: value if value.ndim == 4 else value[:, :half] for name, value in probed.feeds.items()}
+        first, *cache = run(session, ["logits", *presents], early)
+        past = dict(zip((name.replace("present", "past_key_values", 1) for name in presents), cache, strict=True))
+        late = {name: value if "mask" in name else value[:, half:] for name, value in probed.feeds.items()}
         (second,) = run(session, ["logits"], {**late, **past})
         both = np.concatenate([first, second], axis=1)
         results.append(compare("logits in two parts = logits", None, both, logits, allowed))

@@ -23,11 +23,10 @@ from mionnx.graph.validate import check, check_counts
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file that was read.
 
     Attributes:
-        file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
         stock: the file as it came; its larger weights are external data by their names in the adopted folder.
@@ -41,7 +40,7 @@ class Source:
     flag: str | None = None
 
 
-def open_source(file: Path) -> Source:
+def open_source(file: Path) -> SourceFile:
     """Read a file without its weights.
 
     Raises:
@@ -61,14 +60,13 @@ def open_source(file: Path) -> Source:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files, stock, flag)
+    return SourceFile(file, model, files, stock, flag)
 
 
-def check_source(source: Source, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
+def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
     """Check a file as a hooked model is checked, before anything follows or runs its graph.
 
     Args:
-        source: the file.
         folder: with its weights by the names that the graph has for them.
         shapes: of its inputs, for which every value must have a bound; if left out, what is made of constants alone.
 
@@ -97,9 +95,9 @@ def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None
         tensor.external_data.add(key=key, value=value)
 
 
-def tell_types(stock: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]) -> None:
+def tell_types(stock: onnx.ModelProto, types: Iterable[onnx.ValueInfoProto]) -> None:
     """Write down dtypes and shapes of a file's values, those that it does not say itself."""
     graph = stock.graph
-    made = {name for node in graph.node for name in node.output}
-    said = {entry.name for entry in (*graph.value_info, *graph.output)}
-    graph.value_info.extend(entry for entry in known if entry.name in made and entry.name not in said)
+    outputs = {name for node in graph.node for name in node.output}
+    typed = {entry.name for entry in (*graph.value_info, *graph.output)}
+    graph.value_info.extend(entry for entry in types if entry.name in outputs and entry.name not in typed)

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.self_check import INT8, rounds_activations
-from exporters.adopt.source_file import Source
+from exporters.adopt.source_file import SourceFile
 from exporters.probe import Probe, feed_of, open_session, run
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.io_names import KEYS_AND_VALUES
@@ -18,7 +18,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, check_stock, packed
 from mionnx.graph.validate import graphs
 
-KEPT = "adopted."  # begins names of values that were outputs of the file
+DROPPED_OUTPUT = "adopted."  # begins names of values that were outputs of the file
 CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
 OWN = ".stock"  # ends names that the hooked model has for other values
 
@@ -39,12 +39,14 @@ class Interface:
             ends: the file's own name of an output -> the value.
             logits: the file's own name of the logits.
         """
-        presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(KEPT)}
-        outputs = {own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(KEPT)}" for own, name in presents.items()}
+        presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(DROPPED_OUTPUT)}
+        outputs = {
+            own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(DROPPED_OUTPUT)}" for own, name in presents.items()
+        }
         return cls({own: name for name, own in inputs.items()}, {**outputs, logits: LOGITS})
 
 
-def copied(source: Source) -> Source:
+def copied(source: SourceFile) -> SourceFile:
     """A file with its graph by itself, to which nothing is added later."""
     stock = onnx.ModelProto()
     stock.CopyFrom(source.stock)
@@ -54,9 +56,9 @@ def copied(source: Source) -> Source:
 def keep_stock(
     proto: onnx.ModelProto,
     folder: Path,
-    source: Source,
+    source: SourceFile,
     names: Interface,
-    found: Probe,
+    probed: Probe,
     expanded: bool,
     runs: bool,
     notes: list[str],
@@ -66,15 +68,14 @@ def keep_stock(
     Args:
         proto: the adopted graph, with its metadata.
         folder: of the weights.
-        source: the file.
         names: of its inputs and outputs.
-        found: a run of the adopted graph.
+        probed: a run of the adopted graph.
         expanded: whether operators of the file were expanded.
         runs: whether it ran on what the adopted graph was probed with; otherwise it is tried with one row.
         notes: takes what keeps it from being put there.
     """
     layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
-    allowed = max(1, layers) * (INT8 if rounds_activations(proto) else found.rounding)
+    allowed = max(1, layers) * (INT8 if rounds_activations(proto) else probed.rounding)
     try:
         stock = StockGraph(by_hooked_names(source, names, proto), expanded, allowed)
         check_stock(stock, proto, folder)
@@ -87,7 +88,7 @@ def keep_stock(
     proto.metadata_props.add(key=f"{PREFIX}stock", value=json.dumps(packed(stock), separators=(",", ":")))
 
 
-def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
+def by_hooked_names(source: SourceFile, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
     """The graph of a file with the interface of the hooked model; its nodes are its own.
 
     Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
@@ -96,40 +97,42 @@ def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -
     Raises:
         ExportError: an input that the hooked model has not.
     """
-    made, renamed = onnx.ModelProto(), dict[str, str]()
-    made.CopyFrom(source.stock)
-    before = _take_inputs(made.graph, names.inputs, hooked, source.flag, renamed)
-    after = _take_outputs(made.graph, names.outputs, hooked, renamed)
-    _rename(made, renamed)
-    nodes = [*before, *made.graph.node, *after]
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
-    _forget_origin(made)
-    return made
+    proto, renamed = onnx.ModelProto(), dict[str, str]()
+    proto.CopyFrom(source.stock)
+    before = _take_inputs(proto.graph, names.inputs, hooked, source.flag, renamed)
+    after = _take_outputs(proto.graph, names.outputs, hooked, renamed)
+    _rename(proto, renamed)
+    nodes = [*before, *proto.graph.node, *after]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    _forget_origin(proto)
+    return proto
 
 
 def _take_inputs(
     graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, flag: str | None, renamed: dict[str, str]
 ) -> list[onnx.NodeProto]:
     """Give a graph the inputs of the hooked model; returns nodes that adapt them."""
-    held, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
-    given, wanted, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
-    for value in given:
+    constants, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
+    inputs, read, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
+    for value in inputs:
         new = names.get(value.name)
-        if value.name in held:
+        if value.name in constants:
             continue
         if value.name == flag:
             added += _has_past(value, own)
         elif new not in own:
             raise ExportError(f"its input {value.name} is not one of the adopted graph")
         else:
-            wanted[new] = None
+            read[new] = None
             kind = value.type.tensor_type.elem_type
             same = own[new].type.tensor_type.elem_type == kind
             renamed[value.name] = new if same else f"{new}{CAST}"
             added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind)]
     del graph.input[:]
-    graph.input.extend([*(own[name] for name in own if name in wanted), *(one for one in given if one.name in held)])
+    graph.input.extend(
+        [*(own[name] for name in own if name in read), *(one for one in inputs if one.name in constants)]
+    )
     return added
 
 
@@ -137,15 +140,19 @@ def _take_outputs(
     graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, renamed: dict[str, str]
 ) -> list[onnx.NodeProto]:
     """Give a graph the outputs of the hooked model; returns nodes that make them."""
-    own, given, added = {value.name: value for value in hooked.graph.output}, list(graph.output), list[onnx.NodeProto]()
-    kept = [value for value in given if names.get(value.name) in own]
-    for value in kept:
+    own, outputs, added = (
+        {value.name: value for value in hooked.graph.output},
+        list(graph.output),
+        list[onnx.NodeProto](),
+    )
+    shared = [value for value in outputs if names.get(value.name) in own]
+    for value in shared:
         new, kind = names[value.name], own[names[value.name]].type.tensor_type.elem_type
         same = value.type.tensor_type.elem_type == kind or new == LOGITS
         renamed[value.name] = new if same else f"{new}{CAST}"
         added += [] if same else [onnx.helper.make_node("Cast", [f"{new}{CAST}"], [new], new, to=kind)]
     del graph.output[:]
-    for value in kept:
+    for value in shared:
         graph.output.add().CopyFrom(own[names[value.name]])
         if names[value.name] == LOGITS:
             graph.output[-1].type.tensor_type.elem_type = value.type.tensor_type.elem_type
@@ -171,8 +178,8 @@ def _rename(proto: onnx.ModelProto, names: dict[str, str]) -> None:
     taken = {*names.values(), *(value.name for value in (*proto.graph.input, *proto.graph.output))}
     everywhere = [one for one in graphs(proto) if isinstance(one, onnx.GraphProto)]
     for graph in everywhere:
-        made = [name for node in graph.node for name in node.output] + [tensor.name for tensor in graph.initializer]
-        names |= {name: f"{name}{OWN}" for name in made if name in taken and name not in names}
+        defined = [name for node in graph.node for name in node.output] + [tensor.name for tensor in graph.initializer]
+        names |= {name: f"{name}{OWN}" for name in defined if name in taken and name not in names}
     for graph in everywhere:
         for node in graph.node:
             node.input[:] = [names.get(name, name) for name in node.input]

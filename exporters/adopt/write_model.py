@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
-from exporters.adopt.source_file import Source
+from exporters.adopt.source_file import SourceFile
 from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
 from exporters.probe import Probe
@@ -25,17 +25,17 @@ from mionnx.graph.weight_check import Hashes
 
 def write_model(
     proto: onnx.ModelProto,
-    source: Source,
-    found: Recognised,
+    source: SourceFile,
+    decoder: Recognised,
     probed: Probe,
     names: list[str],
-    said: Mapping[str, str],
+    facts: Mapping[str, str],
     target: Path,
     hashes: Hashes,
 ) -> None:
     """Write a graph with its metadata, and the source's config and tokenizer."""
-    sizes, config = sizes_of(probed.values, found), config_of(source.file)
-    windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
+    sizes, config = sizes_of(probed.values, decoder), config_of(source.file)
+    windows = decoder.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     dtypes = {name: str(probed.values[name].dtype) for name in names if probed.values[name].dtype.kind not in "iu"}
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
@@ -48,13 +48,13 @@ def write_model(
         sizes=sizes,
         hooks=hooks,
         attention=[
-            Attention(str(one.projection.name), one.rows, windows[layer]) for layer, one in enumerate(found.attention)
+            Attention(str(one.projection.name), one.rows, windows[layer]) for layer, one in enumerate(decoder.attention)
         ],
         exporter={
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
-            **said,
+            **facts,
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
         weights_sha256=hashes[0],
@@ -87,13 +87,13 @@ def config_of(file: Path) -> dict[str, Any]:
     return config
 
 
-def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+def sizes_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> Sizes:
     """The sizes of a decoder, from one run of it."""
     queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
-    learned = next((value for name, value in found.points if name == "hook_pos_embed"), None)
+    learned = next((value for name, value in decoder.points if name == "hook_pos_embed"), None)
     routed = {name.rpartition(".")[2]: value.shape[-1] for name, value in values.items() if value.ndim == 3}
     return Sizes(
-        num_layers=len(found.attention),
+        num_layers=len(decoder.attention),
         num_heads=queries[1],
         num_kv_heads=keys[1],
         head_dim=queries[3],
@@ -114,9 +114,9 @@ def _rows(learned: ir.Value) -> int | None:
     return shape[0] if shape is not None and isinstance(shape[0], int) else None
 
 
-def other_windows(own: Sequence[int | None], said: Sequence[int | None]) -> list[str]:
+def other_windows(own: Sequence[int | None], stated: Sequence[int | None]) -> list[str]:
     """A note on layers whose masks have no window, though the config says one."""
-    other = [layer for layer, pair in enumerate(zip(own, said, strict=False)) if pair[0] != pair[1]]
+    other = [layer for layer, pair in enumerate(zip(own, stated, strict=False)) if pair[0] != pair[1]]
     return [f"layers {other}: the file's own mask has no window, though config.json says one"] if other else []
 
 
@@ -135,16 +135,16 @@ def _window(config: Mapping[str, Any], layer: int) -> int | None:
 
 def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
     """Write down the dtype of every value, and the axes of hook points: rewrites read them."""
-    held = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
+    ends = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
     del proto.graph.value_info[:]
     for name, text in probed.dtypes.items():
         kind = _number(text)
-        if name in held:
-            held[name].type.tensor_type.elem_type = kind
+        if name in ends:
+            ends[name].type.tensor_type.elem_type = kind
             continue
         proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, hooks.get(name)))
     for name, axes in (("logits", hooks["hook_logits"]),):
-        held[name].CopyFrom(onnx.helper.make_tensor_value_info(name, held[name].type.tensor_type.elem_type, axes))
+        ends[name].CopyFrom(onnx.helper.make_tensor_value_info(name, ends[name].type.tensor_type.elem_type, axes))
 
 
 def _number(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from exporters.gguf.facts import Facts, special_ids
+from exporters.gguf.facts import ModelFacts, special_ids
 from exporters.gguf.header import Header
 from exporters.gguf.rope import frequencies, rope
 from mionnx.errors import ExportError, boundary, nearest
@@ -29,7 +29,7 @@ LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most famili
     "ffn_down": "mlp.down_proj",
 }
 AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 Config = dict[str, Any]
 
 
@@ -46,19 +46,19 @@ class Architecture:
     """
 
     model_type: str
-    config: Callable[[Facts, Config], Config] = lambda facts, config: {}
+    config: Callable[[ModelFacts, Config], Config] = lambda facts, config: {}
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     interleaved: bool = False
     norm_offset: float = 0.0
 
 
-def _llama(facts: Facts, config: Config) -> Config:
+def _llama(facts: ModelFacts, config: Config) -> Config:
     names = facts.header.tensors
     biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     return {key: name in names for key, name in biased.items()}
 
 
-def _granite(facts: Facts, config: Config) -> Config:
+def _granite(facts: ModelFacts, config: Config) -> Config:
     scales = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
@@ -68,12 +68,12 @@ def _granite(facts: Facts, config: Config) -> Config:
     return _llama(facts, config) | {key: facts.number(name) for key, name in scales.items()}
 
 
-def _starcoder2(facts: Facts, config: Config) -> Config:
+def _starcoder2(facts: ModelFacts, config: Config) -> Config:
     window = facts.maybe("attention.sliding_window") or None
     return {"norm_epsilon": facts.number("attention.layer_norm_epsilon"), "sliding_window": window, "use_bias": True}
 
 
-def _gemma2(facts: Facts, config: Config) -> Config:
+def _gemma2(facts: ModelFacts, config: Config) -> Config:
     return {
         "attn_logit_softcapping": facts.maybe("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": facts.maybe("final_logit_softcapping", 30.0),
@@ -83,7 +83,7 @@ def _gemma2(facts: Facts, config: Config) -> Config:
     }
 
 
-def _gemma3(facts: Facts, config: Config) -> Config:
+def _gemma3(facts: ModelFacts, config: Config) -> Config:
     local = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base_swa", 10000.0)}
     return {
         "attn_logit_softcapping": facts.maybe("attn_logit_softcapping"),
@@ -101,7 +101,7 @@ def _layer_types(config: Config, period: int) -> list[str]:
     return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
 
 
-def _stated_types(facts: Facts, config: Config) -> list[str]:
+def _stated_types(facts: ModelFacts, config: Config) -> list[str]:
     """Layer types by a period, or by a flag for each layer."""
     flags = facts.header.metadata.get(f"{facts.architecture}.attention.sliding_window_pattern")
     if not isinstance(flags, np.ndarray):
@@ -122,7 +122,7 @@ def _query_scalar(config: Config, largest: int) -> float:
     return config["hidden_size"] / config["num_attention_heads"] if by_heads else config["head_dim"]
 
 
-def _phi3(facts: Facts, config: Config) -> Config:
+def _phi3(facts: ModelFacts, config: Config) -> Config:
     original = facts.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = facts.maybe("attention.sliding_window") or None
     return {"original_max_position_embeddings": original, "sliding_window": window}
@@ -180,8 +180,8 @@ def _architecture(header: Header) -> Architecture:
     if metadata.get(f"{name}.pooling_type") or metadata.get(f"{name}.attention.causal") is False:
         raise ExportError(f"{file} holds an embedding model ({name}): it predicts no tokens")
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ExportError(f"{file} holds the architecture {name!r}; known are {known}{nearest(name, ARCHITECTURES)}")
+        choices = ", ".join(ARCHITECTURES)
+        raise ExportError(f"{file} holds the architecture {name!r}; known are {choices}{nearest(name, ARCHITECTURES)}")
     if not header.tensors:
         raise ExportError(f"{file} holds a vocabulary and no weights")
     return ARCHITECTURES[name]
@@ -193,7 +193,7 @@ def config_of(header: Header, architecture: Architecture) -> Config:
     Raises:
         ExportError: the file lacks a size, or its sizes are not those of its tensors.
     """
-    facts = Facts(header)
+    facts = ModelFacts(header)
     with boundary(ExportError, f"{header.file} is damaged"):
         config = _common(facts)
         config |= architecture.config(facts, config)
@@ -201,7 +201,7 @@ def config_of(header: Header, architecture: Architecture) -> Config:
     return {"model_type": architecture.model_type, **config}
 
 
-def _common(facts: Facts) -> Config:
+def _common(facts: ModelFacts) -> Config:
     tensors = facts.header.tensors
     heads, layers, hidden = (facts.size(key) for key in ("attention.head_count", "block_count", "embedding_length"))
     head_dim = facts.size("attention.key_length", hidden // heads)

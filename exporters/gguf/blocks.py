@@ -20,7 +20,7 @@ from exporters.gguf.weights import Renamed, in_order
 from mionnx.graph.blocks import Blocks, GivenBlocks, of_integers
 
 SIZE, MIDDLE = 32, 8
-EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Held(NamedTuple):
@@ -75,8 +75,8 @@ OFFSETS = (Kind.Q4_1, Kind.Q4_K)
 def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
     """The matrices of a file in blocks, by transformers' names; a tied table by both names."""
     blocks = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
-    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING in blocks:
-        blocks[UNEMBEDDING] = blocks[EMBEDDING]
+    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING_WEIGHT in blocks:
+        blocks[UNEMBEDDING] = blocks[EMBEDDING_WEIGHT]
     return blocks
 
 

@@ -37,7 +37,7 @@ SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of a text's begi
 ASSUMED = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}  # by the kind of vocabulary
 
 
-class Facts:
+class ModelFacts:
     """The metadata of one architecture; remembers what was read."""
 
     def __init__(self, header: Header) -> None:

@@ -4,14 +4,14 @@ import math
 from typing import Any
 
 from exporters.gguf.dequantise import read_tensor
-from exporters.gguf.facts import Facts
+from exporters.gguf.facts import ModelFacts
 from exporters.gguf.header import Header
 from mionnx.errors import ExportError
 
-EVERY, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+EVERY, SHORT, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 LARGEST_FACTOR = 1e6
-PARTIAL = ("phi3",)  # architectures whose transformers model heeds a partial_rotary_factor
-FACTORS = (EVERY, SHORT, LONG)  # tensors that are no weights: what each frequency is divided by
+PARTIAL_ROTATION = ("phi3",)  # architectures whose transformers model heeds a partial_rotary_factor
+FACTORS = (EVERY, SHORT, LONG_FACTORS)  # tensors that are no weights: what each frequency is divided by
 
 
 def frequencies(header: Header) -> dict[str, list[float]]:
@@ -19,7 +19,7 @@ def frequencies(header: Header) -> dict[str, list[float]]:
     return {name: read_tensor(header, header.tensors[name]).tolist() for name in FACTORS if name in header.tensors}
 
 
-def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
+def rope(facts: ModelFacts, head_dim: int, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
     """The rotation of a file.
 
     Args:
@@ -31,7 +31,7 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
     """
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base", 10000.0)}
     width = facts.size("rope.dimension_count", head_dim)
-    if width > head_dim or (width != head_dim and facts.architecture not in PARTIAL):
+    if width > head_dim or (width != head_dim and facts.architecture not in PARTIAL_ROTATION):
         raise ExportError(
             f"{facts.header.file}: {facts.architecture}.rope.dimension_count is {width}, and heads are {head_dim} long:"
             f" transformers turns all of a head in this architecture"
@@ -53,7 +53,7 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
     return parameters | _divided(facts, context, factors)
 
 
-def _scaled(facts: Facts, context: int) -> dict[str, Any]:
+def _scaled(facts: ModelFacts, context: int) -> dict[str, Any]:
     """Scaling by a rule; llama.cpp takes a factor without a name for "linear"."""
     kind = facts.text("rope.scaling.type", "linear")
     factor = facts.maybe("rope.scaling.factor") or facts.maybe("rope.scale_linear") or 1.0
@@ -75,16 +75,16 @@ def _scaled(facts: Facts, context: int) -> dict[str, Any]:
     }
 
 
-def _divided(facts: Facts, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
+def _divided(facts: ModelFacts, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
     """Frequencies divided one by one: transformers' "longrope", Llama 3's scaling too."""
     one = factors.get(EVERY)
-    if one is None and not {SHORT, LONG} <= factors.keys():
-        raise ExportError(f"{facts.header.file} has one of {SHORT} and {LONG}: both are needed")
+    if one is None and not {SHORT, LONG_FACTORS} <= factors.keys():
+        raise ExportError(f"{facts.header.file} has one of {SHORT} and {LONG_FACTORS}: both are needed")
     original = context if one else facts.size("rope.scaling.original_context_length")
     return {
         "rope_type": "longrope",
         "short_factor": one or factors[SHORT],
-        "long_factor": one or factors[LONG],
+        "long_factor": one or factors[LONG_FACTORS],
         "factor": context / original,
         "original_max_position_embeddings": original,
         "attention_factor": facts.maybe("rope.scaling.attn_factor", 1.0),

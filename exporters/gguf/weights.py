@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from exporters.gguf.architectures import OUTSIDE, Architecture, Config
+from exporters.gguf.architectures import MODULES_OUTSIDE, Architecture, Config
 from exporters.gguf.dequantise import read_pieces, read_tensor
 from exporters.gguf.header import Header, TensorInfo
 from exporters.gguf.rope import FACTORS
@@ -75,7 +75,7 @@ def _module(path: str, architecture: Architecture) -> tuple[str, str | None]:
     block, _, rest = path.partition(".")
     number, _, module = rest.partition(".")
     if block != "blk":
-        return path, OUTSIDE.get(path)
+        return path, MODULES_OUTSIDE.get(path)
     name = architecture.layer.get(module)
     return module, f"model.layers.{number}.{name}" if name and number.isdigit() else None
 

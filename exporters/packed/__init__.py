@@ -33,8 +33,8 @@ def bits_of(table: dict[str, Any]) -> int | None:
         return 4  # see `mxfp4`
     groups = table.get("config_groups")
     if isinstance(groups, dict):
-        said = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        bits = [weights.get("num_bits") for weights in said if isinstance(weights, dict)]
+        schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        bits = [weights.get("num_bits") for weights in schemes if isinstance(weights, dict)]
         return next((count for count in bits if type(count) is int), None)
     bits = table.get("bits", table.get("w_bit"))
     return bits if type(bits) is int else None

@@ -10,7 +10,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.linear import Linear, split_words, without_middle
 from mionnx.errors import ExportError
 
@@ -21,7 +21,7 @@ BITS = 4
 GROUP = 128  # where the config says none, as in transformers' AwqConfig
 
 
-def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Raises:
@@ -33,7 +33,7 @@ def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -
     return (_gemm if version == "gemm" else _gemv)(name, parts, settings)
 
 
-def _gemm(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def _gemm(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     (inputs, words), (groups, columns), scales = (parts[part].shape for part in PARTS)
     outputs = scales[-1]
     if words * len(PLACES) != outputs:
@@ -53,13 +53,13 @@ def _gemm(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -
     return Linear(name, inputs, outputs, BITS, inputs // groups, None, without_middle(zeros.T, BITS), read)
 
 
-def _gemv(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def _gemv(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     (outputs, words), points, scales = (parts[part].shape for part in PARTS)
     inputs, stated = words * 32 // BITS, (settings.get(key) for key in ("group_size", "q_group_size"))
-    said = next((size for size in stated if size is not None), GROUP)
-    size = inputs if said == -1 else said
+    group = next((size for size in stated if size is not None), GROUP)
+    size = inputs if group == -1 else group
     if type(size) is not int or not 0 < size <= inputs:
-        raise ExportError(f"{name}: a group_size of {said!r} is none of {inputs} inputs")
+        raise ExportError(f"{name}: a group_size of {group!r} is none of {inputs} inputs")
     groups = -(-inputs // size)
     if points[0] != outputs or scales[0] != outputs or points[1] * 8 < groups or scales[1] < groups:
         raise ExportError(f"{name}: scales {list(scales)} and qzeros {list(points)} do not fit {inputs} inputs")

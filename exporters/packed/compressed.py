@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.linear import Linear, check_bits, split_words, without_middle
 from mionnx.errors import ExportError
 
@@ -51,7 +51,7 @@ def check(settings: Mapping[str, Any]) -> None:
         raise ExportError(f"its weights are sparse besides, {sparse['format']!r}: dense ones are read")
 
 
-def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Raises:
@@ -83,11 +83,11 @@ def _width(words: int, inputs: int) -> float:
 def _sizes(settings: Mapping[str, Any]) -> list[int]:
     """The sizes of groups that the config names."""
     groups = settings.get("config_groups")
-    said = [(group.get("weights") or {}).get("group_size") for group in (groups or {}).values()]
-    return [size for size in said if type(size) is int and size > 0]
+    stated = [(group.get("weights") or {}).get("group_size") for group in (groups or {}).values()]
+    return [size for size in stated if type(size) is int and size > 0]
 
 
-def _rows(stored: Stored, outputs: int) -> NDArray[np.float32]:
+def _rows(stored: StoredTensor, outputs: int) -> NDArray[np.float32]:
     """Scales as [outputs, groups]."""
     scale = stored.load().to(torch.float32).numpy()
     return np.broadcast_to(scale.reshape(1, 1), (outputs, 1)) if scale.size == 1 else scale.reshape(len(scale), -1)
@@ -100,27 +100,29 @@ def _orders(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _groups(
-    name: str, parts: Mapping[str, Stored], inputs: int, groups: int, orders: set[str]
+    name: str, parts: Mapping[str, StoredTensor], inputs: int, groups: int, orders: set[str]
 ) -> NDArray[np.int64] | None:
     if "weight_g_idx" not in parts:
         if groups > 1 and not ORDERS.isdisjoint(orders):
             raise ExportError(f"{name} has no weight_g_idx, and actorder says that its groups are out of order")
         return None
-    found = parts["weight_g_idx"].load().numpy().astype(np.int64)
-    if (found == -1).all():
+    of_input = parts["weight_g_idx"].load().numpy().astype(np.int64)
+    if (of_input == -1).all():
         return None
-    if found.shape != (inputs,) or not ((found >= 0) & (found < groups)).all():
-        raise ExportError(f"{name}: weight_g_idx {list(found.shape)} names no groups of {inputs} inputs, of {groups}")
-    return found
+    if of_input.shape != (inputs,) or not ((of_input >= 0) & (of_input < groups)).all():
+        raise ExportError(
+            f"{name}: weight_g_idx {list(of_input.shape)} names no groups of {inputs} inputs, of {groups}"
+        )
+    return of_input
 
 
-def _zeros(parts: Mapping[str, Stored], outputs: int, bits: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _zeros(parts: Mapping[str, StoredTensor], outputs: int, bits: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Zero points, [outputs, groups]."""
     if "weight_zero_point" not in parts:
         return np.full(shape, 2 ** (bits - 1), np.uint8)
-    held = parts["weight_zero_point"]
-    values = held.load().numpy()
-    if held.dtype == torch.int32:
+    stored = parts["weight_zero_point"]
+    values = stored.load().numpy()
+    if stored.dtype == torch.int32:
         return split_words(values.T, bits)[:, :outputs].T
     points = _unsigned(values.astype(np.int8), bits)
     return np.broadcast_to(points.reshape(1, 1), shape) if points.size == 1 else points.reshape(shape)

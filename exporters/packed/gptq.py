@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.linear import Linear, check_bits, split_words, without_middle
 from mionnx.errors import ExportError
 
@@ -20,7 +20,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 FORMATS = ("gptq", "gptq_v2")  # values of checkpoint_format
 
 
-def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Raises:
@@ -53,11 +53,11 @@ def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -
     return Linear(name, inputs, outputs, bits, size, of_input, without_middle(zeros.T, bits), read)
 
 
-def _group_size(name: str, said: Any, inputs: int, groups: int) -> int:
+def _group_size(name: str, stated: Any, inputs: int, groups: int) -> int:
     """The size of a group: as the config says, or else as many inputs as groups share."""
-    size = inputs if said in (None, -1) else said
+    size = inputs if stated in (None, -1) else stated
     if type(size) is int and size > 0 and -(-inputs // size) == groups:
         return size
     if groups and inputs % groups == 0:
         return inputs // groups
-    raise ExportError(f"{name}: {groups} groups of {inputs} inputs, and the config says a group_size of {said}")
+    raise ExportError(f"{name}: {groups} groups of {inputs} inputs, and the config says a group_size of {stated}")

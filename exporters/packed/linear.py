@@ -18,8 +18,6 @@ class Linear:
     """A layer y = x w^T with w = (q - z) s.
 
     Attributes:
-        inputs, outputs: of it.
-        bits: of an integer.
         group_size: neighbouring inputs that share a scale; all of them for one group.
         groups: int64 [inputs], the group of each input; None where they are neighbours.
         zeros: uint8 [outputs, groups]; None where all are 2^(bits - 1).

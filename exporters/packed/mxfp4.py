@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed.stack import Stack
 from exporters.weight_files import some
 from mionnx.errors import ExportError
@@ -28,12 +28,12 @@ PARTS = ("blocks", "scales")
 SIZE = 32  # of a block
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # the 16 numbers, times two
 FIRST = np.clip(DOUBLED, -8, 7)
-HALVES = np.stack([FIRST, DOUBLED - FIRST]) + np.int8(8)  # two integers that add up to each, 8 more of either
+SUMMANDS = np.stack([FIRST, DOUBLED - FIRST]) + np.int8(8)  # two integers that add up to each, 8 more of either
 BIAS = 127
 LARGEST = 252  # exponent with which float32 holds 6
 
 
-def unpacked_stacks(tensors: list[Stored], family: str | None = None) -> list[Stored]:
+def unpacked_stacks(tensors: list[StoredTensor], family: str | None = None) -> list[StoredTensor]:
     """Replace blocks and scales by the stacks of experts that they are.
 
     Args:
@@ -46,7 +46,7 @@ def unpacked_stacks(tensors: list[Stored], family: str | None = None) -> list[St
         raise ExportError(
             f"its config says mxfp4 for {family!r}: the experts of {FAMILY!r} are read, save it in floats"
         )
-    stacks: dict[str, dict[str, Stored]] = {}
+    stacks: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         name, _, part = tensor.name.rpartition("_")
         if part in PARTS:
@@ -61,7 +61,7 @@ def unpacked_stacks(tensors: list[Stored], family: str | None = None) -> list[St
     return others + [_stack(*entry) for entry in stacks.items()]
 
 
-def _stack(name: str, parts: Mapping[str, Stored]) -> Stored:
+def _stack(name: str, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     lacking = [f"{name}_{part}" for part in PARTS if part not in parts]
     if lacking:
         raise ExportError(f"the checkpoint has {some(one.name for one in parts.values())}, and no {lacking[0]}")
@@ -89,8 +89,8 @@ class Expert:
     """
 
     name: str
-    packed: Stored
-    exponents: Stored
+    packed: StoredTensor
+    exponents: StoredTensor
     order: NDArray[np.int64]
 
     @property
@@ -112,7 +112,7 @@ class Expert:
         """The same in blocks of 64 integers of 4 bits, two for each number."""
 
         def read() -> Blocks:
-            halves = HALVES[:, self._codes()].astype(np.uint8)  # [2, outputs, blocks, 32]
+            halves = SUMMANDS[:, self._codes()].astype(np.uint8)  # [2, outputs, blocks, 32]
             both = np.moveaxis(halves, 0, 2).reshape(self.outputs, -1, 2 * SIZE)
             return Blocks(pack(both, 4), self._scales(), None)
 

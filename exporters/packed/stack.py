@@ -88,11 +88,11 @@ def _joined(layers: Sequence[Layer]) -> GivenBlocks:
         )
 
     def read() -> Blocks:
-        found = [part.read() for part in parts]
-        points = [_points(blocks, first.bits) for blocks in found] if has_zeros else None
+        matrices = [part.read() for part in parts]
+        points = [_points(blocks, first.bits) for blocks in matrices] if has_zeros else None
         return Blocks(
-            np.concatenate([blocks.packed for blocks in found]),
-            np.concatenate([blocks.scales for blocks in found]),
+            np.concatenate([blocks.packed for blocks in matrices]),
+            np.concatenate([blocks.scales for blocks in matrices]),
             None if points is None else np.concatenate(points),
         )
 

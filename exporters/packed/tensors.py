@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.packed import awq, compressed, gptq, mxfp4
 from exporters.packed.linear import Linear
 from exporters.weight_files import some
@@ -24,7 +24,9 @@ DTYPES = {  # part -> what the packages write it as; other numbers would become 
 FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a module a packed layer
 
 
-def unpacked_tensors(tensors: list[Stored], settings: Mapping[str, Any], family: str | None = None) -> list[Stored]:
+def unpacked_tensors(
+    tensors: list[StoredTensor], settings: Mapping[str, Any], family: str | None = None
+) -> list[StoredTensor]:
     """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
@@ -39,7 +41,7 @@ def unpacked_tensors(tensors: list[Stored], settings: Mapping[str, Any], family:
     if kind is compressed:
         with boundary(ExportError, "its quantization_config is damaged"):
             compressed.check(settings)
-    modules: dict[str, dict[str, Stored]] = defaultdict(dict)
+    modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
         if part in kind.PARTS:
@@ -56,11 +58,11 @@ def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _weight(name: str, parts: Mapping[str, Stored], kind: Any, settings: Mapping[str, Any]) -> Stored:
+def _weight(name: str, parts: Mapping[str, StoredTensor], kind: Any, settings: Mapping[str, Any]) -> StoredTensor:
     for part, tensor in parts.items():
         if tensor.dtype not in DTYPES[part]:
-            wanted, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
-            raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {wanted}")
+            expected, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
+            raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {expected}")
     shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
     with boundary(ExportError, f"{name}: tensors of other shapes than the format has: {shapes}"):
         try:
@@ -69,4 +71,4 @@ def _weight(name: str, parts: Mapping[str, Stored], kind: Any, settings: Mapping
             raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
     first = next(parts[part] for part in (*FIRST, "weight") if part in parts)
     shape = (linear.outputs, linear.inputs)
-    return Stored(f"{name}.weight", first.file, torch.float32, shape, first.offset, first.length, linear)
+    return StoredTensor(f"{name}.weight", first.file, torch.float32, shape, first.offset, first.length, linear)

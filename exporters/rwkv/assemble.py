@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporters.checkpoint_tensors import DTYPES, Stored, export_dtype, read_tensors
+from exporters.checkpoint_tensors import DTYPES, StoredTensor, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
 from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.layouts import UNREAD
@@ -77,7 +77,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     keep_files(files, target)
 
 
-def _read(folder: Path) -> list[Stored]:
+def _read(folder: Path) -> list[StoredTensor]:
     if folder.is_file():
         return read_pth(folder)
     if not any(folder.glob("*.safetensors")):
@@ -102,7 +102,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
     """The axes of a hook point, dynamic ones by name."""
     shape = build.shape
     layer = HookPoint.parse(name).layer or 0
-    known = {
+    sizes = {
         "hidden": shape.hidden_size,
         "n_heads": shape.num_heads,
         "head_dim": shape.head_dim,
@@ -111,7 +111,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
         "vocab": shape.vocab_size,
         "d_mlp": build.tensors[build.layout.name(f"blocks.{layer}.ffn.key.weight")].shape[0],
     }
-    return [known.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
+    return [sizes.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
 
 
 def _strip(graph: ir.Graph) -> None:
@@ -120,7 +120,7 @@ def _strip(graph: ir.Graph) -> None:
         node.metadata_props.clear()
 
 
-def read_pth(file: Path) -> list[Stored]:
+def read_pth(file: Path) -> list[StoredTensor]:
     """Offset of each tensor in a `.pth`. Only plain tensors are unpickled, nothing is executed.
 
     Raises:
@@ -153,10 +153,10 @@ def _starts(file: Path) -> set[int]:
     return starts
 
 
-def _stored(name: str, tensor: Tensor, file: Path, base: int, starts: set[int]) -> Stored:
+def _stored(name: str, tensor: Tensor, file: Path, base: int, starts: set[int]) -> StoredTensor:
     if tensor.dtype not in DTYPES.values():
         raise ExportError(f"{file.name}: tensor {name} is {tensor.dtype}; quantised checkpoints are not supported")
     start = tensor.untyped_storage().data_ptr() - base
     if start not in starts or not tensor.is_contiguous():
         raise ExportError(f"{file.name}: tensor {name} is not stored in one piece; save it again as contiguous")
-    return Stored(name, file, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - base, tensor.nbytes)
+    return StoredTensor(name, file, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - base, tensor.nbytes)

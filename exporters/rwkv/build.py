@@ -9,20 +9,20 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
 from exporters.rwkv.checkpoint import Shape
-from exporters.rwkv.layouts import FUSED_MIXES, Layout
+from exporters.rwkv.layouts import FUSED_MIXES, TensorLayout
 from mionnx.errors import ExportError
 
-OPSET = 23
+RWKV_OPSET = 23
 IR_DTYPE = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16,
 }
 # The recurrence runs in float32 whatever the weights are: its decays lie so close to 1 that less would round them to 1.
-STATE = ir.DataType.FLOAT
+STATE_DTYPE = ir.DataType.FLOAT
 
 
 @dataclass
@@ -31,15 +31,14 @@ class Build:
 
     Attributes:
         layout, tensors: of the checkpoint: what its tensors are called, and where each lies.
-        shape: the sizes.
         dtype: of weights and activations.
         op: adds nodes, `build.op.Add(x, y)`.
         parameters: name -> weight of the graph, without data so far.
         hooks: the hook points so far, in execution order.
     """
 
-    layout: Layout
-    tensors: Mapping[str, Stored]
+    layout: TensorLayout
+    tensors: Mapping[str, StoredTensor]
     shape: Shape
     dtype: ir.DataType
     op: OpWriter
@@ -94,11 +93,11 @@ class Build:
 
     def exact(self, value: ir.Value) -> ir.Value:
         """In float32."""
-        return value if self.dtype == STATE else self.op.Cast(value, to=STATE)
+        return value if self.dtype == STATE_DTYPE else self.op.Cast(value, to=STATE_DTYPE)
 
     def plain(self, value: ir.Value) -> ir.Value:
         """Back in the model's dtype."""
-        return value if self.dtype == STATE else self.op.Cast(value, to=self.dtype)
+        return value if self.dtype == STATE_DTYPE else self.op.Cast(value, to=self.dtype)
 
     def constant(self, name: str, value: NDArray[Any] | np.generic) -> ir.Value:
         """A constant that all layers share."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exporters.config_sizes import check_sizes
-from exporters.rwkv.layouts import Layout, find_layout
+from exporters.rwkv.layouts import TensorLayout, find_layout
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 
@@ -72,7 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> Layout:
+def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayout:
     """The layout of a checkpoint.
 
     Raises:
@@ -87,7 +87,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> Layout:
     return layout
 
 
-def shape_of(shapes: Mapping[str, tuple[int, ...]], layout: Layout, config: Mapping[str, Any]) -> Shape:
+def shape_of(shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout, config: Mapping[str, Any]) -> Shape:
     """The sizes of a checkpoint.
 
     Raises:

@@ -38,10 +38,8 @@ def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -
     """Subtract a value from that of the token before; returns the next pass's first value too.
 
     Args:
-        build: the graph.
         value: [batch, seq, hidden].
         last: [batch, hidden], of the call before.
-        shared: of the layer.
     """
     op = build.op
     chain = op.Concat(op.Unsqueeze(last, [1]), value, axis=1)
@@ -104,7 +102,6 @@ def time_mix7(
     """RWKV-7's attention.
 
     Args:
-        build, layer: the graph.
         value, last, state, shared: as in RWKV-6.
         first: layer 0's values, [batch, seq, hidden]; None in layer 0.
 

@@ -26,7 +26,7 @@ FUSED_MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """One way to name the tensors of a checkpoint.
 
     Attributes:
@@ -84,17 +84,17 @@ _FLA7 = (
 )
 
 LAYOUTS = (
-    Layout("BlinkDL RWKV-6", 6),
-    Layout("BlinkDL RWKV-7", 7),
-    Layout("Hugging Face RWKV-6", 6, _HF6),
-    Layout("flash-linear-attention RWKV-7", 7, _FLA7, low_rank_turned=True),
+    TensorLayout("BlinkDL RWKV-6", 6),
+    TensorLayout("BlinkDL RWKV-7", 7),
+    TensorLayout("Hugging Face RWKV-6", 6, _HF6),
+    TensorLayout("flash-linear-attention RWKV-7", 7, _FLA7, low_rank_turned=True),
 )
 
 # Tensors that checkpoints carry and no model reads: layer 0 has no earlier value to mix in.
 UNREAD = re.compile(r"(blocks\.0\.att\.v[012]|layers\.0\.attn\.v_lora\.lora\.[02]\.(weight|bias))$")
 
 
-def find_layout(names: Collection[str]) -> Layout | None:
+def find_layout(names: Collection[str]) -> TensorLayout | None:
     """The layout of a checkpoint with tensors of these names; None if it is none of ours."""
     return next((layout for layout in LAYOUTS if layout.fits(names)), None)
 

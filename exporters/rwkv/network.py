@@ -5,23 +5,23 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
-from exporters.rwkv.build import OPSET, STATE, Build
+from exporters.rwkv.build import RWKV_OPSET, STATE_DTYPE, Build
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
-from exporters.rwkv.layouts import Layout
-from exporters.rwkv.recurrence import CHUNK, Length
+from exporters.rwkv.layouts import TensorLayout
+from exporters.rwkv.recurrence import CHUNK_TOKENS, Length
 from mionnx.graph.io_names import STATE as STATE_NAMES
 
 
-def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, dtype: ir.DataType) -> Build:
+def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], shape: Shape, dtype: ir.DataType) -> Build:
     """The graph of a checkpoint, its weights without data so far.
 
     Raises:
         ExportError: a tensor is missing.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mionnx")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": RWKV_OPSET}, name="mionnx")
     build = Build(layout, tensors, shape, dtype, OpWriter(graph))
     op = build.op
     ids = build.input("input_ids", ir.DataType.INT64, ["batch", "seq"])
@@ -58,7 +58,7 @@ def _state_dims(shape: Shape) -> list[list[str | int]]:
 
 
 def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:
-    dtypes = (build.dtype, STATE, build.dtype)
+    dtypes = (build.dtype, STATE_DTYPE, build.dtype)
     return tuple(
         build.input(name, dtype, dims)
         for name, dtype, dims in zip(STATE_NAMES.layer_inputs(layer), dtypes, _state_dims(build.shape), strict=True)
@@ -68,7 +68,7 @@ def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:
 def _output(build: Build, name: str, value: ir.Value, shape: ir.Shape) -> None:
     output = build.op.Identity(value)
     output.name, output.shape = name, shape
-    output.type = output.type or value.type or ir.TensorType(STATE)
+    output.type = output.type or value.type or ir.TensorType(STATE_DTYPE)
     build.op.graph.outputs.append(output)
 
 
@@ -77,7 +77,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     op, layers = build.op, build.shape.num_layers
     tokens = op.Shape(ids, start=1, end=2)
     batch = op.Shape(ids, start=0, end=1)
-    length = Length(op.Squeeze(op.GreaterOrEqual(tokens, [CHUNK])), op.Squeeze(op.Equal(tokens, [1])))
+    length = Length(op.Squeeze(op.GreaterOrEqual(tokens, [CHUNK_TOKENS])), op.Squeeze(op.Equal(tokens, [1])))
 
     def gate(name: str, default: np.ndarray, axes: list[str]) -> ir.Value:
         dims = [f"{name}.{axis}" for axis in axes]
@@ -144,12 +144,12 @@ def _factor(build: Build, value: float) -> ir.Value:
     return build.op.CastLike(build.constant(f"factor.{value:g}", np.float32(value)), build.weight("emb.weight"))
 
 
-def _name_apart(graph: ir.Graph, kept: set[str]) -> None:
+def _name_apart(graph: ir.Graph, fixed: set[str]) -> None:
     """Give every value a unique name: bodies share one name space with the outer graph."""
-    taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())} | kept
+    taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())} | fixed
     for node in ir.traversal.RecursiveGraphIterator(graph):
         for value in node.outputs:
-            if value.name in kept or value.is_graph_output():
+            if value.name in fixed or value.is_graph_output():
                 continue
             name, number = value.name or node.op_type, 0
             while value.name in taken or not value.name:

@@ -21,11 +21,11 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.op_writer import OpWriter
-from exporters.rwkv.build import STATE, Build
+from exporters.rwkv.build import STATE_DTYPE, Build
 
-CHUNK = 16
+CHUNK_TOKENS = 16
 Form = Callable[[OpWriter, Build, "Reads", ir.Value, str], Sequence[ir.Value]]
-HALVES = (1, 2, 4, 8)
+BLOCK_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, wher
     """Run the recurrence over a call's tokens.
 
     Args:
-        build: the graph.
         reads: per token.
         state: [batch, n_heads, key, value].
         length: of the call; it chooses the form.
@@ -77,7 +76,7 @@ def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, wher
 
 
 def _float(name: str, rank: int | None = None) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(STATE), shape=None if rank is None else ir.Shape([None] * rank))
+    return ir.Value(name=name, type=ir.TensorType(STATE_DTYPE), shape=None if rank is None else ir.Shape([None] * rank))
 
 
 def _once(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
@@ -133,13 +132,13 @@ def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: st
     """Run sixteen tokens an iteration; padding of the last chunk leaves the state as it is."""
     heads, width = build.shape.num_heads, build.shape.head_dim
     seq = op.Shape(reads.r, start=1, end=2)
-    surplus = op.Mod(op.Neg(seq), [CHUNK])
+    surplus = op.Mod(op.Neg(seq), [CHUNK_TOKENS])
     pads = op.Concat([0, 0, 0, 0, 0], surplus, [0, 0], axis=0)
 
     def split(value: ir.Value, filling: float = 0.0) -> ir.Value:
         """[batch, seq, n_heads, head_dim] as [chunks, batch, n_heads, 16, head_dim]."""
         padded = op.Pad(value, pads, build.constant(f"fill.{filling:g}", np.float32(filling)))
-        return op.Transpose(op.Reshape(padded, [0, -1, CHUNK, heads, width]), perm=[1, 0, 3, 2, 4])
+        return op.Transpose(op.Reshape(padded, [0, -1, CHUNK_TOKENS, heads, width]), perm=[1, 0, 3, 2, 4])
 
     r, k, v = split(reads.r), split(reads.k), split(reads.v)
     decay = split(reads.decay, 1.0)
@@ -153,7 +152,7 @@ def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: st
 
 def _mask(build: Build, which: int, tiles: int = 1) -> ir.Value:
     """Mask [16, 16] of pairs (later row, earlier column) in the two halves of a block."""
-    at = np.arange(CHUNK)
+    at = np.arange(CHUNK_TOKENS)
     same = at[:, None] // (2 * which) == at[None, :] // (2 * which)
     halves = (at[:, None] // which % 2 == 1) & (at[None, :] // which % 2 == 0)
     mask = np.tile((same & halves).astype(np.float32), (tiles, tiles))
@@ -188,7 +187,7 @@ class _Decays:
 
     def double(self, size: int, width: int) -> None:
         """From blocks of a size to blocks of twice the size."""
-        op, blocks = self.op, CHUNK // (2 * size)
+        op, blocks = self.op, CHUNK_TOKENS // (2 * size)
         pairs = op.Reshape(self.whole, [0, 0, 0, blocks, 2, 1, width])
         left, right = op.Split(pairs, axis=4, num_outputs=2, outputs=2)
         is_right = self.build.constant("is_right", np.array([False, True]).reshape(2, 1, 1))
@@ -202,9 +201,9 @@ class _Decays:
     def _spread(self, product: ir.Value | None, factor: ir.Value, blocks: int, size: int, width: int) -> ir.Value:
         op = self.op
         if product is None:  # size 1: one token a half
-            return op.Reshape(factor, [0, 0, 0, CHUNK, width])
+            return op.Reshape(factor, [0, 0, 0, CHUNK_TOKENS, width])
         halves = op.Reshape(product, [0, 0, 0, blocks, 2, size, width])
-        return op.Reshape(op.Mul(halves, factor), [0, 0, 0, CHUNK, width])
+        return op.Reshape(op.Mul(halves, factor), [0, 0, 0, CHUNK_TOKENS, width])
 
 
 def _pairs(
@@ -213,7 +212,6 @@ def _pairs(
     """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
 
     Args:
-        op, build: the graph.
         later, earlier: [chunks, batch, n_heads, copies * 16, head_dim].
         decay: [chunks, batch, n_heads, 16, head_dim].
         copies: how many vectors per token are stacked.
@@ -222,7 +220,7 @@ def _pairs(
         [chunks, batch, n_heads, copies * 16, copies * 16], and the decays over the whole chunk.
     """
     products, total = _Decays(op, build, decay), None
-    for size in HALVES:
+    for size in BLOCK_SIZES:
         left = products.times(earlier, products.after, copies)
         right = products.times(later, products.before, copies)
         masked = op.Mul(op.MatMul(right, _turn(op, left)), _mask(build, size, copies))
@@ -247,8 +245,8 @@ def _chunks6(
     writing = _turn(op, op.Mul(k, products.after))
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
-        reading, writing, v, inside, kept = read
-        after = op.Add(op.Mul(kept, before), op.MatMul(writing, v))
+        reading, writing, v, inside, decay = read
+        after = op.Add(op.Mul(decay, before), op.MatMul(writing, v))
         return after, op.Add(op.MatMul(reading, before), inside)
 
     return _scan(
@@ -276,7 +274,7 @@ def _chunks7(
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
     own = op.MatMul(r, _turn(op, earlier))  # y_t reads the state after its own token
     to_a, to_r = op.Split(weights, axis=3, num_outputs=2, outputs=2)
-    to_r = op.Add(to_r, op.Mul(own, build.constant("own.1x2", np.tile(np.eye(CHUNK, dtype=np.float32), (1, 2)))))
+    to_r = op.Add(to_r, op.Mul(own, build.constant("own.1x2", np.tile(np.eye(CHUNK_TOKENS, dtype=np.float32), (1, 2)))))
     ab, ak = op.Split(to_a, axis=4, num_outputs=2, outputs=2)
     rb, rk = op.Split(to_r, axis=4, num_outputs=2, outputs=2)
     solve = _inverse(op, build, ab)
@@ -293,9 +291,9 @@ def _chunks7(
     }
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
-        of_state, inside, v, writing, kept = read
+        of_state, inside, v, writing, decay = read
         u, y = op.Split(op.Add(op.MatMul(of_state, before), inside), axis=2, num_outputs=2, outputs=2)
-        after = op.Add(op.Mul(kept, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
+        after = op.Add(op.Mul(decay, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
         return after, y
 
     return _scan(op, body, state, scanned, where)
@@ -307,10 +305,10 @@ def _inverse(op: OpWriter, build: Build, lower: ir.Value) -> ir.Value:
     The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
     """
     inverse: ir.Value | None = None
-    for size in HALVES:
+    for size in BLOCK_SIZES:
         joint = op.Mul(lower, _mask(build, size))
         if inverse is None:
-            inverse = op.Add(joint, build.constant("own", np.eye(CHUNK, dtype=np.float32)))
+            inverse = op.Add(joint, build.constant("own", np.eye(CHUNK_TOKENS, dtype=np.float32)))
         else:
             inverse = op.Add(inverse, op.MatMul(op.MatMul(inverse, joint), inverse))
     return inverse

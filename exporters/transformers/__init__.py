@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 DEQUANTISED = ("mxfp4",)  # values of quant_method of which transformers makes floats by itself
-CONFIG = "config.json"
+CHECKPOINT_CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their shards
 
 
@@ -36,7 +36,7 @@ def recognises(folder: Path) -> bool:
     Cheap: torch and transformers are not imported.
     """
     try:
-        named = isinstance(read_json(inside(folder, CONFIG)).get("model_type"), str)
+        named = isinstance(read_json(inside(folder, CHECKPOINT_CONFIG)).get("model_type"), str)
     except (ModelError, AttributeError):
         return False
     return named and not any(other.recognises(folder) for other in (rwkv, adopt, gguf))

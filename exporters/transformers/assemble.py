@@ -13,17 +13,17 @@ import onnx_ir as ir
 import torch
 from transformers import AutoTokenizer
 
-from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
+from exporters.checkpoint_tensors import StoredTensor, export_dtype, read_tensors
 from exporters.packed import quantization_of
 from exporters.packed.tensors import unpacked_tensors
 from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers import trace
-from exporters.transformers.by_structure import Source, export_by_structure
+from exporters.transformers.by_structure import Checkpoint, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.experts import identities_from, is_spare
 from exporters.transformers.families import FAMILIES, layout_of
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
-from exporters.transformers.native_config import CONFIG, native_config
+from exporters.transformers.native_config import CONFIG_FILE, native_config
 from exporters.transformers.refused import refuse
 from exporters.transformers.sizes import kept_keys, sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
@@ -41,7 +41,7 @@ INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, whic
 STAGES = 7  # that a progress bar counts
 
 # What taps see in every decoder, outside of layers and in each.
-OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
+POINTS_OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
 INSIDE = (
     *(
         HookPoint.ResidPre,
@@ -69,17 +69,17 @@ def export_checkpoint(
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
-        with boundary(ExportError, f"{folder / CONFIG} makes no model"):
+        with boundary(ExportError, f"{folder / CONFIG_FILE} makes no model"):
             layers = sizes_of(config, learned_positions=False).num_layers
         if layers > len(tensors):
             raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
-        with boundary(ExportError, f"{folder / CONFIG} makes no model"):
+        with boundary(ExportError, f"{folder / CONFIG_FILE} makes no model"):
             hooked = _tapped(config, kind, stage)
         if isinstance(hooked, str):
             if any(tensor.packed is not None for tensor in tensors):
                 raise ExportError(f"{hooked}; a family that is found by structure opens from a checkpoint of floats")
             blocks: dict[str, GivenBlocks] = {}
-            export_by_structure(Source(folder, config, tensors, kind, hooked), target, stage, progress)
+            export_by_structure(Checkpoint(folder, config, tensors, kind, hooked), target, stage, progress)
         else:
             blocks = _write_tapped(hooked, config, kind, tensors, target, stage, progress, leave)
     keep_files(beside, target)
@@ -92,7 +92,7 @@ def _stages(folder: Path, progress: Progress) -> Stage:
     return lambda name: progress(f"exporting {folder.name}: {name}", next(numbers), STAGES)
 
 
-def _read(folder: Path, staging: Path, config: Any) -> list[Stored]:
+def _read(folder: Path, staging: Path, config: Any) -> list[StoredTensor]:
     """The tensors of a checkpoint; those and the config of one of integers as of one of floats."""
     quantization = quantization_of(folder)
     if quantization is None:
@@ -156,7 +156,7 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
             _, cache = trace.Cached(skeleton, layout_of(config), listen)(ids, ids, ids, [])
     except Exception as error:  # whatever a family's code raises where it is laid out otherwise
         return f"{config.model_type!r}: {error}"
-    expected = [*OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
+    expected = [*POINTS_OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
     absent = [str(point) for point in expected if str(point) not in seen]
     return f"{config.model_type!r} shows no {absent[0]} where taps look for it" if absent else None
 
@@ -165,7 +165,7 @@ def _write_tapped(
     hooked: HookedGraph,
     config: Any,
     dtype: torch.dtype,
-    tensors: list[Stored],
+    tensors: list[StoredTensor],
     target: Path,
     stage: Stage,
     progress: Progress,

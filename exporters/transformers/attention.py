@@ -21,7 +21,7 @@ from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
-ATTENTION = "mionnx"
+ATTENTION_FUNCTION = "mionnx"
 TAPS = "hook_taps"  # the attribute of modules by which functions registered with transformers find theirs
 
 # (name, value, stream) -> the value to go on with. `stream` says that later readers of `value` itself, and not only of
@@ -188,8 +188,8 @@ def _chunk(places: Tensor, size: int) -> Tensor:
     return torch.div(places - 1, size, rounding_mode="floor")
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+AttentionInterface.register(ATTENTION_FUNCTION, _attention)
+AttentionMaskInterface.register(ATTENTION_FUNCTION, _mask)
 
 
 class TappedCache(DynamicCache):

@@ -9,7 +9,7 @@ from collections.abc import Container
 
 import onnx_ir as ir
 
-NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+NARROW_TYPE, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 LACKING = ("TopK",)  # operators without bfloat16, in the opsets before 24
 
 
@@ -36,7 +36,7 @@ def widen(model: ir.Model, only: Container[str] | None = None) -> int:
         for value in [value for value in node.outputs if _is_narrow(value)]:
             readers = list(value.uses())
             value.dtype = WIDE
-            rounded = _cast(value, NARROW)
+            rounded = _cast(value, NARROW_TYPE)
             model.graph.insert_after(node, rounded)
             for reader, place in readers:
                 reader.replace_input_with(place, rounded.outputs[0])
@@ -44,7 +44,7 @@ def widen(model: ir.Model, only: Container[str] | None = None) -> int:
 
 
 def _is_narrow(value: ir.Value) -> bool:
-    return value.dtype == NARROW
+    return value.dtype == NARROW_TYPE
 
 
 def _cast(value: ir.Value, kind: ir.DataType) -> ir.Node:

@@ -17,15 +17,15 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 
 from exporters.adopt.assemble import facts_of
 from exporters.adopt.extension import Plain, complete
-from exporters.adopt.flow import LOOKUPS
-from exporters.adopt.interface import AXES, supply_positions
-from exporters.adopt.masking import LONG, LOWEST
+from exporters.adopt.flow import ROW_LOOKUPS
+from exporters.adopt.interface import INPUT_AXES, supply_positions
+from exporters.adopt.masking import LONGEST_PROBE, MASKED_SCORE
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
 from exporters.adopt.self_check import LawResult, check_laws, probe_points
 from exporters.adopt.write_model import annotate, sizes_of
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 from exporters.hook_axes import axes_of
 from exporters.probe import Probe, feed_of, open_session, run
 from exporters.transformers import bfloat16
@@ -51,7 +51,7 @@ SHORT = 160  # tokens of a text in which windows show
 
 
 @dataclass
-class Source:
+class Checkpoint:
     """A checkpoint that is exported.
 
     Attributes:
@@ -60,7 +60,7 @@ class Source:
 
     folder: Path
     config: Any
-    tensors: list[Stored]
+    tensors: list[StoredTensor]
     dtype: torch.dtype
     why: str
 
@@ -86,7 +86,7 @@ class NamedGraph:
     said: dict[str, str]
 
 
-def export_by_structure(source: Source, target: Path, stage: Stage, progress: Progress) -> None:
+def export_by_structure(source: Checkpoint, target: Path, stage: Stage, progress: Progress) -> None:
     """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
 
     Args:
@@ -123,7 +123,7 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
     _write(named, source, target, describe_export(target, locations(parameters), files, progress))
 
 
-def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[str]) -> NamedGraph:
+def _recognised(model: ir.Model, source: Checkpoint, target: Path, parameters: set[str]) -> NamedGraph:
     """Name the hook points of a graph, and run it once."""
     graph = model.graph
     infer_types(model)
@@ -135,14 +135,14 @@ def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[s
     decoder.notes.extend([] if positions is None else [positions])
     strip(model)
     for value in graph.inputs:
-        value.shape = ir.Shape(AXES[value.name]) if value.name in AXES else value.shape
+        value.shape = ir.Shape(INPUT_AXES[value.name]) if value.name in INPUT_AXES else value.shape
     model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
     limit = _limit(decoder, source.config, parameters)
     proto = ir.to_proto(model)
     probed = probe_points(proto, target, names)
     windows = _windows(proto, target, decoder, limit, source.config)
     lacks = frozenset[str]() if cached else frozenset(("cache",))
-    plain = Plain(model, proto, target, decoder, probed, windows, lacks, positions is not None, limit or LONG)
+    plain = Plain(model, proto, target, decoder, probed, windows, lacks, positions is not None, limit or LONGEST_PROBE)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
         return check_laws(probed, proto, target, len(decoder.attention), any(one.sink for one in decoder.attention))
@@ -175,7 +175,7 @@ def _limit(decoder: Recognised, config: Any, parameters: set[str]) -> int | None
     if length is None:
         return None
     for value in decoder.flow.graph.initializers.values():
-        looked_up = any(user.op_type in LOOKUPS | ANGLE_LOOKUPS for user, _ in value.uses())
+        looked_up = any(user.op_type in ROW_LOOKUPS | ANGLE_LOOKUPS for user, _ in value.uses())
         sizes = [size for size in value.shape or () if isinstance(size, int)]
         places = sizes[:1] if str(value.name) in parameters else sizes
         if (looked_up or str(value.name) not in parameters) and any(0 <= size - length <= OFFSETS for size in places):
@@ -188,15 +188,15 @@ def _windows(
 ) -> list[int | None]:
     """The window of each layer: how many keys the last query of a long text reads."""
     named = [value for key, value in config.to_dict().items() if "window" in key and type(value) is int]
-    seq = min(max([SHORT, *(2 * window + 3 for window in named)]), limit or LONG, LONG)
+    seq = min(max([SHORT, *(2 * window + 3 for window in named)]), limit or LONGEST_PROBE, LONGEST_PROBE)
     names = [f"blocks.{layer}.attn.hook_scores" for layer in range(len(decoder.attention))]
     session = open_session(extract(Dataflow(proto), [], names), target, [])
     scores = run(session, names, {entry.name: feed_of(entry, 1, seq) for entry in session.get_inputs()})
-    counts = [int((one[0, 0, -1].astype(np.float64) > LOWEST).sum()) for one in scores]
+    counts = [int((one[0, 0, -1].astype(np.float64) > MASKED_SCORE).sum()) for one in scores]
     return [None if count == seq else count for count in counts]
 
 
-def _check(named: NamedGraph, source: Source, target: Path) -> None:
+def _check(named: NamedGraph, source: Checkpoint, target: Path) -> None:
     projections = [str(one.projection.name) for one in named.recognised.attention]
     checked = check_eagerly(source.folder, source.config, named.proto, target, named.sizes, source.kind, projections)
     _refuse([result for result in checked.results if not result.holds])
@@ -206,7 +206,7 @@ def _check(named: NamedGraph, source: Source, target: Path) -> None:
     )
 
 
-def _write(named: NamedGraph, source: Source, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:
+def _write(named: NamedGraph, source: Checkpoint, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:
     recognised = named.recognised
     windows = recognised.windows or [None] * named.sizes.num_layers
     metadata = Metadata(

@@ -151,11 +151,11 @@ def _silent() -> Iterator[None]:
 
 def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) -> dict[str, Array]:
     """The outcome of a batch in transformers, by names of hook points and outputs."""
-    given = {name: torch.from_numpy(value) for name, value in batch.part(0, batch.ids.shape[1]).items()}
+    inputs = {name: torch.from_numpy(value) for name, value in batch.part(0, batch.ids.shape[1]).items()}
     layers = len(projections)
     try:
         with torch.no_grad(), _read(model, projections) as read:
-            output = model(**given, output_hidden_states=True, output_attentions=True)
+            output = model(**inputs, output_hidden_states=True, output_attentions=True)
     except Exception as error:  # whatever its modelling code raises
         raise ExportError(f"transformers does not run the checkpoint: {error}") from error
     states, patterns = output.hidden_states or (), output.get("attentions") or ()
@@ -163,12 +163,12 @@ def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) ->
         raise ExportError(
             f"transformers returns {len(states)} hidden states of {layers} layers: nothing to compare with"
         )
-    found = {"logits": output.logits, **read}
-    found |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
-    found |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
+    tensors = {"logits": output.logits, **read}
+    tensors |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
+    tensors |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
     for i, layer in enumerate(getattr(output.get("past_key_values"), "layers", ())):
-        found |= dict(zip(KEYS_AND_VALUES.layer_outputs(i), (layer.keys, layer.values), strict=True))
-    return {name: value.detach().numpy() for name, value in found.items()}
+        tensors |= dict(zip(KEYS_AND_VALUES.layer_outputs(i), (layer.keys, layer.values), strict=True))
+    return {name: value.detach().numpy() for name, value in tensors.items()}
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _read(model: PreTrainedModel, projections: Sequence[str]) -> Iterator[dict[s
 
     [batch, seq, n_heads * head_dim].
     """
-    found: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for layer, name in enumerate(projections):
@@ -185,11 +185,11 @@ def _read(model: PreTrainedModel, projections: Sequence[str]) -> Iterator[dict[s
             if module is None:
                 raise ExportError(f"{name}, the output projection of layer {layer}, is no module's weight")
 
-            def keep(_module: torch.nn.Module, given: tuple[torch.Tensor, ...], layer: int = layer) -> None:
-                found[f"blocks.{layer}.attn.hook_z"] = given[0]
+            def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], layer: int = layer) -> None:
+                inputs[f"blocks.{layer}.attn.hook_z"] = args[0]
 
             stack.callback(module.register_forward_pre_hook(keep).remove)
-        yield found
+        yield inputs
 
 
 class _Graph:
@@ -233,24 +233,24 @@ def _run(session: Any, names: list[str], values: Mapping[str, Array]) -> list[Ar
 
 
 def _pairs(
-    found: Mapping[str, Array], expected: Mapping[str, Array], batch: _Batch, past: int
+    values: Mapping[str, Array], expected: Mapping[str, Array], batch: _Batch, past: int
 ) -> Iterator[tuple[str, int | None, Array, Array]]:
     """The compared values in words, with layer and both sides, at tokens without padding."""
-    real, whole = batch.mask[:, past:].astype(bool), batch.mask.astype(bool)
+    real, tokens = batch.mask[:, past:].astype(bool), batch.mask.astype(bool)
     for name, value in expected.items():
-        if name not in found:
+        if name not in values:
             continue
         layer, words = _words(name)
         if name.startswith(KEYS_AND_VALUES.present):
-            kept = value.shape[2]  # of a sliding window, the last ones
-            one, other = (np.moveaxis(array[:, :, -kept:], 2, 1) for array in (found[name], value))
-            yield words, layer, one[whole[:, -kept:]], other[whole[:, -kept:]]
+            length = value.shape[2]  # of a sliding window, the last ones
+            one, other = (np.moveaxis(array[:, :, -length:], 2, 1) for array in (values[name], value))
+            yield words, layer, one[tokens[:, -length:]], other[tokens[:, -length:]]
         elif name.endswith("hook_z"):
-            yield words, layer, found[name][real].reshape(int(real.sum()), -1), value[:, past:][real]
+            yield words, layer, values[name][real].reshape(int(real.sum()), -1), value[:, past:][real]
         elif name.endswith("pattern"):
-            yield words, layer, np.moveaxis(found[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
+            yield words, layer, np.moveaxis(values[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
         else:
-            yield words, layer, found[name][real], value[:, past:][real]
+            yield words, layer, values[name][real], value[:, past:][real]
 
 
 def _words(name: str) -> tuple[int | None, str]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from exporters.checkpoint_tensors import Stored
+from exporters.checkpoint_tensors import StoredTensor
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Mapped:
         unknown: checkpoint tensors that belong to no parameter of the model.
     """
 
-    direct: dict[str, Stored] = field(default_factory=dict)
+    direct: dict[str, StoredTensor] = field(default_factory=dict)
     converted: dict[str, "Conversion"] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class Conversion:
 
     target: str
     converter: WeightConverter
-    sources: list[Stored] = field(default_factory=list)
+    sources: list[StoredTensor] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
+def map_tensors(tensors: list[StoredTensor], model: PreTrainedModel) -> Mapped:
     """Find each checkpoint tensor's parameter by transformers' own loading rules."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

@@ -21,10 +21,10 @@ from exporters.transformers.attention import Taps, replace_for, taps_of
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
-EXPERTS = "mionnx"
+EXPERTS_FUNCTION = "mionnx"
 GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
-ROUTERS, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
+ROUTER_NAMES, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in the name of its weights
 PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
 
@@ -132,8 +132,8 @@ class InOrder(TorchFunctionMode):
     """Give the best experts in the order of their scores, where a router leaves the order open."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
+        options = kwargs or {}
+        return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
 
 
 class TapRouter(TorchFunctionMode):
@@ -157,7 +157,7 @@ def _forward(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor)
     return compute_experts(taps_of(experts), experts, hidden, index, weights)
 
 
-ExpertsInterface.register(EXPERTS, _forward)
+ExpertsInterface.register(EXPERTS_FUNCTION, _forward)
 
 
 def find_experts(block: nn.Module) -> nn.Module | None:
@@ -182,9 +182,9 @@ def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
     Raises:
         ExportError: there is none by the names that transformers has for it.
     """
-    routers = [getattr(parent, name) for name in ROUTERS if isinstance(getattr(parent, name, None), nn.Module)]
+    routers = [getattr(parent, name) for name in ROUTER_NAMES if isinstance(getattr(parent, name, None), nn.Module)]
     if len(routers) != 1:
-        raise ExportError(f"{type(parent).__name__} has no router by the name of {' or '.join(ROUTERS)}")
+        raise ExportError(f"{type(parent).__name__} has no router by the name of {' or '.join(ROUTER_NAMES)}")
     forward = routers[0].forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:

@@ -114,13 +114,13 @@ def expand_grouped(graph: ir.Graph) -> None:
         stack, *sides = matrices.shape.numpy()
         facts = _facts(node, stack, sides)
         if (id(chosen), stack) not in tables:
-            made = _insert(graph, node, SORTED, facts, {"chosen": chosen}, f"{prefix}.rows")
-            tables[id(chosen), stack] = made
+            outputs = _insert(graph, node, SORTED, facts, {"chosen": chosen}, f"{prefix}.rows")
+            tables[id(chosen), stack] = outputs
         y = node.outputs[0]
         operands = {"x": x, "matrices": matrices, **tables[id(chosen), stack]}
-        made = _insert(graph, node, PRODUCT, facts, operands, prefix)
-        made["y"].name, made["y"].shape, made["y"].type = y.name, y.shape, y.type
-        y.replace_all_uses_with(made["y"])
+        outputs = _insert(graph, node, PRODUCT, facts, operands, prefix)
+        outputs["y"].name, outputs["y"].shape, outputs["y"].type = y.name, y.shape, y.type
+        y.replace_all_uses_with(outputs["y"])
         graph.remove(node, safe=True)
     graph.opset_imports.pop(GROUPED_DOMAIN, None)
 

@@ -129,9 +129,9 @@ class Recorder(TorchDispatchMode):
             self._begin(layer + 1)
         return value
 
-    def literal(self, tensor: Tensor, said: Hashable) -> Tensor:
+    def literal(self, tensor: Tensor, numbers: Hashable) -> Tensor:
         """Note a tensor that modelling code wrote down in numbers."""
-        self._put(tensor, (self.layer, "literal", said))
+        self._put(tensor, (self.layer, "literal", numbers))
         return tensor
 
     def _begin(self, layer: int) -> None:
@@ -186,10 +186,10 @@ class _Literals(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(self._index(one, args[0].device) for one in args[1])
-        result = func(*args, **given)
+        result = func(*args, **options)
         return self._noted(result, args[0]) if func is torch.tensor and _numbers(args[0]) else result
 
     def _index(self, index: Any, device: torch.device) -> Any:

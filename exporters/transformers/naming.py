@@ -15,7 +15,7 @@ import onnx_ir as ir
 from exporters.transformers.trace import MARKER_DOMAIN
 from mionnx.graph.io_names import KEYS_AND_VALUES
 
-NUMBERS = (ir.AttributeType.INT, ir.AttributeType.INTS)
+NUMBER_ATTRIBUTES = (ir.AttributeType.INT, ir.AttributeType.INTS)
 
 
 def name_hooks(graph: ir.Graph) -> list[str]:
@@ -122,7 +122,7 @@ def merge_lengths(graph: ir.Graph) -> None:
     for node in list(graph):
         read = [value for value in node.inputs if value is not None and value.const_value is None]
         of_input = node.op_type == "Shape" and read[0].is_graph_input()
-        plain = len(node.outputs) == 1 and all(attr.type in NUMBERS for attr in node.attributes.values())
+        plain = len(node.outputs) == 1 and all(attr.type in NUMBER_ATTRIBUTES for attr in node.attributes.values())
         if not plain or not (of_input or (read and all(id(value) in lengths for value in read))):
             continue
         numbers = sorted((name, repr(attr.value)) for name, attr in node.attributes.items())

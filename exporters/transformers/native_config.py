@@ -15,7 +15,7 @@ from exporters.config_sizes import check_sizes
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
 
 def native_config(folder: Path) -> Any:
@@ -25,17 +25,17 @@ def native_config(folder: Path) -> Any:
         ExportError: the checkpoint needs its own code, or transformers does not read the config.
     """
     try:
-        table = read_json(inside(folder, CONFIG))
+        table = read_json(inside(folder, CONFIG_FILE))
     except ModelError as error:
         raise ExportError(str(error)) from error
     if not isinstance(table, dict):
-        raise ExportError(f"{folder / CONFIG} is damaged: it holds no table")
-    check_sizes(table, folder / CONFIG)
+        raise ExportError(f"{folder / CONFIG_FILE} is damaged: it holds no table")
+    check_sizes(table, folder / CONFIG_FILE)
     _check_code(table, folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' errors share no base class
-        raise ExportError(f"transformers does not read {folder / CONFIG}: {error}") from error
+        raise ExportError(f"transformers does not read {folder / CONFIG_FILE}: {error}") from error
 
 
 def _check_code(table: dict[str, Any], folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from exporters.transformers.attention import Taps
 from mionnx.graph.hook_points import HookPoint
 
-PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+TORCH_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
 
@@ -35,21 +35,21 @@ class TapProducts(TorchFunctionMode):
         self.query: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is Tensor.__getitem__ and args[0] is self.table:
             return _picked(*args)
         if func in SOFTMAX:
-            return self._pattern(func(self._at(HookPoint.AttnScores(self.layer), args[0]), *args[1:], **given))
+            return self._pattern(func(self._at(HookPoint.AttnScores(self.layer), args[0]), *args[1:], **options))
         if self.query is not None:
-            return func(*args, **given)
+            return func(*args, **options)
         if func in ADDED_PRODUCTS:
             added, *batches = args
-            if "batch1" in given:
-                return func(*args, **{**given, "batch1": self._queries(given["batch1"])})
-            return func(added, self._queries(batches[0]), *batches[1:], **given)
-        if func in PRODUCTS and args[1].dim() > 2:  # two axes: a weight
-            return func(self._queries(args[0]), *args[1:], **given)
-        return func(*args, **given)
+            if "batch1" in options:
+                return func(*args, **{**options, "batch1": self._queries(options["batch1"])})
+            return func(added, self._queries(batches[0]), *batches[1:], **options)
+        if func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
+            return func(self._queries(args[0]), *args[1:], **options)
+        return func(*args, **options)
 
     def _queries(self, value: Tensor) -> Tensor:
         taps, layer = self.taps, self.layer

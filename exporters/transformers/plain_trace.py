@@ -76,7 +76,7 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
             raise ExportError(f"{skeleton.config.model_type!r} does not run without weights: {error}") from error
         past = [tuple(torch.zeros(shape, dtype=skeleton.dtype) for shape in layer) for layer in shapes]
-        example = (_ids(trace.SEQ), _ids(trace.SEQ + trace.PAST * bool(past)), _ids(trace.SEQ), past)
+        example = (_ids(trace.SEQ), _ids(trace.SEQ + trace.TRACE_PAST * bool(past)), _ids(trace.SEQ), past)
     causes = list[str]()
     both = (nullcontext(), plain_maximum(skeleton))  # what that fixes for other sizes is seen by `check_eagerly`
     for sizes_compared in both:
@@ -89,19 +89,21 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
 
 
 def _ids(width: int) -> Tensor:
-    return torch.ones(trace.BATCH, width, dtype=torch.long)
+    return torch.ones(trace.TRACE_BATCH, width, dtype=torch.long)
 
 
 def _cache_shapes(skeleton: PreTrainedModel) -> list[tuple[list[int], ...]]:
-    """The shapes of keys and values after `trace.PAST` tokens; none without a cache."""
+    """The shapes of keys and values after `trace.TRACE_PAST` tokens; none without a cache."""
     if "past_key_values" not in inspect.signature(skeleton.forward).parameters:
         return []
     with torch.no_grad():
-        cache = getattr(skeleton(input_ids=_ids(trace.PAST), use_cache=True), "past_key_values", None)
+        cache = getattr(skeleton(input_ids=_ids(trace.TRACE_PAST), use_cache=True), "past_key_values", None)
     tensors = [[getattr(layer, part, None) for part in ("keys", "values")] for layer in getattr(cache, "layers", ())]
     layers = skeleton.config.get_text_config().num_hidden_layers
     complete = all(
-        isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.PAST for two in tensors for one in two
+        isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.TRACE_PAST
+        for two in tensors
+        for one in two
     )
     if len(tensors) != layers or not complete:
         kind = skeleton.config.model_type

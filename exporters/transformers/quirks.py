@@ -58,7 +58,12 @@ class SeveralStreams(Attachment):
             return torch.stack(split)
 
         replace_for(self.stack, streams, "predict", predicted)
-        replace_for(self.stack, streams, "correct", lambda made, own: correct(made, at(HookPoint.ResidPost(i), own)))
+        replace_for(
+            self.stack,
+            streams,
+            "correct",
+            lambda predictions, own: correct(predictions, at(HookPoint.ResidPost(i), own)),
+        )
         mlp = self.module(self.layout.mlp, block)
         if share := getattr(mlp, "activation_sparsity", 0.0):
             self.enter_around(mlp, lambda _: quantile(share))
@@ -71,7 +76,7 @@ class SeveralStreams(Attachment):
 def quantile(share: float) -> Iterator[None]:
     """Put a number in the place of a normal quantile, a function that no graph has."""
     value = NormalDist().inv_cdf(share)
-    normal = SimpleNamespace(icdf=lambda given: torch.full_like(given, value))
+    normal = SimpleNamespace(icdf=lambda like: torch.full_like(like, value))
     with ExitStack() as stack:
         replace_for(stack, torch.distributions.normal, "Normal", lambda *_: normal)
         yield

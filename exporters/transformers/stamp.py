@@ -42,7 +42,7 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
     """
     if len(kinds.traced) == len(kinds.of):
         return True
-    nodes, names = _segments(graph, kinds), Names(blocks, kinds.halves)
+    nodes, names = _segments(graph, kinds), LayerNames(blocks, kinds.halves)
     if nodes is None or not all(_alone(nodes[layer], layer, names) for layer in kinds.traced):
         return False
     stamper = _Stamper(graph, kinds, names, nodes, {id(value) for value in parameters})
@@ -57,7 +57,7 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
 
 
 @dataclass(frozen=True)
-class Names:
+class LayerNames:
     """Names of values, by which they belong to a layer.
 
     Attributes:
@@ -109,7 +109,7 @@ def _segments(graph: ir.Graph, kinds: Kinds) -> dict[int, list[ir.Node]] | None:
     return segments if before and [*segments] == [*kinds.traced, OUTSIDE] else None
 
 
-def _alone(nodes: list[ir.Node], layer: int, names: Names) -> bool:
+def _alone(nodes: list[ir.Node], layer: int, names: LayerNames) -> bool:
     """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
     plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
                 for attr in node.attributes.values())  # fmt: skip
@@ -131,7 +131,7 @@ class _Stamper:
 
     graph: ir.Graph
     kinds: Kinds
-    names: Names
+    names: LayerNames
     nodes: dict[int, list[ir.Node]]
     weights: set[int]
     parameters: dict[int, list[ir.Value]] = field(default_factory=dict)
@@ -241,7 +241,7 @@ def _order_cache(values: MutableSequence[ir.Value]) -> None:
     values.extend(ordered)
 
 
-def _hooks(hooks: list[str], kinds: Kinds, names: Names) -> list[str]:
+def _hooks(hooks: list[str], kinds: Kinds, names: LayerNames) -> list[str]:
     """Hook points of all layers, in execution order."""
     of: dict[int, list[str]] = {}
     for name in hooks:

@@ -21,8 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from exporters.transformers.attention import ATTENTION, TAPS, Listener, TappedCache, Taps, replace_for, tap_rotation
-from exporters.transformers.experts import EXPERTS, drop_spare
+from exporters.transformers.attention import (
+    ATTENTION_FUNCTION,
+    TAPS,
+    Listener,
+    TappedCache,
+    Taps,
+    replace_for,
+    tap_rotation,
+)
+from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.own_attention import plain_maximum
@@ -37,7 +45,7 @@ from mionnx.graph.metadata import Heads
 OPSET = 23
 MARKER_DOMAIN = "mionnx"
 # Stand-ins for dynamic sizes while tracing: all different, none of them 0 or 1, so that nothing is specialised.
-BATCH, SEQ, PAST = 2, 3, 5
+TRACE_BATCH, SEQ, TRACE_PAST = 2, 3, 5
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 
 # The cache of fake results costs more than it saves in one trace of a few layers.
@@ -94,7 +102,7 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
         tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, blocks[0]))
-        replace_for(stack, model.config, "_attn_implementation", ATTENTION)
+        replace_for(stack, model.config, "_attn_implementation", ATTENTION_FUNCTION)
         yield
 
 
@@ -142,10 +150,10 @@ def run_eagerly(
 
 def prepare(config: Any) -> None:
     """Make a config traceable: our attention, and experts computed for every token."""
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = ATTENTION_FUNCTION
     config.use_cache = True
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = EXPERTS
+        config._experts_implementation = EXPERTS_FUNCTION
     for rope in rope_parameters(config):
         if rope.get("rope_type") == "dynamic":
             raise ExportError(
@@ -204,10 +212,6 @@ def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
 def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
     """Find which layers of a model on the meta device compute the same.
 
-    Args:
-        skeleton: from `skeleton_of`.
-        sizes: of its keys and values.
-
     Raises:
         ExportError: the family is laid out in an unknown way.
     """
@@ -234,15 +238,15 @@ def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
 
 def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
     def ids(width: int) -> Tensor:
-        return torch.ones(BATCH, width, dtype=torch.long)
+        return torch.ones(TRACE_BATCH, width, dtype=torch.long)
 
     heads, dtype = sizes
 
     def zeros(layer: int, part: int) -> Tensor:
-        return torch.zeros(BATCH, heads[layer][0], PAST, heads[layer][part], dtype=dtype)
+        return torch.zeros(TRACE_BATCH, heads[layer][0], TRACE_PAST, heads[layer][part], dtype=dtype)
 
     past = [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
-    return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
+    return ids(SEQ), ids(TRACE_PAST + SEQ), ids(SEQ), past
 
 
 @contextmanager
@@ -263,7 +267,6 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
 
     Args:
         skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
-        sizes: of its keys and values.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.pytorch_utils import Conv1D
 
-from exporters.checkpoint_tensors import Stored, same_bytes
+from exporters.checkpoint_tensors import StoredTensor, same_bytes
 from exporters.packed.linear import Linear
 from exporters.packed.stack import Stack
 from exporters.transformers.checkpoint import Conversion, Mapped, aliases
@@ -52,17 +52,17 @@ def bind_weights(
     return {name: blocks for named in left.values() for name, blocks in named.items()}
 
 
-def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:
+def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, StoredTensor]:
     """Parameters of one checkpoint tensor each; converted ones are left out.
 
     Raises:
         ExportError: see `bind_weights`.
     """
-    tied, made = aliases(model), _made_by_conversion(mapped, model)
+    tied, converted = aliases(model), _made_by_conversion(mapped, model)
     names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
-    found = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
-    stored = {name: _turned(name, one, model) for name, one in found.items()}
-    unfed = [name for name, group in names.items() if name not in stored and not group & made]
+    direct = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
+    stored = {name: _turned(name, one, model) for name, one in direct.items()}
+    unfed = [name for name, group in names.items() if name not in stored and not group & converted]
     if unfed:
         raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {some(unfed)}")
     unread = _unread(mapped, set().union(*names.values()))
@@ -71,14 +71,14 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
     return stored
 
 
-def _turned(name: str, tensor: Stored, model: PreTrainedModel) -> Stored:
+def _turned(name: str, tensor: StoredTensor, model: PreTrainedModel) -> StoredTensor:
     """A packed weight as its module keeps it: Conv1D keeps [in, out], Linear [out, in]."""
     if tensor.packed is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], turned=True)
 
 
-def _only(mapped: Mapped, names: set[str]) -> Stored:
+def _only(mapped: Mapped, names: set[str]) -> StoredTensor:
     """The one tensor of a tied parameter, however often the checkpoint stores it."""
     first, *others = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
     if not all(same_bytes(first, other) for other in others):
@@ -88,7 +88,12 @@ def _only(mapped: Mapped, names: set[str]) -> Stored:
 
 def _unread(mapped: Mapped, read: set[str]) -> list[str]:
     direct = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
-    sources = [source.name for name, made in mapped.converted.items() if name not in read for source in made.sources]
+    sources = [
+        source.name
+        for name, conversion in mapped.converted.items()
+        if name not in read
+        for source in conversion.sources
+    ]
     return direct + sources + mapped.unknown
 
 

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters import adopt
-from exporters.config_sizes import FRACTIONS, LIMITS, check_sizes
+from exporters.config_sizes import FRACTIONS, SIZE_LIMITS, check_sizes
 from exporters.transformers.native_config import native_config
 from mionnx.errors import ExportError
 
@@ -67,4 +67,4 @@ def test_every_family_of_transformers_keeps_to_the_table():
     assert len(tables) > 105
     for table in tables:
         check_sizes(table, Path("config.json"))
-    assert sum(bool({*LIMITS, *FRACTIONS} & table.keys()) for table in tables) > 100
+    assert sum(bool({*SIZE_LIMITS, *FRACTIONS} & table.keys()) for table in tables) > 100

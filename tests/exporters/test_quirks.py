@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import make_model
 
-from exporters.transformers.attention import ATTENTION, TappedCache
+from exporters.transformers.attention import ATTENTION_FUNCTION, TappedCache
 from exporters.transformers.families import FAMILIES, layout_of
 from exporters.transformers.quirks import QUIRKS, attachment_of
 from exporters.transformers.taps import Attachment
@@ -47,6 +47,6 @@ def test_taps_of_two_models_at_once_stay_apart():
 
 def test_attention_outside_of_taps_is_refused():
     model = make_model("llama")
-    model.config._attn_implementation = ATTENTION
+    model.config._attn_implementation = ATTENTION_FUNCTION
     with pytest.raises(ExportError, match="run only inside `attached`"):
         model(IDS)

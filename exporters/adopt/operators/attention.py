@@ -100,9 +100,9 @@ def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value)
 
 def _sink(op: DecoderWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:
     """Logits of the column without a key, [1, heads, 1, 1]: given, or 0 of a smooth softmax."""
-    given = input_at(node, 11)
-    if given is not None:
-        return op.Reshape(given, [1, heads, 1, 1])
+    logits = input_at(node, 11)
+    if logits is not None:
+        return op.Reshape(logits, [1, heads, 1, 1])
     smooth = node.attributes.get_int("smooth_softmax", 0) > 0
     return op.constant(np.zeros((1, heads, 1, 1)), kind.numpy()) if smooth else None
 
@@ -154,15 +154,15 @@ def packed_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     size = heads * width
     projected = op.MatMul(x, weight) if bias is None else op.Add(op.MatMul(x, weight), bias)
     queries, keys, values = (op.heads(part, heads, width) for part in op.split(projected, [size] * 3))
-    made: dict[int, ir.Value] = {}
+    presents: dict[int, ir.Value] = {}
     if past is not None:
         before = [op.Squeeze(part, [0]) for part in op.split(past, [1, 1], axis=0)]
         keys, values = (op.Concat(old, new, axis=2) for old, new in zip(before, (keys, values), strict=True))
-        made[1] = op.Concat(op.Unsqueeze(keys, [0]), op.Unsqueeze(values, [0]), axis=0)
+        presents[1] = op.Concat(op.Unsqueeze(keys, [0]), op.Unsqueeze(values, [0]), axis=0)
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
     scale = node.attributes.get_float("scale", 0.0) or width**-0.5
     z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
-    return {0: op.merged(z, size), **made}
+    return {0: op.merged(z, size), **presents}
 
 
 def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:

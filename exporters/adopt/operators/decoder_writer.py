@@ -7,7 +7,7 @@ import onnx_ir as ir
 from exporters.adopt.flow import static
 from exporters.op_writer import OpWriter
 
-TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+TOKEN_INPUT, MASK_INPUT, POSITIONS = "input_ids", "attention_mask", "position_ids"
 
 
 class DecoderWriter(OpWriter):
@@ -31,9 +31,9 @@ class DecoderWriter(OpWriter):
     def input(self, name: str, axes: Sequence[str]) -> ir.Value:
         """An integer input of the graph by its name, added if need be."""
         if name not in self.inputs:
-            made = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(axes))
-            self.graph.inputs.append(made)
-            self.inputs[name] = made
+            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(axes))
+            self.graph.inputs.append(value)
+            self.inputs[name] = value
         return self.inputs[name]
 
     def positions(self) -> ir.Value:
@@ -66,7 +66,7 @@ class DecoderWriter(OpWriter):
     def visible(self, window: int | None) -> ir.Value:
         """[batch, 1, seq, total] bool: the keys that a query reads, padding and later ones left out."""
         if window not in self._visible:
-            mask, tokens = self.input(MASK, ["batch", "total"]), self.inputs[TOKENS]
+            mask, tokens = self.input(MASK_INPUT, ["batch", "total"]), self.inputs[TOKEN_INPUT]
             total, seq = self._length(mask), self._length(tokens)
             keys = self.Unsqueeze(self.Range(0, total, 1), [0])
             queries = self.Unsqueeze(self.Range(self.Sub(total, seq), total, 1), [1])

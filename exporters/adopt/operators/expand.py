@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from exporters.adopt.operators.decoder_writer import TOKENS, DecoderWriter
+from exporters.adopt.operators.decoder_writer import TOKEN_INPUT, DecoderWriter
 from exporters.adopt.operators.fused import Fused, supporting
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
@@ -43,19 +43,19 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
             continue
         _refuse_unknown_inputs(node, expansion.inputs)
         op.begin()
-        made = named(expansion.function)(op, node)
-        if made:
-            fused.append(Fused.of(node, made, op.nodes))
-            _replace(model.graph, node, made, op.nodes)
+        outputs = named(expansion.function)(op, node)
+        if outputs:
+            fused.append(Fused.of(node, outputs, op.nodes))
+            _replace(model.graph, node, outputs, op.nodes)
             done[node.op_type] += 1
     if done:
         model.graph.sort()
-        kept = supporting(fused) if record is not None else []
-        model.graph.outputs.extend(kept)  # lengths that fused operators alone read
+        lengths = supporting(fused) if record is not None else []
+        model.graph.outputs.extend(lengths)  # lengths that fused operators alone read
         passes.RemoveUnusedNodesPass()(model)
-        for value in kept:
+        for value in lengths:
             model.graph.outputs.remove(value)
-        for value in [value for value in model.graph.inputs if not value.uses() and value.name != TOKENS]:
+        for value in [value for value in model.graph.inputs if not value.uses() and value.name != TOKEN_INPUT]:
             model.graph.inputs.remove(value)
     if record is not None:
         record.extend(fused)
@@ -70,15 +70,15 @@ def _refuse_unknown_inputs(node: ir.Node, count: int) -> None:
         )
 
 
-def _replace(graph: ir.Graph, node: ir.Node, made: dict[int, ir.Value], nodes: list[ir.Node]) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, outputs: dict[int, ir.Value], nodes: list[ir.Node]) -> None:
     """Put nodes in the place of one; the values that it made keep their names."""
     graph.insert_before(node, nodes)
     for place, old in enumerate(node.outputs):
-        if place not in made:
+        if place not in outputs:
             if old.uses() or old.is_graph_output():
                 raise ExportError(f"output {place} of {node.op_type} node {node.name!r} is read: it cannot be expanded")
             continue
-        name, new = old.name, made[place]
+        name, new = old.name, outputs[place]
         new.type, new.shape = old.type or new.type, old.shape or new.shape
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.flow import SIZES
+from exporters.adopt.flow import SIZE_OPERATORS
 from mionnx.graph.fused_operators import CALL
 from mionnx.graph.operator_table import expansion_of
 
@@ -18,8 +18,6 @@ class Fused:
     """A fused operator.
 
     Attributes:
-        domain, name: of the operator.
-        attributes: its own.
         inputs: the values that it read.
         reads: for each of these, what reads it among the nodes that stand for the operator. Hook points may be put
             between the two, so that the operator has to read what these nodes read in the end.
@@ -34,20 +32,22 @@ class Fused:
     outputs: tuple[ir.Value | None, ...]
 
     @classmethod
-    def of(cls, node: ir.Node, made: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":
+    def of(cls, node: ir.Node, replacements: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":
         """Take down a node that other nodes will stand for.
 
         Args:
             node: the operator.
-            made: place of an output -> the value in its stead.
+            replacements: place of an output -> the value in its stead.
             nodes: those that stand for it.
         """
-        places = [(one, place) for one in nodes if one.op_type not in SIZES for place in range(len(one.inputs))]
+        places = [
+            (one, place) for one in nodes if one.op_type not in SIZE_OPERATORS for place in range(len(one.inputs))
+        ]
         reads = tuple(
             tuple(read for read in places if value is not None and read[0].inputs[read[1]] is value)
             for value in node.inputs
         )
-        outputs = tuple(made.get(place) if _wanted(value) else None for place, value in enumerate(node.outputs))
+        outputs = tuple(replacements.get(place) if _wanted(value) else None for place, value in enumerate(node.outputs))
         return cls(node.domain, node.op_type, tuple(node.attributes.values()), tuple(node.inputs), reads, outputs)
 
     @property
@@ -65,17 +65,17 @@ class Fused:
         names = ["" if value is None else str(value.name) for value in outputs]
         while names and not names[-1]:
             names.pop()
-        made = onnx.helper.make_node(self.name, [str(name) for name in inputs], names, domain=self.domain)
-        made.attribute.extend(ir.to_proto(attribute) for attribute in self.attributes)
-        return made
+        node = onnx.helper.make_node(self.name, [str(name) for name in inputs], names, domain=self.domain)
+        node.attribute.extend(ir.to_proto(attribute) for attribute in self.attributes)
+        return node
 
     def _input(self, place: int) -> str | None:
         """The name of an input, empty if left out; None if it is not one value of the graph."""
         value = self.inputs[place]
         if value is None:
             return ""
-        found = {node.inputs[at] for node, at in self.reads[place] if node.graph is not None} or {value}
-        (one, *others) = found
+        values = {node.inputs[at] for node, at in self.reads[place] if node.graph is not None} or {value}
+        (one, *others) = values
         return str(one.name) if one is not None and not others and _stands(one) else None
 
 
@@ -91,11 +91,11 @@ def _stands(value: ir.Value) -> bool:
 
 def supporting(fused: Iterable[Fused]) -> list[ir.Value]:
     """The values that fused operators alone read, if nodes of `CALL` compute them from the call."""
-    found: dict[ir.Value, None] = {}
+    lengths: dict[ir.Value, None] = {}
     for one in fused:
         if expansion_of((one.domain, one.name)) is not None:
-            found |= dict.fromkeys(value for value in one.lengths if _is_length(value))
-    return list(found)
+            lengths |= dict.fromkeys(value for value in one.lengths if _is_length(value))
+    return list(lengths)
 
 
 def _is_length(value: ir.Value) -> bool:

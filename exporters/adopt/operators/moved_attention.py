@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import PASSING
+from exporters.adopt.flow import CONTENT_KEEPING
 from exporters.adopt.operators.expand import named
 from exporters.adopt.operators.fused import Fused, Read
 from mionnx.graph.operator_table import expansion_of
 
-KEYS, VALUES, MASK = 1, 2, 3  # places of its inputs
-HEADS = PASSING | {"Transpose"}
+KEYS_PLACE, VALUES, MASK_PLACE = 1, 2, 3  # places of its inputs
+HEAD_OPERATORS = CONTENT_KEEPING | {"Transpose"}
 REPEATED = ("Reshape", "Expand", "Unsqueeze")  # of keys and values, from below
 SCORES = frozenset(("Mul", "Div", "Tanh", "Identity"))
 BIAS = 5  # place of the added mask in MultiHeadAttention
@@ -35,18 +35,18 @@ def with_keys_and_mask(fused: Fused) -> Fused:
     scores = None if masked is None else _above(masked.inputs[1], SCORES)
     if not _is(scores, "MatMul"):
         return fused
-    found = {KEYS: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK: (masked, 0)}
-    inputs, reads = [*fused.inputs, None, None, None][: MASK + 1], [*fused.reads, (), (), ()][: MASK + 1]
-    for place, (node, at) in found.items():
+    places = {KEYS_PLACE: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK_PLACE: (masked, 0)}
+    inputs, reads = [*fused.inputs, None, None, None][: MASK_PLACE + 1], [*fused.reads, (), (), ()][: MASK_PLACE + 1]
+    for place, (node, at) in places.items():
         inputs[place], reads[place] = node.inputs[at], ((node, at),)
-    kept = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
-    return replace(fused, attributes=kept, inputs=tuple(inputs), reads=tuple(reads))
+    attributes = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
+    return replace(fused, attributes=attributes, inputs=tuple(inputs), reads=tuple(reads))
 
 
 def with_added_mask(fused: Fused) -> Fused:
     """MultiHeadAttention with the mask that `masking.added_mask` makes of its nodes' booleans."""
-    made = fused.outputs[0]
-    masked = None if made is None else _product_and_mask(made)[1]
+    z = fused.outputs[0]
+    masked = None if z is None else _product_and_mask(z)[1]
     added = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if _adds(node)]
     if len(added) != 1 or len(fused.inputs) <= BIAS:
         return fused
@@ -62,8 +62,8 @@ def _adds(node: ir.Node) -> bool:
 
 def _product_and_mask(z: ir.Value) -> tuple[ir.Node | None, ir.Node | None]:
     """The product of pattern and values, and the `Where` before the softmax; None for others."""
-    product = _above(z, HEADS)
-    softmax = _above(product.inputs[0], PASSING) if _is(product, "MatMul") else None
+    product = _above(z, HEAD_OPERATORS)
+    softmax = _above(product.inputs[0], CONTENT_KEEPING) if _is(product, "MatMul") else None
     masked = softmax.inputs[0].producer() if _is(softmax, "Softmax") else None
     return product, masked if _is(masked, "Where") else None
 

@@ -2,7 +2,7 @@
 
 import onnx_ir as ir
 
-from exporters.adopt.linear import PRODUCTS
+from exporters.adopt.linear import LINEAR_PRODUCTS
 from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at, kind_of
 
 EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
@@ -43,4 +43,4 @@ def _is_product(value: ir.Value) -> bool:
     node = value.producer()
     while node is not None and node.op_type in ("Reshape", "Cast") and node.inputs[0] is not None:
         node = node.inputs[0].producer()
-    return node is not None and node.op_type in PRODUCTS
+    return node is not None and node.op_type in LINEAR_PRODUCTS

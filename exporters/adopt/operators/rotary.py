@@ -13,7 +13,6 @@ def rotate(
     """Rotate the first `part` of each head.
 
     Args:
-        op: writes the nodes.
         x: [batch, heads, seq, width].
         cos, sin: [batch, 1, seq, part / 2].
         width, part: sizes of a head, and of what is rotated of it.
@@ -86,6 +85,6 @@ def _axes(value: ir.Value) -> int | None:
     return rank(value)
 
 
-def _require(known: bool, node: ir.Node, what: str) -> None:
-    if not known:
+def _require(condition: bool, node: ir.Node, what: str) -> None:
+    if not condition:
         raise ExportError(f"{node.op_type} node {node.name!r} has {what}: it cannot be expanded")
