@@ -20,8 +20,8 @@ from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
+from mionnx.graph.fused_operators import MASKED_SCORE
 
-MASKED_SCORE = -9999.0  # what is added to a score that no query shall read, or less
 SHORT, LONGEST_PROBE = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
 CHUNK_PROBE = (3, 5)  # tokens, past: of a mask that has to heed both
 HEAD_HOOKS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")

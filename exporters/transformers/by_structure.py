@@ -19,7 +19,7 @@ from exporters.adopt.assemble import facts_of
 from exporters.adopt.extension import Plain, complete
 from exporters.adopt.flow import ROW_LOOKUPS
 from exporters.adopt.interface import INPUT_AXES, supply_positions
-from exporters.adopt.masking import LONGEST_PROBE, MASKED_SCORE
+from exporters.adopt.masking import LONGEST_PROBE
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
@@ -42,6 +42,7 @@ from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
+from mionnx.graph.fused_operators import MASKED_SCORE
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
