@@ -30,9 +30,9 @@ def test_estimate_counts_what_the_refusal_counts(shipped, monkeypatch, given):
     monkeypatch.setattr("mionnx.run.pass_memory.LARGE", 0)
     monkeypatch.setattr(memory, "available", lambda: need - 1)
     with pytest.raises(InputError, match=f"needs some {format_bytes(need)} "):
-        shipped.forward(ids, spec, **given)
+        shipped.forward(ids, spec, batch_size=None, **given)
     monkeypatch.setattr(memory, "available", lambda: need)
-    shipped.forward(ids, spec, **given)
+    shipped.forward(ids, spec, batch_size=None, **given)
 
 
 def test_generate_refuses_a_prompt_beyond_memory_with_the_same_sentence(shipped):

@@ -176,9 +176,9 @@ def test_memory_is_stated_before_it_is_spent(model, monkeypatch):
         model.forward(np.zeros((512, 20000), int), spec)
     monkeypatch.setattr(memory, "available", lambda: estimate.peak - 1)
     with pytest.raises(InputError, match=r"need 1\.4 MiB"):
-        model.forward(np.zeros((2, 11), int), spec)
+        model.forward(np.zeros((2, 11), int), spec, batch_size=None)
     monkeypatch.setattr(memory, "available", lambda: estimate.peak)
-    model.forward(np.zeros((2, 11), int), spec)
+    model.forward(np.zeros((2, 11), int), spec, batch_size=None)
 
 
 def test_saved_and_loaded(model, tmp_path):
