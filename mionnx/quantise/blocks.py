@@ -82,7 +82,9 @@ def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32]
 
 
 def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -> tuple[Floats, Floats]:
-    """Scales and zero points of 4-bit blocks by least squares, weighted by the mean square of each input.
+    """Scales and zero points of 4-bit blocks by weighted least squares.
+
+    The weight of a column is the mean square of its input.
 
     A product's error is the sum of the columns' errors times the inputs: where inputs are uncorrelated, its mean square
     is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in

@@ -49,7 +49,7 @@ def blocks_on_real(path: Path) -> list[tuple[str, str]]:
 def commands(path: Path) -> Iterator[tuple[list[str], str]]:
     """Each `mionnx` command of a README, split into words, and the output that is shown after it if it stands alone."""
     for block, shown in SHELL.findall(path.read_text()):
-        lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+        lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
         lines = [words for words in lines if words[:1] == ["mionnx"]]
         for words in lines:
             yield words, shown if len(lines) == 1 else ""
@@ -137,3 +137,10 @@ def test_a_room_names_all_of_its_files(readme: Path) -> None:
     text = readme.read_text()
     files = {path.stem for path in readme.parent.glob("*.py")} - {"__init__"}
     assert {stem for stem in files if not re.search(rf"\b{stem}\b", text)} == set()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_lines_fit_a_page(readme):
+    """Rows of tables apart, which cannot be broken."""
+    lines = [line for line in readme.read_text().splitlines() if len(line) > 160 and not line.startswith("|")]
+    assert lines == []
