@@ -1,4 +1,4 @@
-"""Every README runs: its Python in order, its commands; links lead somewhere, lines fit a page, rooms name their files."""
+"""Every README runs: its Python in order, its commands; links lead somewhere, lines fit a page, rooms name files."""
 
 import re
 import shlex
