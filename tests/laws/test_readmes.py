@@ -1,4 +1,4 @@
-"""Every README runs: its Python in its order, its commands; links lead somewhere, and rooms name all of their files."""
+"""Every README runs: its Python in order, its commands; links lead somewhere, lines fit a page, rooms name files."""
 
 import re
 import shlex
@@ -25,6 +25,7 @@ OPTIONS = {
     name: {option for parameter in load(name).params for option in (*parameter.opts, *parameter.secondary_opts)}
     for name in COMMANDS
 }
+WIDTH = 160  # characters of a line, tables and shown output included
 REAL = "smollm"  # in a block or command on a real model: slow, and only where its package is installed
 on_real_model = [
     pytest.mark.slow,
@@ -121,6 +122,12 @@ def test_the_commands_run(words: list[str], shown: str, monkeypatch: pytest.Monk
     assert ran.exit_code == 0, ran.output
     if shown and name != "verify":  # where runtimes differ most, other machines differ
         same(ran.stdout, shown)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_its_lines_fit_a_page(readme: Path) -> None:
+    lines = enumerate(readme.read_text().splitlines(), 1)
+    assert {number: len(line) for number, line in lines if len(line) > WIDTH} == {}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=name_of)
