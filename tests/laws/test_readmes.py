@@ -144,10 +144,3 @@ def test_a_room_names_all_of_its_files(readme: Path) -> None:
     text = readme.read_text()
     files = {path.stem for path in readme.parent.glob("*.py")} - {"__init__"}
     assert {stem for stem in files if not re.search(rf"\b{stem}\b", text)} == set()
-
-
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_lines_fit_a_page(readme):
-    """Rows of tables apart, which cannot be broken."""
-    lines = [line for line in readme.read_text().splitlines() if len(line) > 160 and not line.startswith("|")]
-    assert lines == []
