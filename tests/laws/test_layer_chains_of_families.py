@@ -23,7 +23,7 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-5 * max(1, np.abs(other).max()))
     settings = Quantisation(block_size=16)
-    matrices = whole_stacks(choose(model.hooked, floats.found, settings).matrices)
+    matrices = whole_stacks(choose(model.hooked, floats.uses, settings).matrices)
     candidates = [of_blocks(floats, name, matrix, settings) for name, matrix in matrices.items()]
     losses = matrix_losses(floats, candidates, calls)
     assert [one.name for one in losses] == [*matrices]
@@ -31,7 +31,7 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     assert all(0 < one.output_error < 1 for one in losses)
     assert all(one.kl > 0 for one in losses)
     squares = mean_squares(model.hooked, calls, Options(threads=1, prepack=False))
-    assert squares.keys() == {one.weight for one in floats.found.products}
+    assert squares.keys() == {one.weight for one in floats.uses.products}
     assert all(len(value) == floats.own(name).shape[1] and (value > 0).any() for name, value in squares.items())
     whole = {name: one for one in candidates for name in one.inputs}
     for one, other in zip(floats.with_all(whole, calls, lambda _: None), expected, strict=True):
