@@ -224,7 +224,7 @@ README = REPOSITORY / "mionnx" / "analysis" / "steering" / "README.md"
 
 def test_the_command_in_the_readme_steers(monkeypatch, tmp_path):
     monkeypatch.chdir(REPOSITORY)
-    (line,) = re.findall(r"^mionnx (steer models/.*)$", README.read_text(), re.M)
+    (line,) = re.findall(r"^mionnx (steer models/.*)$", README.read_text().replace("\\\n", ""), re.M)
     asked = [str(tmp_path / part) if part.endswith(".html") else part for part in shlex.split(line)]
     made = CliRunner().invoke(app, [*asked, "--json"])
     assert made.exit_code == 0, made.output
