@@ -53,7 +53,6 @@ def generate(
     Interventions are written as for `mionnx run`; positions=prompt and positions=generated are the phases of the text.
 
     Example:
-
     mionnx generate models/world-llama "The capital of France is" --scale "blocks.2.hook_attn_out=0" --compare
     """
     if system is not None and not chat:

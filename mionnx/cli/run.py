@@ -42,7 +42,6 @@ def run(
     limits only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
 
     Examples:
-
     mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
 
     mionnx run models/world-llama "The capital of France is" --scale "blocks.*.hook_mlp_out=0.5"

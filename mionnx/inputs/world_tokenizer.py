@@ -19,11 +19,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Encoding:
-    """A tokenised text; the names are those of the `tokenizers` library.
+    r"""A tokenised text; the names are those of the `tokenizers` library.
 
     Attributes:
         offsets: per token (start, end) in characters; a token of a part of a character covers that character.
-        tokens: each as text, bytes that are no text by themselves as \\x escapes.
+        tokens: each as text, bytes that are no text by themselves as \x escapes.
     """
 
     ids: list[int]

@@ -1,4 +1,6 @@
-"""`Stored`: results that are saved as one `.safetensors` file, and loaded again as they were. The format:
+"""`Stored`: results that are saved as one `.safetensors` file, and loaded again as they were.
+
+The format:
 
 1. An ordinary safetensors file; it is read without executing anything. Arrays are its tensors, in their own dtype.
 2. Its `__metadata__` has `mionnx_result` = "1", the version; `kind`, the name of the result's class; `contents`, a JSON

@@ -1,4 +1,5 @@
 """Models that PyPI packages of others carry, opened by a name: `smollm2` is a real language model of 98 MB.
+
 Those that ship with mionnx lie in `models/` of the repository, or inside an installed wheel.
 
 A package is found without being imported: its code never runs, and what it depends on need not be there.

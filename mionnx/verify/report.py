@@ -46,6 +46,7 @@ for title, file, run in ({sides}):
 
 
 def write_report(folder: Path, summary: str, part: Narrowed, first: Side, second: Side) -> None:
+    """Write a folder that shows the narrowed difference without mionnx."""
     files = {"model.onnx": second} if first.graph is second.graph else {"first.onnx": first, "model.onnx": second}
     try:
         folder.mkdir(parents=True)

@@ -78,7 +78,6 @@ def _listener(
     graph: GraphUnderTest, call: TokenBatch, sink: Sink, points: set[str]
 ) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
     """Apply a spec's interventions by their numpy references, and record what is wanted."""
-
     choice: dict[int | None, NDArray[Any]] = {}  # layer -> the experts that its tokens chose
 
     def listen(name: str, value: NDArray[Any]) -> NDArray[Any] | None:
