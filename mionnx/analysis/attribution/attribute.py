@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.attribution import decompose
-from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.attributions import Attributions
+from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
 from mionnx.bind.logit_selection import Logits
@@ -107,10 +106,10 @@ def attribute(
             warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
         return _attribution(model, texts[row], places[row], cache, *pairs[row])
 
-    request = ListRequest(
-        [text.ids for text in texts], _spec(model, position, hooks), batch_size, logits=Logits(positions=position)
+    ids, logits = [text.ids for text in texts], Logits(positions=position)
+    results = map_rows(
+        model, ListRequest(ids, _spec(model, position, hooks), batch_size, logits=logits), read, "attribution"
     )
-    results = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
     return Attributions(tuple(results)) if is_list(model, prompt) else results[0]
 
@@ -157,9 +156,7 @@ def _spec(model: Runner, position: int, hooks: HookSpec | None) -> HookSpec:
     for point in BEHIND:
         if spec.has_intervention_at(point):
             raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
-    for request in decomposition_hooks(model).captures:
-        spec.capture(request.what, positions=position)
-    return spec
+    return spec.capture([request.what for request in decomposition_hooks(model).captures], positions=position)
 
 
 def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:

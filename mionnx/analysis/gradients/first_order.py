@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -27,13 +28,7 @@ LAST_LOGITS = Logits(positions=-1)
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """First-order effects, ready for pairs of prompts.
-
-    Attributes:
-        compared: corrupted prompts, into which clean ones are patched, and the metric.
-        cotangent: the derivative of a metric of one's own by the logits.
-        steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
-    """
+    """First-order effects, ready for pairs of prompts; the arguments are those of `attribute_patch`."""
 
     model: Runner
     hooks: Sequence[str]
@@ -78,27 +73,20 @@ class FirstOrder:
 
         A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
         """
-        shares = (np.arange(self.steps) + 0.5) / self.steps
+        path = (np.arange(self.steps) + 0.5) / self.steps
         most = max(1, CALL_TOKENS // len(pair.base))
-        parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
-        gradients = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
-        for hook in self.hooks:
-            for part in parts:
-                gradients[hook] += self._steps(pair, hook, part, differences, reads)
+        gradients: Arrays = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
+        for hook, begin in product(self.hooks, range(0, self.steps, most)):
+            shares = path[begin : begin + most]
+            ids = np.repeat(pair.base[None], len(shares), axis=0)
+            spec = _corrupted(pair, range(len(shares)))
+            for other in self.hooks:
+                added = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
+                spec.intervene(other, Intervention.Add(added.astype(np.float32)))
+            spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
+            grad = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
+            gradients[hook] += grad.sum(axis=0, dtype=np.float64) / self.steps
         return gradients
-
-    def _steps(
-        self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, reads: Mapping[str, Any]
-    ) -> NDArray[np.float64]:
-        """Sum a hook point's gradients at some shares of the difference, over all steps."""
-        ids = np.repeat(pair.base[None], len(shares), axis=0)
-        spec = _corrupted(pair, range(len(shares)))
-        for other in self.hooks:
-            moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
-            spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
-        spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
-        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
-        return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
 
 def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
@@ -114,12 +102,9 @@ def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
 
 
 def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[np.float64]:
-    """Clean minus corrupted, [...]: zero before the first token that differs.
-
-    Equal infinities have no difference either.
-    """
+    """Clean minus corrupted, [...]: zero before the first token that differs."""
     corrupted, clean = values
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # equal infinities have no difference
         difference = np.where(clean == corrupted, 0.0, clean - corrupted)
     axes = HookPoint.parse(hook).axes or ()
     if has_sequence(axes):
@@ -128,10 +113,7 @@ def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[n
 
 
 def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Sum effects over each cell of a grid.
-
-    Args:
-        effects: hook point -> the effect of each number, without the batch axis.
+    """Sum the effects at each hook point, without the batch axis, over each cell of a grid.
 
     Returns:
         in the shape of the grid; zero at positions that the prompt does not have.

@@ -105,9 +105,8 @@ def gradients(
         logits = run(hooks, logits=last).output()[:, -1]
         cotangent = cast(Seed, cotangent)(logits) if callable(cotangent) else cotangent
         read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
-    spec.set_metric(
-        name, position=position, cotangent=None if cotangent is None else np.asarray(cotangent), rules=rules, **read
-    )
+    read["cotangent"] = None if cotangent is None else np.asarray(cotangent)
+    spec.set_metric(name, position=position, rules=rules, **read)
     part = Logits() if cast(MetricSpec, spec.metric).position is None else last
     cache = run(spec, logits=part)
     if callable(metric):  # the graph's own number is that of the cotangent

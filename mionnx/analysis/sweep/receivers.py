@@ -33,14 +33,10 @@ class Receivers:
     layers: int
 
     def into_attention(self, layer: int) -> list[str]:
-        """Receivers that read the stream before a layer: queries, keys, values.
-
-        In parallel blocks the MLP is among them.
-        """
+        """Receivers that read the stream before a layer: queries, keys, values, and in parallel blocks the MLP."""
         variants = (*INTO_ATTENTION, INTO_MLP) if self.parallel else INTO_ATTENTION
-        return [
-            name for name in (str(getattr(HookPoint, variant)(layer)) for variant in variants) if name in self.heads
-        ]
+        names = [str(getattr(HookPoint, variant)(layer)) for variant in variants]
+        return [name for name in names if name in self.heads]
 
     def into_mlp(self, layer: int) -> list[str]:
         """Receivers that read the stream in the middle of a layer."""
@@ -52,10 +48,7 @@ class Receivers:
         return len(self.into_attention(layer)) + len(self.into_mlp(layer))
 
     def after(self, stage: int) -> bool:
-        """Whether any receiver reads at a stage or later.
-
-        Stage 2 l is before layer l, 2 l + 1 in its middle.
-        """
+        """Whether any receiver reads at a stage or later; stage 2 l is before layer l, 2 l + 1 in its middle."""
         if self.final or stage > 2 * self.layers:
             return self.final
         return any(
@@ -65,12 +58,7 @@ class Receivers:
 
 
 def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Receiver]) -> Receivers:
-    """Make receivers from hook points, globs and pairs with heads.
-
-    Args:
-        receivers: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`),
-            with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
-    """
+    """Make receivers from hook points, globs and pairs with heads; see `path_patch`."""
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
     ]
