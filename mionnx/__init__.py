@@ -13,7 +13,7 @@ from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.attribution.logit_diff import LogitDiffs
 from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.features.activations import FeatureActivations
+from mionnx.analysis.features.active_features import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations

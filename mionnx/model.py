@@ -15,7 +15,7 @@ from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
-from mionnx.analysis.lens import token_vectors, track
+from mionnx.analysis.lens import token_vectors
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
 from mionnx.analysis.statistics import collect
@@ -67,9 +67,9 @@ class MIModel(Runner, Translated):
     # layers read as predictions, and tokens as vectors
     logit_lens = lens.logit_lens
     project_to_vocab = lens.project_to_vocab
-    track_token = track.track_token
-    track_token_at = track.track_token_at
-    track_race = track.track_race
+    track_token = lens.track_token
+    track_token_at = lens.track_token_at
+    track_race = lens.track_race
     embedding_for = token_vectors.embedding_for
     unembedding_for = token_vectors.unembedding_for
     embedding_neighbors = token_vectors.embedding_neighbors

@@ -72,7 +72,7 @@ def decompose_resid(
         mode: "all", "mlp" or "attn": which outputs.
         apply_ln: through the norm before the layer, see `apply_ln_to_stack`.
         pos_slice: positions of the stack: an integer (drops the axis), a slice or a list; by default all.
-        incl_embeds: with the embeddings.
+        incl_embeds: whether the embeddings are components.
 
     Returns:
         [component, batch, pos, hidden] and the labels: "embed", "pos_embed", "0_attn_out", "0_mlp_out", ...

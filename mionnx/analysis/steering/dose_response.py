@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.ablation import AblationResult
-from mionnx.analysis.steering.calibration import vector_norms
+from mionnx.analysis.steering.calibration import Texts, one_list_each, positions_of, texts_of, vector_norms
 from mionnx.analysis.steering.directions import Direction
 from mionnx.analysis.steering.dose_result import Answers, DoseResponse
-from mionnx.analysis.steering.prompts import Texts, one_list_each, positions_of, texts_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
@@ -86,9 +85,8 @@ def dose_response(
         strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
         targets = _targets(model, target, len(texts))
         if targets is None:
-            targets = np.array(
-                [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
-            )
+            rows = [(prompt, strongest) for prompt in range(len(texts))]
+            targets = np.array([logits.argmax() for logits in trial.logits(rows)])
         warn_of_spellings(model, {"target": target}, trial.baseline)
         answers = trial.answers(doses, targets)
         baseline = trial.baseline.argmax(axis=1)
@@ -150,17 +148,13 @@ class DoseTrial:
     def answers(self, doses: NDArray[np.float64], targets: NDArray[np.int64]) -> Answers:
         """The answer of every prompt at every strength."""
         rows = [(prompt, float(dose)) for prompt in range(len(self.texts)) for dose in doses]
-        measured = [
-            self._measured(logits, prompt, int(targets[prompt]))
-            for logits, (prompt, _) in zip(self.logits(rows), rows, strict=True)
-        ]
-        columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measured, strict=True)]
+        measures = []
+        for logits, (prompt, _) in zip(self.logits(rows), rows, strict=True):
+            log_probs, top = log_softmax(logits.astype(np.float64)), int(logits.argmax())
+            kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
+            measures.append((kl, np.exp(log_probs[targets[prompt]]), top, np.exp(log_probs[top])))
+        columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measures, strict=True)]
         return Answers(*columns)
-
-    def _measured(self, logits: NDArray[Any], prompt: int, target: int) -> tuple[float, float, int, float]:
-        log_probs, top = log_softmax(logits.astype(np.float64)), int(logits.argmax())
-        kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
-        return kl, float(np.exp(log_probs[target])), top, float(np.exp(log_probs[top]))
 
     def flips(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
         """[prompts]: the strength nearest 0 at which the answer becomes the target."""
@@ -185,12 +179,9 @@ class DoseTrial:
 
 
 def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
-    """Each prompt's first strength that reaches its target, on either side of zero.
-
-    With it comes the strength before, 0 if it is the first.
+    """Each prompt's first strength that reaches its target, on either side of zero, and the one before it, or 0.
 
     Args:
-        strengths: [strengths].
         hit: [prompts, strengths], whether the top token is the target.
     """
     for sign in (1, -1):
