@@ -82,9 +82,7 @@ class Attribution(Shown):
 
     def top(self, k: int | None = None) -> list[tuple[str, float]]:
         """The components with the largest contributions of either sign; all if `k` is left out."""
-        at_least("k", 0 if k is None else k, 0)
-        order = np.argsort(-np.abs(self.values), kind="stable")[:k]
-        return [(self.labels[i], float(self.values[i])) for i in order]
+        return leading(self.labels, self.values, k)
 
     @property
     def what(self) -> str:
@@ -120,6 +118,13 @@ def view_of(
         panels.append(HeatMap({"layer": layers, "head": heads}, {"logits": contributions.heads}, heading="Heads"))
     about = f"{contributions.what}: {decimal(logit, 3)}"
     return View("Direct logit attribution", [*above, panels], about=about, facts=facts, meaning=MEANING)
+
+
+def leading(labels: list[str], values: Numbers, k: int | None) -> list[tuple[str, float]]:
+    """The k labels with the largest values of either sign, and the values; all if `k` is None."""
+    at_least("k", 0 if k is None else k, 0)
+    order = np.argsort(-np.abs(values), kind="stable")[:k]
+    return [(labels[i], float(values[i])) for i in order]
 
 
 def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
@@ -205,12 +210,7 @@ class Attributions(Shown, Sequence[Attribution]):
 
     def top(self, k: int | None = None) -> list[tuple[str, float]]:
         """The components with the largest mean contributions of either sign; all if `k` is left out."""
-        at_least("k", 0 if k is None else k, 0)
-        return [(self.labels[i], float(self.values[i])) for i in self._order()[:k]]
-
-    def _order(self) -> list[int]:
-        order: list[int] = np.argsort(-np.abs(self.values), kind="stable").tolist()
-        return order
+        return leading(self.labels, self.values, k)
 
     def _facts(self) -> Iterator[str]:
         yield f"{self.what}: {decimal(float(self.logits.mean()), 4)}"
@@ -218,8 +218,9 @@ class Attributions(Shown, Sequence[Attribution]):
 
     def _lines(self) -> Iterator[str]:
         yield "the largest mean contributions, ± is the standard error:"
-        for i in self._order()[:PRINTED_COMPONENTS]:
-            yield f"{decimal(self.values[i], 3, sign=True):>9}±{decimal(self.sem[i], 3)}  {self.labels[i]}"
+        errors = dict(zip(self.labels, self.sem, strict=True))
+        for label, value in self.top(PRINTED_COMPONENTS):
+            yield f"{decimal(value, 3, sign=True):>9}±{decimal(errors[label], 3)}  {label}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything."""

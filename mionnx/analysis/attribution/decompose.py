@@ -39,13 +39,6 @@ def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
     return middle if mlp_input and middle in hooked.metadata.hooks else str(HookPoint.ResidPre(layer))
 
 
-def embeddings(hooked: HookedModel) -> Named:
-    """The embeddings, as they enter the first layer."""
-    if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
-        return [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
-    return [("embed", str(HookPoint.ResidPre(0)))]  # an RWKV norms its embedding before it
-
-
 def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_embeds: bool) -> Named:
     """The outputs added to the stream up to the input of a layer."""
     refuse_normed_stream(hooked, "a stack of what layers add")
@@ -53,7 +46,10 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     input_of(hooked, layer, mlp_input)
-    parts = embeddings(hooked) if incl_embeds else []
+    parts = [("embed", str(HookPoint.ResidPre(0)))]  # an RWKV norms its embedding before it
+    if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
+        parts = [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
+    parts = parts if incl_embeds else []
     for i in range(layer):
         attention, mlp = str(HookPoint.AttnOut(i)), str(HookPoint.MlpOut(i))
         parts += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
@@ -77,13 +73,6 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
             hooked.axes(HookPoint.ResidMid(i))
             parts.append((f"{i}_mid", str(HookPoint.ResidMid(i))))
     return parts
-
-
-def middles(hooked: HookedModel, layer: int) -> list[str]:
-    """The hook points between attention and MLP up to a layer's, where layers have one."""
-    count = hooked.metadata.sizes.num_layers
-    parts = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
-    return [name for name in parts if name in hooked.metadata.hooks]
 
 
 def heads_have_shares(hooked: HookedModel) -> bool:

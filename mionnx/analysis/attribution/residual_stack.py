@@ -16,6 +16,7 @@ from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import Labelled, PosSlice
 from mionnx.analysis.attribution.linear_parts import LinearNorm, LinearParts, final_norm, input_norm
 from mionnx.errors import HookError, InputError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
@@ -46,7 +47,8 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
     end = decompose.layer_of(hooked, layer)
     named = decompose.additions(hooked, end, "all", end < model.num_layers, True)
     named += decompose.accumulations(hooked, end, False, False)
-    middles = decompose.middles(hooked, end)
+    middles = [str(HookPoint.ResidMid(i)) for i in range(min(end + 1, model.num_layers))]
+    middles = [name for name in middles if name in hooked.metadata.hooks]  # parallel blocks have none
     shares = decompose.heads(hooked, end) if heads and end and decompose.heads_have_shares(hooked) else []
     return HookSpec().capture([*dict.fromkeys([*(name for _, name in named), *middles, *shares])])
 

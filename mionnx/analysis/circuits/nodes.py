@@ -15,14 +15,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, make_receivers
+from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, entries_of, make_receivers
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
-from mionnx.machine.ranges import listed
 from mionnx.spec.attention_knockout import naturals
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
@@ -178,21 +177,11 @@ def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoin
 
 def chosen_senders(nodes: Nodes, senders: str | HookPoint | Iterable[Receiver]) -> list[int]:
     """The numbers of the senders that a request means; see `edge_attribution`."""
-    if isinstance(senders, str | HookPoint):
-        entries: list[Receiver] = ["*" if senders == "all" else senders]
-    else:
-        none = not isinstance(senders, Iterable) or getattr(senders, "shape", None) == ()  # an array of one number
-        entries = [] if none else listed("senders", senders)
-    if not entries:
-        raise InputError(f"senders={senders!r}: nothing would send; give hook points, or 'all'")
-    return sorted({number for entry in entries for number in _meant(nodes, entry)})
+    entries = entries_of("sender", senders, "would send")
+    return sorted({number for entry in entries for number in _meant(nodes, *entry)})
 
 
-def _meant(nodes: Nodes, entry: Receiver) -> set[int]:
-    pair = entry if isinstance(entry, tuple) else (entry, None)
-    if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
-        raise InputError(f"a sender is a hook point, or a pair of one and its heads, got {entry!r}")
-    point, heads = str(pair[0]), pair[1]
+def _meant(nodes: Nodes, point: str, heads: int | Iterable[int] | None) -> set[int]:
     glob = point.replace("hook_result", "hook_z") if point != "result" else "z"  # `hook_result` is what `hook_z` sends
     names = dict.fromkeys(node.hook for node in nodes.senders)
     matching = [name for name in names if fnmatchcase(name, glob) or _short(name, glob)]

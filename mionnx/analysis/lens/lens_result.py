@@ -45,7 +45,7 @@ class LensResult(Shown):
         answers: [positions] the top token after the last layer.
         tracked: further tokens that the page follows through the layers.
         known: the id of a token that is given by id or text.
-        read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.reader`.
+        read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.readout`.
     """
 
     points: list[str]

@@ -167,11 +167,14 @@ class PatchedRuns:
 
     def work(self, cells: Cells) -> int:
         """Number of tokens times layers to be computed for some cells."""
-        begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
-        layers = dict(zip(cells.tolist(), (self.graphs.layers - begins).tolist(), strict=True))
+        batches = self.batches(cells)
         return sum(
-            sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.batches(cells)
+            int((self.graphs.layers - self.begins(chunk)).sum()) * (self.seq - start) for chunk, start in batches
         )
+
+    def begins(self, cells: Cells) -> NDArray[np.int64]:
+        """[cells]: the layer at which each starts."""
+        return self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
 
     def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
@@ -202,8 +205,7 @@ class LayerPass:
     def __init__(self, patched: PatchedRuns, cells: Cells, start: int) -> None:
         self.patched, self.cells, self.start = patched, cells, start
         self.graphs, self.grid, self.seq = patched.graphs, patched.grid, patched.seq
-        self.layers = self.grid.layer_of(cells)
-        self.begins = self.layers if patched.shortcuts.truncate else np.zeros(len(cells), np.int64)
+        self.layers, self.begins = self.grid.layer_of(cells), patched.begins(cells)
         self.stream: Arrays = {}
         self.joined = 0
 

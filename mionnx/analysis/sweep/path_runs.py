@@ -5,6 +5,7 @@ the two frozen; with several receivers, later ones read the outputs of earlier o
 """
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -138,14 +139,11 @@ class _PathPass(LayerPass):
         """Run a layer: senders, then attention and MLP, each with the change at its receivers."""
         sent = self._sent(layer)
         pre, mid, post = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.ResidMid, HookPoint.ResidPost))
-        stages = [(pre, self.receivers.into_attention(layer)), (mid, self.receivers.into_mlp(layer))]
-        if self.receivers.parallel:
-            stages = stages[:1]
+        cuts = [pre, post] if self.receivers.parallel else [pre, mid, post]
         stream = self.stream[pre]
-        for number, (begin, receivers) in enumerate(stages):
+        for number, (begin, end) in enumerate(pairwise(cuts)):
             self._send(sent, number)
-            end = post if begin == stages[-1][0] else mid
-            edits = self._received(begin, stream, receivers)
+            edits = self._received(begin, stream, self.receivers.at(2 * layer + number))
             stream = self.graphs.run(self.rows(), {begin: stream}, [end], edits)[end]
         self._send(sent, 2)
         self.stream = {self.graphs.inputs_of(layer + 1)[0]: stream}

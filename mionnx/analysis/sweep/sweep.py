@@ -155,7 +155,7 @@ class Sweep:
                 _, unpatched[:, pair], idle[pair] = self.compute_pair(pair, missing, store, report)
         finally:
             stored.write()
-        cost = {"cells": float(total), "without effect": idle.sum(), "seconds": time.perf_counter() - begin}
+        cost = {"cells": float(total), "without effect": float(idle.sum()), "seconds": time.perf_counter() - begin}
         return self.result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
 
     def compute(self, cells: Cells) -> Numbers:
