@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of, check_metric
+from mionnx.analysis.gradients.first_order import FirstOrder, Seed, check_metric
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, compares
 from mionnx.analysis.sweep.grid import Positions, axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, Tokens
@@ -170,7 +170,9 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
         for number, pair in enumerate(pairs):
             effects, bases[:, number] = first_order.of(number)
             for kind, sweep in sweeps.items():
-                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid.at(pair.places), effects))
+                grid = sweep.setting.grid.at(pair.places)
+                cells = grid.by_cell([effects[grid.hook(layer)] for layer in grid.layers], np.sum)
+                by_pair[kind].append(bases[0, number] + cells)
         seconds = time.perf_counter() - begin
         results = {}
         for kind, sweep in sweeps.items():

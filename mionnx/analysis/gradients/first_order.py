@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.gradients.gradients import Seed, metric_name
 from mionnx.analysis.sweep.comparison import Pair, Pairs
-from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import Measure
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.bind.logit_selection import Logits
@@ -110,23 +109,6 @@ def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[n
     if has_sequence(axes):
         difference[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
     return difference
-
-
-def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Sum the effects at each hook point, without the batch axis, over each cell of a grid.
-
-    Returns:
-        in the shape of the grid; zero at positions that the prompt does not have.
-    """
-    stacked = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
-    if "position" in grid.over:
-        stacked = grid.by_name(stacked, cast(int, grid.along("position")), np.sum)
-    order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
-    summed = stacked.sum(axis=tuple(axis for axis in range(stacked.ndim) if axis not in order))
-    cells = summed.transpose([sorted(order).index(axis) for axis in order])
-    padded = np.zeros(grid.sizes)
-    padded[tuple(map(slice, cells.shape))] = cells
-    return padded
 
 
 def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:

@@ -11,14 +11,13 @@ is the completeness gap. Gradient x input is x * d metric / d value at x.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.gradients import gradients, metric_name
+from mionnx.analysis.gradients.gradients import copy_of, gradients, metric_name
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.axes import sequence_axis
@@ -32,13 +31,13 @@ from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize, batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Ids, prompt_ids, token_of, token_text
+from mionnx.run.prompt import Ids, each_of, prompt_ids, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.spec.metric import READS, Token, Tokens
+from mionnx.spec.metric import READS, Tokens
 from mionnx.view import Columns, Shown, Text, View, readable
 
 MOST_STEPS = 10_000  # of a path; a few tens do
@@ -94,13 +93,14 @@ def integrated_gradients(
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
     check_batch_size(batch_size)
-    point, spec = _checked(hook, metric), _plain_spec(hooks)
+    point, spec = _checked(hook, metric), copy_of(hooks)
+    spec.captures = []
     texts, results = prompt_ids(model, tokens), []
+    answers, others = each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")
     with shown() as show:
         for n, ids in enumerate(texts):
             show("integrated gradients", n, len(texts))
-            sides = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
-            request = {"metric": metric, "position": position, **sides}
+            request = {"metric": metric, "position": position, "answer": answers[n], "versus": others[n]}
             results.append(_integrated(model, ids, point, spec, request, baseline, steps, batch_size))
     return Saliency("integrated gradients", point.name, metric, tuple(results), steps)
 
@@ -131,11 +131,13 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
-    point, both = _checked(hook, metric), _plain_spec(hooks)
+    point, spec = _checked(hook, metric), copy_of(hooks)
+    spec.captures = []
     texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
-    sides = (_by_row(answer, len(texts)), _by_row(versus, len(texts)))
-    hooks = both.capture(point)
-    cache = gradients(model, texts, point, metric, *sides, hooks, position=position, batch_size=batch_size)
+    sides = ((answer, "answer"), (versus, "versus"))
+    answers, others = (None if side is None else each_of(side, len(texts), name) for side, name in sides)
+    spec.capture(point)
+    cache = gradients(model, texts, point, metric, answers, others, spec, position=position, batch_size=batch_size)
     grad, numbers = _gradient(cache, point)
     scores = _by_position(grad * cache[point.name], point)
     each = zip(texts, scores, numbers, strict=True)
@@ -150,27 +152,6 @@ def _checked(hook: Hook, metric: str) -> HookPoint:
     if "seq" not in (point.axes or ()):
         raise HookError(f"{point} has the axes {list(point.axes or ())}: there are no tokens to attribute to")
     return point
-
-
-def _plain_spec(spec: HookSpec | None) -> HookSpec:
-    """A copy of a spec's interventions, without its captures."""
-    plain = HookSpec().extend(deepcopy(spec)) if spec is not None else HookSpec()
-    if plain.metric is not None or plain.gradients:
-        raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
-    plain.captures = []
-    return plain
-
-
-def _of_row(tokens: Tokens, row: int, rows: int) -> Token | None:
-    if tokens is None or isinstance(tokens, str) or np.ndim(tokens) == 0:
-        return tokens  # type: ignore[return-value]
-    if len(tokens) != rows:  # type: ignore[arg-type]
-        raise GradientError(f"{len(tokens)} tokens for {rows} texts")  # type: ignore[arg-type]
-    return tokens[row]  # type: ignore[index]
-
-
-def _by_row(tokens: Tokens, rows: int) -> Tokens:
-    return None if tokens is None else cast(list[Token], [_of_row(tokens, row, rows) for row in range(rows)])
 
 
 def _integrated(

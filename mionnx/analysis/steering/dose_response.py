@@ -24,7 +24,7 @@ from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spellings
-from mionnx.run.prompt import token_of, token_text
+from mionnx.run.prompt import each_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -83,10 +83,12 @@ def dose_response(
     with shown(progress):
         trial = DoseTrial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
         strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
-        targets = _targets(model, target, len(texts))
-        if targets is None:
-            rows = [(prompt, strongest) for prompt in range(len(texts))]
-            targets = np.array([logits.argmax() for logits in trial.logits(rows)])
+        if target is None:
+            targets = np.array(
+                [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
+            )
+        else:
+            targets = np.array([token_of(model, one) for one in each_of(target, len(texts), "target")])
         warn_of_spellings(model, {"target": target}, trial.baseline)
         answers = trial.answers(doses, targets)
         baseline = trial.baseline.argmax(axis=1)
@@ -99,16 +101,6 @@ def dose_response(
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
     )
-
-
-def _targets(model: Runner, target: Target, count: int) -> NDArray[np.int64] | None:
-    """[prompts] token ids; None if no target was given."""
-    if target is None:
-        return None
-    several = [target] * count if isinstance(target, str | int | np.integer) else [*target]
-    if len(several) != count:
-        raise InputError(f"{len(several)} targets for {count} prompts")
-    return np.array([token_of(model, one) for one in several])
 
 
 class DoseTrial:

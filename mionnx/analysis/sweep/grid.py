@@ -94,13 +94,28 @@ class Grid:
         entries = np.unravel_index(cells, self.sizes)[self.over.index("position")]
         return entries if self.places is None else np.array([min(place) for place in self.places])[entries]
 
-    def by_name(self, numbers: NDArray[Any], axis: int, combine: Callable[..., Any]) -> NDArray[Any]:
-        """Numbers by position along `axis` as numbers by entry of the position axis, by `np.any` or the like."""
-        if self.places is None:
-            return numbers
-        length = numbers.shape[axis]  # positions behind it count for nothing
-        parts = [numbers.take([at for at in place if at < length], axis=axis) for place in self.places]
-        return np.stack([combine(part, axis=axis) for part in parts], axis=axis)
+    def by_cell(self, values: Sequence[NDArray[Any]], combine: Callable[..., Any]) -> NDArray[Any]:
+        """Combine the numbers that each cell selects, by `np.any` or the like.
+
+        Args:
+            values: for each layer, in the shape of its value without the batch axis.
+
+        Returns:
+            in the shape of the grid; zero at positions that are not there.
+        """
+        axes = [axis - 1 for axis in map(self.along, self.over) if axis is not None]
+        layers = []
+        for numbers in values:
+            if "position" in self.over and self.places is not None:
+                at = sequence_axis(self.axes) - 1
+                parts = [numbers.take([i for i in place if i < numbers.shape[at]], axis=at) for place in self.places]
+                numbers = np.stack([combine(part, axis=at) for part in parts], axis=at)
+            numbers = combine(numbers, axis=tuple(axis for axis in range(numbers.ndim) if axis not in axes))
+            layers.append(numbers.transpose([sorted(axes).index(axis) for axis in axes]))
+        cells = np.moveaxis(np.stack(layers), 0, self.over.index("layer"))
+        padded = np.zeros(self.sizes, cells.dtype)
+        padded[tuple(map(slice, cells.shape))] = cells
+        return padded
 
 
 def make_grid(

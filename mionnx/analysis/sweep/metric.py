@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, nearest
 from mionnx.machine.softmax import log_softmax
 from mionnx.run.other_spelling import warn_of_spelling
+from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
@@ -91,8 +92,8 @@ class MetricRequest:
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
         answer, *versus = self._tokens(model, pair, count, clean, other)
-        warn_of_spelling(model, "answer", _of_pair(self.answer, pair), clean)
-        warn_of_spelling(model, "versus", _of_pair(self.versus, pair), clean if other is None else other)
+        for what, tokens, logits in (("answer", self.answer, clean), ("versus", self.versus, other)):
+            warn_of_spelling(model, what, each_of(tokens, count, what)[pair], clean if logits is None else logits)
         if not versus:
             return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
@@ -175,20 +176,14 @@ def _several(tokens: Tokens) -> TypeGuard[Sequence[Token]]:
     return isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
 
 
-def _of_pair(tokens: Tokens, pair: int) -> Token | None:
-    return tokens[pair] if _several(tokens) else tokens  # type: ignore[return-value]
-
-
 def _token(model: Runner, tokens: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
     if tokens is None:
         if logits is None:
             raise InputError(f"{what}= is left out, and no logits tell the top token")
         return int(logits.argmax())
-    if _several(tokens) and len(tokens) != count:
-        raise InputError(f"{what} has {len(tokens)} tokens for {count} prompts")
-    one = _of_pair(tokens, pair)
+    one = each_of(tokens, count, what)[pair]
     try:
-        token = model.token_id(one) if isinstance(one, str) else operator.index(one)  # type: ignore[arg-type]
+        token = model.token_id(one) if isinstance(one, str) else operator.index(one)
     except TypeError:
         raise InputError(f"{what} {one!r}: a token is a text, or an integer") from None
     if not 0 <= token < model.vocab_size:

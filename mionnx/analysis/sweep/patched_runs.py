@@ -93,31 +93,18 @@ class PatchedRuns:
 
     def effective_cells(self) -> NDArray[np.bool_]:
         """[cells] bool: cells whose effect is not known to be zero."""
-        grid = self.grid
-        effective = np.zeros(grid.sizes, bool)
-        layer_axis = grid.over.index("layer")
-        for index, layer in enumerate(grid.layers):
-            where: list[Any] = [slice(None)] * len(grid.sizes)
-            where[layer_axis] = index
-            for axis, name in enumerate(grid.over):
-                if name == "source" or (name == "position" and grid.places is None):
-                    where[axis] = slice(self.seq)
-            effective[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
-        return effective.ravel()
+        differing = [self._differing(hook)[0] for hook in map(self.grid.hook, self.grid.layers)]
+        return self.grid.by_cell(differing, np.any).ravel()
 
     def _differing(self, hook: str) -> NDArray[np.bool_]:
-        """Entries that differ between base and donor, along the sweep's axes without the layer."""
+        """Entries that differ between base and donor; all of them if that is no reason to skip a cell."""
         old = self.base.values[hook]
-        changed = old != np.broadcast_to(self.donors[hook], old.shape)
+        if not self.shortcuts.skip:
+            return np.ones(old.shape, bool)
+        changed: NDArray[np.bool_] = old != np.broadcast_to(self.donors[hook], old.shape)
         if self._read_at_the_end(hook):
-            earlier = [slice(None)] * changed.ndim
-            earlier[sequence_axis(self.grid.axes)] = slice(-1)
-            changed[tuple(earlier)] = False
-        varied = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
-        reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in varied))
-        if "position" in self.grid.over:
-            reduced = self.grid.by_name(reduced, sorted(varied).index(sequence_axis(self.grid.axes)), np.any)
-        return reduced.transpose([sorted(varied).index(axis) for axis in varied])
+            np.moveaxis(changed, sequence_axis(self.grid.axes), 0)[:-1] = False
+        return changed
 
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a hook point is in the last layer and is read at the last position alone."""
@@ -148,15 +135,16 @@ class PatchedRuns:
 
     def batches(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
         """Divide cells into batches: the cells of a call, and the position at which it starts."""
-        waiting = cells[np.argsort(self._start(cells), kind="stable")]
+        starts = self._start(cells)
+        order = np.argsort(starts, kind="stable")
+        waiting, starts = cells[order], starts[order]
         while len(waiting):
-            starts = self._start(waiting)
             width = self.seq - int(starts[0])
             most = max(1, min(self.rows, CALL_TOKENS // width))
             equal = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
             count = min(most, max(equal, FEW // width, 1))
             yield waiting[:count], int(starts[0])
-            waiting = waiting[count:]
+            waiting, starts = waiting[count:], starts[count:]
 
     def layer_seconds(self, cells: Cells, start: int) -> float:
         """Measure the seconds of one token in one layer, on a layer that does as much as any."""
