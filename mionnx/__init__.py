@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
-from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.attributions import Attributions
+from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.attribution.logit_diff import LogitDiffs
 from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.features.activations import FeatureActivations
+from mionnx.analysis.features.active_features import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
@@ -28,7 +27,7 @@ from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.analysis.sweep.comparison import Comparison
-from mionnx.analysis.sweep.noise import Noise
+from mionnx.analysis.sweep.corruption import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options

@@ -6,16 +6,16 @@ A verb is a function `verb(model, ...)` in a room, and one line here makes it a 
 from mionnx.analysis.attention import attention_patterns
 from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
-from mionnx.analysis.attribution import logit_diff, residual_stack, stack_attribution
+from mionnx.analysis.attribution import logit_diff, residual_stack
 from mionnx.analysis.circuits import circuit as circuits
 from mionnx.analysis.circuits import edge_attribution as edges
 from mionnx.analysis.features import active_features
 from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
-from mionnx.analysis.gradients import integrated
+from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
-from mionnx.analysis.lens import token_vectors, track
+from mionnx.analysis.lens import token_vectors
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
 from mionnx.analysis.statistics import collect
@@ -59,17 +59,17 @@ class MIModel(Runner, Translated):
     # gradients of a metric, in one pass
     gradients = differentiating.gradients
     attribute_patch = attributing.attribute_patch
-    integrated_gradients = integrated.integrated_gradients
-    gradient_times_input = integrated.gradient_times_input
+    integrated_gradients = saliency.integrated_gradients
+    gradient_times_input = saliency.gradient_times_input
     # edges between heads, MLPs, embedding and logits
     edge_attribution = edges.edge_attribution
     circuit = circuits.circuit
     # layers read as predictions, and tokens as vectors
     logit_lens = lens.logit_lens
     project_to_vocab = lens.project_to_vocab
-    track_token = track.track_token
-    track_token_at = track.track_token_at
-    track_race = track.track_race
+    track_token = lens.track_token
+    track_token_at = lens.track_token_at
+    track_race = lens.track_race
     embedding_for = token_vectors.embedding_for
     unembedding_for = token_vectors.unembedding_for
     embedding_neighbors = token_vectors.embedding_neighbors
@@ -80,8 +80,8 @@ class MIModel(Runner, Translated):
     decompose_resid = residual_stack.decompose_resid
     accumulated_resid = residual_stack.accumulated_resid
     stack_head_results = residual_stack.stack_head_results
-    apply_ln_to_stack = stack_attribution.apply_ln_to_stack
-    logit_attrs = stack_attribution.logit_attrs
+    apply_ln_to_stack = residual_stack.apply_ln_to_stack
+    logit_attrs = residual_stack.logit_attrs
     get_logit_diff = logit_diff.get_logit_diff
     # attention heads
     attention = attention_patterns.attention

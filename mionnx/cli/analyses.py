@@ -10,11 +10,11 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from mionnx.analysis.attribution.attributions import Attributions
-from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
+from mionnx.analysis.attribution.attribution import Attributions
+from mionnx.analysis.gradients.attribute_patch import AttributedSweep
 from mionnx.analysis.steering.directions import Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
-from mionnx.analysis.sweep.noise import Noise
+from mionnx.analysis.sweep.corruption import Noise
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.command import Arguments, Command, Open
 from mionnx.cli.files import Prompts, PromptsFile, read_pairs, texts_of

@@ -5,8 +5,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.attributions import Attributions
+from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.lens.lens_result import LensResult, label_of
 from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.machine.decimals import decimal

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compares
+from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patching import patching_sweep
-from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep, SweepSetting, run_sweep
 from mionnx.distributed.cluster import LOCAL, Workers, cluster

@@ -19,7 +19,7 @@ from mionnx import (
     Intervention,
     LensResult,
 )
-from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
+from mionnx.analysis.gradients.attribute_patch import AttributedSweep
 from mionnx.analysis.sweep.result import SweepResult
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.attribution import decompose
-from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.attributions import Attributions
+from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
 from mionnx.bind.logit_selection import Logits
@@ -100,23 +99,18 @@ def attribute(
     texts = texts_of(model, prompt)
     places = [text.place(position) for text in texts]
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
-    pairs = [_pair(model, *pair) for pair in zip(*sides, strict=True)]
+    pairs = [[None if token is None else token_of(model, token) for token in pair] for pair in zip(*sides, strict=True)]
 
     def read(row: int, cache: HookCache) -> Attribution:
         for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
         return _attribution(model, texts[row], places[row], cache, *pairs[row])
 
-    request = ListRequest(
-        [text.ids for text in texts], _spec(model, position, hooks), batch_size, logits=Logits(positions=position)
-    )
+    spec, logits = _spec(model, position, hooks), Logits(positions=position)
+    request = ListRequest([text.ids for text in texts], spec, batch_size, logits=logits)
     results = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
     return Attributions(tuple(results)) if is_list(model, prompt) else results[0]
-
-
-def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> tuple[int | None, int | None]:
-    return (None if answer is None else token_of(model, answer), None if versus is None else token_of(model, versus))
 
 
 def _attribution(
@@ -157,9 +151,7 @@ def _spec(model: Runner, position: int, hooks: HookSpec | None) -> HookSpec:
     for point in BEHIND:
         if spec.has_intervention_at(point):
             raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
-    for request in decomposition_hooks(model).captures:
-        spec.capture(request.what, positions=position)
-    return spec
+    return spec.capture([request.what for request in decomposition_hooks(model).captures], positions=position)
 
 
 def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
@@ -191,10 +183,9 @@ def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
 
 def _contributions(model: Runner, stack: Vector, cache: HookCache, answer: int, versus: int | None) -> Vector:
     norm, unembedding = norm_before(model, cache, model.num_layers, False, None), model.opened(LinearParts)
-    ids = np.array([answer, *([] if versus is None else [versus])])
-    directions = unembedding.directions(ids)
-    direction = directions[0] - (directions[1] if len(ids) > 1 else 0)
-    offset = unembedding.offset(answer) - (0 if versus is None else unembedding.offset(versus))
+    direction, offset = unembedding.directions(np.array(answer)), unembedding.offset(answer)
+    if versus is not None:
+        direction, offset = direction - unembedding.directions(np.array(versus)), offset - unembedding.offset(versus)
     projected = norm.project(stack[:, None, None], direction)[:, 0, 0]
     return np.concatenate([projected, [norm.bias @ direction, offset]])
 

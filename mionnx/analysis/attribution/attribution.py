@@ -1,9 +1,11 @@
 """`Attribution`: the direct contribution of each component of a model to a logit."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +31,9 @@ class Attribution(Shown):
     """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
 
     The final norm is taken as the linear map that it is at this position's stream (see
-    `mionnx.analysis.attribution.linear_norm`), so that contributions add up exactly. What a component does through
-    later layers is not in its contribution: this is its direct effect. With a soft cap (Gemma 2) the
-    logits are those before it.
+    `mionnx.analysis.attribution.linear_parts`), so that contributions add up exactly. What a component does through
+    later layers is not in its contribution: this is its direct effect. With a soft cap (Gemma 2) the logits are those
+    before it.
 
     Attributes:
         labels: of the components in the order in which they are added: "embed", "pos_embed", "L0H0", "0_attn_bias",
@@ -80,9 +82,7 @@ class Attribution(Shown):
 
     def top(self, k: int | None = None) -> list[tuple[str, float]]:
         """The components with the largest contributions of either sign; all if `k` is left out."""
-        at_least("n", 0 if k is None else k, 0)
-        order = np.argsort(-np.abs(self.values), kind="stable")[:k]
-        return [(self.labels[i], float(self.values[i])) for i in order]
+        return leading(self.labels, self.values, k)
 
     @property
     def what(self) -> str:
@@ -94,40 +94,17 @@ class Attribution(Shown):
 
     def view(self) -> View:
         """Bars, sorted or in order, and the heads as a map."""
-        prompt = Text(self.tokens, here=self.position)
-        about = f"{self.what}: {decimal(self.logit, 3)}"
-        return view_of(self, f"{self.what} at position {self.position}", self.logit, about, prompt)
+        what = f"{self.what} at position {self.position}"
+        return view_of(self, what, self.logit, Text(self.tokens, here=self.position))
 
     def _columns(self) -> Columns:
         return {**places_of(self.labels), "contribution": self.values}
 
 
-class Contributions(Protocol):
-    """The parts of an `Attribution`, or of several, that a picture shows."""
-
-    @property
-    def labels(self) -> list[str]: ...
-    @property
-    def values(self) -> NDArray[np.float64]: ...
-    @property
-    def heads(self) -> NDArray[np.float64] | None: ...
-
-
 def view_of(
-    contributions: Contributions,
-    what: str,
-    logit: float,
-    about: str,
-    *above: Text,
-    errors: NDArray[np.float64] | None = None,
+    contributions: Attribution | Attributions, what: str, logit: float, *above: Text, errors: Numbers | None = None
 ) -> View:
-    """Contributions as bars, and those of heads as a map.
-
-    Args:
-        what, logit: the logit or difference in words, and its number.
-        about: a line above a picture.
-        errors: [component], standard errors.
-    """
+    """Contributions as bars, and those of heads as a map, below the logit in words."""
     gap = abs(float(contributions.values.sum()) - logit)
     facts = (
         f"{what}: {readable(logit)}, the sum of {len(contributions.labels)} components (which differ from it by "
@@ -139,7 +116,15 @@ def view_of(
     if contributions.heads is not None:
         layers, heads = ([*map(str, range(size))] for size in contributions.heads.shape)
         panels.append(HeatMap({"layer": layers, "head": heads}, {"logits": contributions.heads}, heading="Heads"))
+    about = f"{contributions.what}: {decimal(logit, 3)}"
     return View("Direct logit attribution", [*above, panels], about=about, facts=facts, meaning=MEANING)
+
+
+def leading(labels: list[str], values: Numbers, k: int | None) -> list[tuple[str, float]]:
+    """The k labels with the largest values of either sign, and the values; all if `k` is None."""
+    at_least("k", 0 if k is None else k, 0)
+    order = np.argsort(-np.abs(values), kind="stable")[:k]
+    return [(labels[i], float(values[i])) for i in order]
 
 
 def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
@@ -154,3 +139,101 @@ def places_of(labels: list[str]) -> dict[str, list[Any]]:
     layers = [None if one is None else int(one[1] or one[3]) for one in matches]
     heads = [None if one is None or one[2] is None else int(one[2]) for one in matches]
     return {"component": labels, "layer": layers, "head": heads}
+
+
+Numbers = NDArray[np.float64]
+TWO = 2  # prompts from which on there is a spread
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
+class Attributions(Shown, Sequence[Attribution]):
+    """The `Attribution` of each of several prompts, as a sequence, and their mean."""
+
+    each: tuple[Attribution, ...]
+    INSIDE: ClassVar = (Attribution,)
+
+    @overload
+    def __getitem__(self, row: int) -> Attribution: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[Attribution, ...]: ...
+    def __getitem__(self, row: int | slice) -> Attribution | tuple[Attribution, ...]:
+        return self.each[row]
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def n(self) -> int:
+        return len(self.each)
+
+    @property
+    def labels(self) -> list[str]:
+        """The components, as in each `Attribution`."""
+        return self.each[0].labels
+
+    @property
+    def by_pair(self) -> Numbers:
+        """[prompts, component]: the contributions in each prompt."""
+        return np.stack([one.values for one in self.each])
+
+    @property
+    def values(self) -> Numbers:
+        """[component]: the mean contributions."""
+        return np.asarray(self.by_pair.mean(axis=0))
+
+    @property
+    def std(self) -> Numbers:
+        """[component]: the standard deviation over prompts (by n - 1); NaN for one."""
+        return np.full(len(self.labels), np.nan) if self.n < TWO else np.asarray(self.by_pair.std(axis=0, ddof=1))
+
+    @property
+    def sem(self) -> Numbers:
+        """[component]: the standard error of the mean."""
+        return np.asarray(self.std / np.sqrt(self.n))
+
+    @property
+    def logits(self) -> Numbers:
+        """[prompts]: the logit, or difference, that the contributions add up to."""
+        return np.array([one.logit for one in self.each])
+
+    @property
+    def heads(self) -> Numbers | None:
+        """[layer, head]: the mean contributions of the heads; None where they have no shares."""
+        return heads_of(self.labels, self.values, self.each[0].num_layers)
+
+    @property
+    def what(self) -> str:
+        """The logit or difference of logits, in words."""
+        quantity = "logit of the answer" if self.each[0].versus is None else "lead of the answer"
+        return f"mean {quantity} over {count(self.n, 'prompt')}{' before the soft cap' * self.each[0].capped}"
+
+    def top(self, k: int | None = None) -> list[tuple[str, float]]:
+        """The components with the largest mean contributions of either sign; all if `k` is left out."""
+        return leading(self.labels, self.values, k)
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.what}: {decimal(float(self.logits.mean()), 4)}"
+        yield count(len(self.labels), "component")
+
+    def _lines(self) -> Iterator[str]:
+        yield "the largest mean contributions, ± is the standard error:"
+        errors = dict(zip(self.labels, self.sem, strict=True))
+        for label, value in self.top(PRINTED_COMPONENTS):
+            yield f"{decimal(value, 3, sign=True):>9}±{decimal(errors[label], 3)}  {label}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything."""
+        facts = ("tokens", "position", "answer", "versus", "logit")
+        names = ("n", "labels", "values", "std", "sem", "heads", "by_pair")
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "prompts": [{name: getattr(one, name) for name in facts} for one in self.each]}
+
+    def _columns(self) -> Columns:
+        places = {name: column * self.n for name, column in places_of(self.labels).items()}
+        pairs = np.repeat(np.arange(self.n), len(self.labels))
+        return {"pair": pairs, **places, "contribution": self.by_pair.ravel()}
+
+    def view(self) -> View:
+        """Bars of the means with their standard errors, and the heads as a map."""
+        return view_of(self, self.what, float(self.logits.mean()), errors=None if self.n < TWO else self.sem)

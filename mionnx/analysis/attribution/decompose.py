@@ -39,28 +39,17 @@ def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
     return middle if mlp_input and middle in hooked.metadata.hooks else str(HookPoint.ResidPre(layer))
 
 
-def embeddings(hooked: HookedModel) -> Named:
-    """The embeddings, as they enter the first layer.
-
-    Where positions are not learned, `embed` is the stream before layer 0: an RWKV norms its embedding before it.
-    """
-    if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
-        return [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
-    return [("embed", str(HookPoint.ResidPre(0)))]
-
-
 def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_embeds: bool) -> Named:
-    """The outputs added to the stream up to the input of a layer.
-
-    Raises:
-        InputError: an unknown mode, nothing is added, or the stream is normed between additions.
-    """
+    """The outputs added to the stream up to the input of a layer."""
     refuse_normed_stream(hooked, "a stack of what layers add")
     refuse_several_streams(hooked, "a stack of what layers add")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     input_of(hooked, layer, mlp_input)
-    parts = embeddings(hooked) if incl_embeds else []
+    parts = [("embed", str(HookPoint.ResidPre(0)))]  # an RWKV norms its embedding before it
+    if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
+        parts = [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
+    parts = parts if incl_embeds else []
     for i in range(layer):
         attention, mlp = str(HookPoint.AttnOut(i)), str(HookPoint.MlpOut(i))
         parts += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
@@ -86,28 +75,13 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
     return parts
 
 
-def middles(hooked: HookedModel, layer: int) -> list[str]:
-    """The hook points between attention and MLP up to a layer's, where layers have one."""
-    count = hooked.metadata.sizes.num_layers
-    parts = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
-    return [name for name in parts if name in hooked.metadata.hooks]
-
-
 def heads_have_shares(hooked: HookedModel) -> bool:
-    """Whether the heads of every layer have shares in the stream.
-
-    Not those of a recurrent model, nor heads whose tokens choose their projections (JetMoE).
-    """
+    """Whether the heads of every layer have shares in the stream; not if recurrent, or each token chooses (JetMoE)."""
     return all(str(HookPoint.AttnResult(i)) in hooked.order for i in range(hooked.metadata.sizes.num_layers))
 
 
 def heads(hooked: HookedModel, layer: int) -> list[str]:
-    """The hook points of the heads' shares in the layers before one.
-
-    Raises:
-        HookError: an RWKV: its time mix works on all heads together before it adds to the stream.
-        InputError: there are no layers before it.
-    """
+    """The hook points of the heads' shares in the layers before one."""
     refuse_normed_stream(hooked, "a stack of the heads' shares")
     refuse_several_streams(hooked, "a stack of the heads' shares")
     if hooked.metadata.recurrent:
@@ -118,26 +92,18 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
 
 
 def sliced(values: NDArray[Any], pos_slice: PosSlice, axis: int = -2) -> NDArray[Any]:
-    """Values at some positions: an integer drops the axis, a slice or a list keeps it.
-
-    Raises:
-        InputError: a position that is not there, or an empty list of them.
-    """
+    """Values at some positions: an integer drops the axis, a slice or a list keeps it."""
     if pos_slice is None:
         return values
     chosen: Any = pos_slice if isinstance(pos_slice, slice | int | np.integer) else list(pos_slice)
     if isinstance(chosen, list) and not chosen:
         raise InputError("pos_slice=[] selects no position")
-    try:
-        return _take(values, chosen, axis)
-    except IndexError:
-        raise InputError(f"position {pos_slice!r} of {values.shape[axis]} (0 to {values.shape[axis] - 1})") from None
-
-
-def _take(values: NDArray[Any], chosen: Any, axis: int) -> NDArray[Any]:
     index: list[Any] = [slice(None)] * values.ndim
     index[axis] = chosen
-    return values[tuple(index)]
+    try:
+        return values[tuple(index)]
+    except IndexError:
+        raise InputError(f"position {pos_slice!r} of {values.shape[axis]} (0 to {values.shape[axis] - 1})") from None
 
 
 def stacked(cache: HookCache, named: Named, pos_slice: PosSlice) -> Labelled:
@@ -150,13 +116,3 @@ def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Label
     shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
     labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
     return sliced(np.concatenate(shares), pos_slice), labels
-
-
-def refuse_missing(cache: HookCache, names: Sequence[str]) -> None:
-    """Refuse a cache that lacks captures, naming the first of them."""
-    missing = [name for name in names if name not in cache]
-    if missing:
-        raise HookError(
-            f"the cache lacks {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}: run `forward` with "
-            "`model.decomposition_hooks()`, which asks for all that is needed, or give the prompt"
-        )

@@ -1,12 +1,13 @@
 """`LinearParts`: the norms of a model, found in its graph and run by themselves, and tokens as directions."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
-from mionnx.errors import HookError, ModelError
+from mionnx.errors import HookError, InputError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -15,6 +16,84 @@ from mionnx.graph.weight_value import WEIGHT_PLACE, product_of
 from mionnx.machine.once import once_property
 from mionnx.run.segments import Rows, Segments
 
+Array = NDArray[np.float64]
+PROBE_ENTRIES = 2.0**6  # entries of the probe: their square is so far above every epsilon that it does not count
+SLACK = 1e-5  # what the linear map may differ by, relative to the largest output
+COARSE = 2.0**-7  # the same in 16 bits
+
+
+@dataclass(frozen=True)
+class LinearNorm:
+    """A norm as the linear map that it is at the activations of one run.
+
+    A norm is y = w (x - c mean x) / s(x) + b, with c 0 (RMSNorm) or 1 (LayerNorm) and one scale s for each position.
+    With s held at what the actual stream gave, a part of the stream contributes w (part - c mean part) / s to y (Elhage
+    et al., "A Mathematical Framework for Transformer Circuits", 2021; TransformerLens' `apply_ln_to_stack`).
+
+    Attributes:
+        centred: c, whether the mean is taken out.
+        scale: s, [..., 1], one for each position of the actual stream.
+    """
+
+    weight: Array
+    bias: Array
+    centred: bool
+    scale: Array
+
+    def apply(self, stack: NDArray[Any], weighted: bool = True) -> Array:
+        """Contributions of parts of the stream, [component, ..., hidden], to the norm's output, its bias aside."""
+        self._check(stack)
+        parts = centre(stack.astype(np.float64), self.centred) / self.scale
+        return parts * self.weight if weighted else parts
+
+    def project(self, stack: NDArray[Any], direction: Array, weighted: bool = True) -> Array:
+        """The products [component, ...] of `apply(stack)` with a direction [..., hidden], without making it."""
+        self._check(stack)
+        # Taking out the mean is symmetric, so that it can be done to the direction.
+        turned = centre(direction * self.weight if weighted else direction, self.centred) / self.scale
+        return np.einsum("c...h,...h->c...", stack, turned)
+
+    def _check(self, stack: NDArray[Any]) -> None:
+        """Refuse a stack at other positions than the scale's."""
+        try:
+            np.broadcast_shapes(stack.shape[1:-1], self.scale.shape[:-1])
+        except ValueError:
+            raise InputError(
+                f"the stack is {list(stack.shape)}, and the norm was read at positions of shape "
+                f"{list(self.scale.shape[:-1])}: give the pos_slice that the stack was made with"
+            ) from None
+
+
+def centre(values: Array, centred: bool) -> Array:
+    """Values [..., hidden] less their mean, if `centred`."""
+    return values - values.mean(axis=-1, keepdims=True) if centred else values
+
+
+def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any], name: str) -> LinearNorm:
+    """Find the linear map that equals a norm, [n, hidden] -> [n, hidden], at a stream [..., hidden], by running it."""
+    hidden = stream.shape[-1]
+    probe = np.where(np.arange(hidden) % 2, -PROBE_ENTRIES, PROBE_ENTRIES)
+    rows = np.concatenate([[np.zeros(hidden), np.full(hidden, PROBE_ENTRIES), probe], stream.reshape(-1, hidden)])
+    outputs = norm(rows.astype(stream.dtype)).astype(np.float64)
+    bias, flat, probed = outputs[:3]  # b = f(0)
+    tolerance = SLACK if stream.dtype.itemsize >= 4 else COARSE
+    # Where the mean is taken out, a constant gives no more than b.
+    centred = bool(np.abs(flat - bias).max() <= tolerance * np.abs(probed - bias).max())
+    deviations = centre(probe, centred)
+    weight = (probed - bias) / (deviations / np.sqrt((deviations**2).mean()))
+    actual, gained = centre(rows[3:].astype(np.float64), centred) * weight, outputs[3:] - bias
+    projected = (actual * gained).sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):  # by least squares: s = <u, u> / <u, f(x) - b>
+        scale = (actual**2).sum(axis=-1, keepdims=True) / projected
+        wrong = np.abs(actual / scale - gained).max() / np.abs(gained).max()
+    if not wrong <= tolerance:
+        raise ModelError(
+            f"{name} is no norm that attribution knows, LayerNorm or RMSNorm: as a linear map it differs from what the "
+            f"graph computes by {wrong:.1e} of its largest value"
+        )
+    return LinearNorm(weight, bias, centred, scale.reshape(*stream.shape[:-1], 1))
+
+
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
 AT_INPUTS = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
 # What leaves a head's share of the attention output as it is, added to others.
@@ -22,7 +101,7 @@ PLAIN_OPERATORS = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "U
 
 
 class LinearParts(Segments):
-    """The norms of one model, and the linear part of its head.
+    """The norms of one model, found in its graph and run by themselves, and the linear part of its head.
 
     That is logits = factor (W_U^T y + bias) + offset, where y is the final norm's output. The factor (Cohere's
     `logit_scale`) and the offset are found by running the nodes behind the matrix product. A soft cap is no part of it:
@@ -40,11 +119,7 @@ class LinearParts(Segments):
         return output_norms(self.model)
 
     def norm(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
-        """Run one norm.
-
-        Args:
-            beside: the norms to open as one graph with it, itself among them; the others run on zeros.
-        """
+        """Run one norm; those `beside` it, itself among them, are opened as one graph, where they run on zeros."""
         group = beside or (part,)
         piece = self.open([*dict.fromkeys(first for first, _ in group)], [last for _, last in group])
         feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
@@ -90,11 +165,7 @@ class LinearParts(Segments):
         return 0.0 if self._line[1] is None else float(self._line[1][token])
 
     def uncapped(self, logits: NDArray[Any], stream: NDArray[Any]) -> NDArray[np.float64]:
-        """The logits [vocab] that are linear in y: the model's, or those before a soft cap.
-
-        Args:
-            stream: [hidden], after the last layer.
-        """
+        """The logits [vocab] that are linear in y: the model's, or those before a soft cap, by the last stream."""
         if not self.head.capped:
             return logits.astype(np.float64)
         return self._from(self.end, self.head.product, stream[None, None]).reshape(-1)
@@ -106,11 +177,7 @@ def final_norm(hooked: HookedModel) -> Part:
 
 
 def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
-    """The norm before a layer's attention, or before its MLP.
-
-    Raises:
-        HookError: an attention without queries (a recurrence): where its norm ends is not marked.
-    """
+    """The norm before a layer's attention, or before its MLP; nothing marks that of a recurrence."""
     flow = Dataflow(hooked.proto)
     middle, before = str(HookPoint.ResidMid(layer)), str(HookPoint.ResidPre(layer))
     if mlp:
@@ -132,10 +199,7 @@ def _products(flow: Dataflow, end: str, start: str) -> set[int]:
 
 
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
-    """Layer -> the norm or factor behind its attention, where there is one.
-
-    The part begins where the heads' shares have been added up, and ends in `hook_attn_out`.
-    """
+    """Layer -> the norm or factor behind its attention, if any: from the sum of heads' shares to `hook_attn_out`."""
     flow, norms = Dataflow(hooked.proto), {}
     for layer in range(len(hooked.metadata.attention)):
         start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))

@@ -1,4 +1,4 @@
-"""The residual stream as a stack of its parts, with TransformerLens's names and meanings.
+"""The residual stream as a stack of its parts, and what these contribute, with TransformerLens's names and meanings.
 
 `source` is a prompt (a text, ids, several of them) or a cache that `forward` returned with `decomposition_hooks()`.
 Positions are those of the arrays, padding included; `pos_slice` is an integer (drops the axis), a slice or a list.
@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import Labelled, PosSlice
-from mionnx.analysis.attribution.linear_norm import LinearNorm
-from mionnx.analysis.attribution.linear_parts import LinearParts, final_norm, input_norm
+from mionnx.analysis.attribution.linear_parts import LinearNorm, LinearParts, final_norm, input_norm
+from mionnx.errors import HookError, InputError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import read_array
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -44,12 +47,10 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
     end = decompose.layer_of(hooked, layer)
     named = decompose.additions(hooked, end, "all", end < model.num_layers, True)
     named += decompose.accumulations(hooked, end, False, False)
-    middles = decompose.middles(hooked, end)
+    middles = [str(HookPoint.ResidMid(i)) for i in range(min(end + 1, model.num_layers))]
+    middles = [name for name in middles if name in hooked.metadata.hooks]  # parallel blocks have none
     shares = decompose.heads(hooked, end) if heads and end and decompose.heads_have_shares(hooked) else []
-    spec = HookSpec()
-    for name in dict.fromkeys([*(name for _, name in named), *middles, *shares]):
-        spec.capture(name)
-    return spec
+    return HookSpec().capture([*dict.fromkeys([*(name for _, name in named), *middles, *shares])])
 
 
 @typed()
@@ -72,8 +73,8 @@ def decompose_resid(
         mlp_input: the input of the layer's MLP rather than of its attention.
         mode: "all", "mlp" or "attn": which outputs.
         apply_ln: through the norm before the layer, see `apply_ln_to_stack`.
-        pos_slice: at these positions.
-        incl_embeds: with the embeddings.
+        pos_slice: positions of the stack: an integer (drops the axis), a slice or a list; by default all.
+        incl_embeds: whether the embeddings are components.
 
     Returns:
         [component, batch, pos, hidden] and the labels: "embed", "pos_embed", "0_attn_out", "0_mlp_out", ...
@@ -175,12 +176,18 @@ def cache_of(
     """Captures by name, and the input of the norm before a layer; runs the model for a prompt."""
     needed = [*names, *([decompose.input_of(model.hooked, layer, mlp_input)] if with_norm_input else [])]
     if isinstance(source, HookCache):
-        decompose.refuse_missing(source, needed)
+        _refuse_missing(source, needed)
         return source
-    spec = HookSpec()
-    for name in dict.fromkeys(needed):
-        spec.capture(name)
-    return model.forward(source, spec, logits=False)
+    return model.forward(source, HookSpec().capture([*dict.fromkeys(needed)]), logits=False)
+
+
+def _refuse_missing(cache: HookCache, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in cache]
+    if missing:
+        raise HookError(
+            f"the cache lacks {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}: run `forward` with "
+            "`model.decomposition_hooks()`, which asks for all that is needed, or give the prompt"
+        )
 
 
 def norm_before(model: Runner, cache: HookCache, layer: int, mlp_input: bool, pos_slice: PosSlice) -> LinearNorm:
@@ -203,3 +210,129 @@ def _normed(
     if not apply_ln:
         return stack
     return norm_before(model, cache, layer, mlp_input, pos_slice).apply(stack).astype(np.float32)
+
+
+TokenLike = int | str | Sequence[Any] | NDArray[np.integer[Any]]
+
+
+@typed()
+def apply_ln_to_stack(
+    model: Runner,
+    stack: ArrayLike,
+    source: Source,
+    layer: int | None = None,
+    *,
+    mlp_input: bool = False,
+    pos_slice: PosSlice = None,
+    weighted: bool = True,
+) -> NDArray[np.float32]:
+    """Contributions of stream parts to a norm's output, its scale held at the actual stream's.
+
+    The parts of a sum that is the stream add up to the norm's output less its bias; see
+    `mionnx.analysis.attribution.linear_parts`.
+
+    Args:
+        stack: [component, batch, pos, hidden], sliced already.
+        source: prompts or a cache that the stack is from.
+        layer: the norm before this layer; None or -1 for the final norm.
+        mlp_input: the norm before the layer's MLP rather than before its attention.
+        pos_slice: the positions that the stack has.
+        weighted: with the norm's weight. TransformerLens leaves it out (it folds weights into what follows, or, for
+            a raw model, ignores them): False gives its numbers.
+
+    Returns:
+        the shape of the stack, float32.
+
+    Raises:
+        InputError: a stack of another shape than the stream.
+        ModelError: the model has no LayerNorm or RMSNorm there.
+
+    Example:
+        cache = model.forward("The capital of France is", model.decomposition_hooks())
+        normed = model.apply_ln_to_stack(model.decompose_resid(cache)[0], cache)
+    """
+    end = decompose.layer_of(model.hooked, layer)
+    norm = norm_before(model, cache_of(model, source, [], end, mlp_input, True), end, mlp_input, pos_slice)
+    return norm.apply(_checked(model, stack, norm), weighted).astype(np.float32)
+
+
+@typed()
+def logit_attrs(
+    model: Runner,
+    stack: ArrayLike,
+    source: Source,
+    token_ids: TokenLike,
+    incorrect_tokens: TokenLike | None = None,
+    *,
+    pos_slice: PosSlice = None,
+    weighted: bool = True,
+) -> NDArray[np.float32]:
+    """Contributions of stream parts to the logit of tokens, or to its lead over other tokens.
+
+    If the parts add up to the stream, the contributions add up to the logit less the biases of the final norm and the
+    head. Where a soft cap follows (Gemma 2), logits are those before the cap.
+
+    Args:
+        stack: [component, batch, pos, hidden], sliced already.
+        source: prompts or a cache that the stack is from.
+        token_ids: one token by id or text, or ids or texts [batch], [pos] where that is another length, or [batch,
+            pos].
+        incorrect_tokens: the same; contributions are then to the difference.
+        pos_slice: the positions that the stack has.
+        weighted: with the final norm's weight; without, the numbers of TransformerLens on a raw model.
+
+    Returns:
+        [component, batch, pos], float32.
+
+    Raises:
+        InputError: a stack of another shape, or tokens that do not fit it.
+        ModelError: a final norm or a head that is not linear in a known way.
+
+    Example:
+        cache = model.forward("The capital of France is", model.decomposition_hooks())
+        stack, labels = model.decompose_resid(cache, pos_slice=-1)
+        model.logit_attrs(stack, cache, "Paris", "Berlin", pos_slice=-1)  # [component, batch]
+    """
+    end = model.num_layers
+    norm = norm_before(model, cache_of(model, source, [], end, False, True), end, False, pos_slice)
+    parts = _checked(model, stack, norm)
+    direction = _directions(model, token_ids, parts.shape[1:-1])
+    if incorrect_tokens is not None:
+        direction = direction - _directions(model, incorrect_tokens, parts.shape[1:-1])
+    return norm.project(parts, direction, weighted).astype(np.float32)
+
+
+def _checked(model: Runner, stack: ArrayLike, norm: LinearNorm) -> NDArray[Any]:
+    parts = streams_of(stack, model.hidden_size, "stack")
+    if parts.shape[1:-1] != norm.scale.shape[:-1]:
+        raise InputError(
+            f"the stack is {list(parts.shape)}; of this stream it must be [component, "
+            f"{', '.join(map(str, norm.scale.shape[:-1]))}, hidden={model.hidden_size}]"
+        )
+    return parts
+
+
+def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """[batch or 1, pos or 1, hidden] of tokens, or fewer axes where the stack has fewer."""
+    unembedding = model.opened(LinearParts)
+    if isinstance(tokens, int | str | np.integer):
+        return unembedding.directions(np.array(token_of(model, tokens)))
+    ids = read_array("tokens", _as_ids(model, tokens))
+    if ids.dtype.kind not in "iu" or ids.ndim > len(shape) or ids.ndim == 0:
+        raise InputError(f"tokens must be one token, or ids or texts [batch] or [batch, pos], got {tokens!r}")
+    for token in ids.ravel().tolist():
+        token_of(model, token)
+    if ids.ndim == 1 and len(shape) == 2:
+        ids = ids[:, None] if len(ids) == shape[0] else ids[None]
+    if any(size not in (1, length) for size, length in zip(ids.shape, shape, strict=True)):
+        raise InputError(f"tokens are {list(np.shape(tokens))}, the stack's batch and positions {list(shape)}")
+    return unembedding.directions(ids)
+
+
+def _as_ids(model: Runner, tokens: Any) -> Any:
+    """Tokens with the id of each text in its place."""
+    if isinstance(tokens, str):
+        return token_of(model, tokens)
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "OUT":
+        tokens = tokens.tolist()
+    return [_as_ids(model, token) for token in tokens] if isinstance(tokens, list | tuple) else tokens

@@ -106,7 +106,7 @@ def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
 
 
 def ladder(most: int) -> list[int]:
-    """0, 1, 2, 5, 10, 20, 50, .. up to all edges."""
+    """Make the sizes 0, 1, 2, 5, 10, 20, 50, .. up to all edges."""
     steps = [digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5)]
     return [0, *(step for step in steps if step < most), most]
 

@@ -116,33 +116,15 @@ class Circuit(Shown):
         edges = self._shares(min(DRAWN, int(self.sizes[-1])))
         notes = [f"{self.metric} {readable(value)}" for value in self.values]
         notes = [f"{note}\nfaithfulness {decimal(one, 3)}" for note, one in zip(notes, self.faithfulness, strict=True)]
-        series = [Series("faithfulness", self.faithfulness, notes=notes)]
-        curve = Lines(
-            self.sizes,
-            series,
-            "kept edges",
-            "faithfulness",
-            0,
-            1,
-            spaced="log",
-            levels={"clean": 1, "corrupted": 0},
-            chooses="points",
-            legend=False,
-        )
+        series, levels = [Series("faithfulness", self.faithfulness, notes=notes)], {"clean": 1, "corrupted": 0}
+        axes = (self.sizes, series, "kept edges", "faithfulness", 0, 1)
+        curve = Lines(*axes, spaced="log", levels=levels, chooses="points", legend=False)
         note = (
             "Red edges raise the metric by being kept, blue ones lower it, both to first order; the wider the more. "
             "Dotted lines: keys and values, and the heads that share them. Point at a node to see its edges alone."
         )
-        graph = Graph(
-            edges,
-            places(edges),
-            self._shared(edges),
-            self.sizes,
-            self.attribution.count,
-            self.metric,
-            self.drawn(),
-            note=note,
-        )
+        counts = self.sizes, self.attribution.count, self.metric, self.drawn()
+        graph = Graph(edges, places(edges), self._shared(edges), *counts, note=note)
         chosen = [*self.sizes].index(self.smallest() or int(self.sizes[-1]))
         panels = [[curve, self.table()], graph]
         return View(self.title, panels, self.about, facts=self.facts(), meaning=self.meaning, chosen=chosen)
@@ -154,21 +136,16 @@ class Circuit(Shown):
 
     def _shared(self, edges: list[Edge]) -> list[tuple[str, str]]:
         """Keys and values among the nodes of some edges, with the heads among them that read these."""
-        names = dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))
+        names = nodes_of(edges)
         heads, groups = (
             len({name for name in map(node_of, labels) if name.startswith(start)})
             for labels, start in ((self.attribution.senders, "a0.h"), (self.attribution.receivers, "a0.kv"))
         )
-        readers = {
-            f"{name.partition('.')[0]}.h{head}": name for name in names if ".kv" in name for head in range(heads)
-        }
-        shared = []
-        for reader in readers:
-            layer, _, head = reader.partition(".h")
-            keys = f"{layer}.kv{int(head) * groups // heads}"
-            if reader in names and keys in names:
-                shared.append((keys, reader))
-        return shared
+        layers = dict.fromkeys(name.partition(".")[0] for name in names if ".kv" in name)
+        pairs = [
+            (f"{layer}.kv{head * groups // heads}", f"{layer}.h{head}") for layer in layers for head in range(heads)
+        ]
+        return [(keys, reader) for keys, reader in pairs if keys in names and reader in names]
 
     def drawn(self) -> int:
         """Number of edges of a figure: those of a faithfulness of 0.8, if few reach it."""
@@ -189,6 +166,11 @@ def node_of(label: str) -> str:
     return label.partition("<")[0]
 
 
+def nodes_of(edges: Sequence[Edge]) -> list[str]:
+    """The nodes of some edges, in the order in which they occur."""
+    return [*dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))]
+
+
 def level(name: str) -> float:
     """Height of a node: the embedding is lowest; in a layer keys and values, heads, MLP."""
     if not name[1:2].isdigit():
@@ -199,7 +181,7 @@ def level(name: str) -> float:
 
 def places(edges: Sequence[Edge]) -> dict[str, tuple[float, float]]:
     """Node -> its place among those of its level, and its level; empty levels are left out."""
-    names = dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))
+    names = nodes_of(edges)
     levels = sorted({*map(level, names)})
     numbers = {name: float("".join(filter(str.isdigit, name.partition(".")[2])) or 0) for name in names}
     return {name: (numbers[name], float(levels.index(level(name)))) for name in names}

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.circuits.edge_gradients import EdgeGradients
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.circuits.node_values import node_values
-from mionnx.analysis.circuits.nodes import Nodes, all_nodes, chosen_receivers, chosen_senders
-from mionnx.analysis.circuits.parts import Parts
-from mionnx.analysis.gradients.first_order import Seed, check_metric
-from mionnx.analysis.sweep.comparison import Comparison, compares
+from mionnx.analysis.circuits.node_values import NodeValues, node_values
+from mionnx.analysis.circuits.nodes import ROLES, Nodes, all_nodes, chosen_receivers, chosen_senders
+from mionnx.analysis.circuits.parts import Floats, Parts
+from mionnx.analysis.gradients.first_order import LAST_LOGITS, Seed, check_metric, with_metric
+from mionnx.analysis.sweep.comparison import Comparison, Pair, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.analysis.sweep.receivers import Receiver
 from mionnx.errors import GradientError, InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import check_rules
 
 MOST_STEPS = 1000
+WIDE = 4 * CALL_TOKENS  # tokens of all layers in one call of the graphs that read
 Ends = str | HookPoint | Iterable[Receiver]
+Receives = tuple[str, int | None]  # a receiver's hook point and head
+Gradient = NDArray[np.float64]  # [seq, hidden]
 
 
 @compares
@@ -142,3 +149,91 @@ def _scores(nodes: Nodes, gradients: EdgeGradients) -> tuple[NDArray[np.float64]
     if not np.isfinite(total).all():
         raise ModelError("scores of edges are not finite: gradients overflow on these prompts; float32 may help")
     return total, bases
+
+
+@dataclass(frozen=True)
+class EdgeGradients:
+    """Gradients of a metric by what each receiver reads, every receiver on its own, ready for pairs of prompts.
+
+    One pass forward and back gives the gradients by all queries, keys, values, MLP inputs, and by the last stream. Each
+    is then taken back through its own norm and projection alone, to the stream that its receiver reads.
+    """
+
+    model: Runner
+    compared: Pairs
+    cotangent: ArrayLike | Seed | None
+    rules: str
+    steps: int
+
+    def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
+        """The gradient of one pair's metric by what each receiver reads, [receivers, seq, hidden]: mean over steps."""
+        pair, total = self.compared.pairs[number], dict[Receives, Any]()
+        reads = self.compared.reads(self.model, number, *values.logits)
+        shares = (np.arange(self.steps) + 1) / self.steps  # of the way from the other prompt to the base
+        most = max(1, CALL_TOKENS // len(pair.base))
+        for begin in range(0, self.steps, most):
+            cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
+            for key, value in _read_back(parts, cache, self.rules):
+                total[key] = total.get(key, 0) + value / self.steps
+        return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
+
+    def _back(
+        self, nodes: Nodes, values: NodeValues, pair: Pair, shares: NDArray[np.float64], reads: Mapping[str, Any]
+    ) -> HookCache:
+        """The streams, and the gradients by what receivers compute, [steps, ...]."""
+        ids = np.repeat(pair.base[None], len(shares), axis=0)
+        spec = HookSpec()
+        if self.steps > 1:
+            start = str(HookPoint.ResidPre(0))
+            base, other = (values.of(start, row) for row in (0, 1))
+            path = other + np.multiply.outer(shares.astype(np.float32), base - other)
+            spec.intervene(start, Intervention.Replace(path))
+        stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
+        hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
+        measure = self.compared.metric.measure
+        spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
+        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST_LOGITS)
+
+
+def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as each receiver reads them, summed over steps."""
+    nodes, grad = parts.nodes, cast(HookCache, cache.grad)
+    layers = range(nodes.layers)
+    for variant in ROLES:
+        hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in layers}
+        yield from _by_head(parts, cache, hooks, rules)
+    inputs = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
+    streams = {name: _floats(cache[name]) for name in inputs.values()}
+    back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
+    for name, stream in inputs.items():
+        yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
+    yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
+
+
+def _by_head(
+    parts: Parts, cache: HookCache, hooks: Mapping[str, str], rules: str
+) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as single heads read them; `hooks`: queries, keys or values -> their stream."""
+    seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
+    counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
+    steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
+    shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
+    totals = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
+    most = max(1, WIDE // (parts.seq * len(hooks)))  # a row is a head of a step, its numbers zero elsewhere
+    for begin in range(0, len(steps), most):
+        own, at = heads[begin : begin + most], steps[begin : begin + most]
+        streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
+        cotangents = {name: _of_head(cotangent[at], own) for name, cotangent in seeds.items()}
+        back = parts.gradients([*hooks], [*streams], streams, cotangents, rules)
+        for name, head in totals:
+            totals[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
+    yield from totals.items()
+
+
+def _of_head(seeds: Floats, heads: NDArray[np.int64]) -> Floats:
+    own = np.arange(seeds.shape[1]) == heads[:, None]
+    return np.where(own[:, :, None, None], seeds, np.float32(0))
+
+
+def _floats(array: NDArray[Any]) -> Floats:
+    return array.astype(np.float32, copy=False)

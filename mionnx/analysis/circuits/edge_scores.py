@@ -32,10 +32,10 @@ class EdgeAttribution(Shown):
         edges: bool [senders, receivers]: whether the receiver reads what the sender writes.
         senders, receivers: labels: "embed", "a2.h3" (head 3 of layer 2), "m1" (its MLP); of receivers "a2.h3<q>", "m1",
             "logits"; "a2.kv1<k>" where heads share keys and values.
-        hooks: of the senders: hook point and head (None where a value has no heads), as `path_patch` names them.
-        receiving: of the receivers, likewise.
+        hooks, receiving: hook point and head (None where a value has no heads) of each sender, and of each receiver, as
+            `path_patch` names them.
         clean, corrupted: the metric of the two runs, mean over pairs.
-        metric, direction: name of the metric; "noising" (corrupted values put into the clean run) or "denoising".
+        patching: "noising" (corrupted values put into the clean run) or "denoising".
         rules: rules of going back, "gradient" or propagation rules.
         steps: points between the two prompts' embeddings at which gradients are averaged; 1 for the patched run alone.
         about: a line for pictures.

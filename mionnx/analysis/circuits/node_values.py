@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
-from mionnx.analysis.circuits.separate import differing
 from mionnx.analysis.gradients.first_order import LAST_LOGITS
 from mionnx.analysis.sweep.comparison import Pair
+from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
@@ -42,9 +42,13 @@ class NodeValues:
 
         A head's change is that of its attention's output when this head alone has the other's value.
         """
-        nodes, changes = parts.nodes, []
-        heads = _heads_alone(self, parts)
-        for node in nodes.senders:
+        mixed, changes = {}, []
+        for layer in range(parts.nodes.layers):
+            base, other = (self.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
+            mixed[layer] = one_head_each(base, other)
+        outputs = parts.attention_out(mixed)
+        heads = {str(HookPoint.AttnZ(i)): out - self.of(str(HookPoint.AttnOut(i)), 0) for i, out in outputs.items()}
+        for node in parts.nodes.senders:
             if node.head is not None:
                 changes.append(heads[node.hook][node.head])
             else:
@@ -53,21 +57,9 @@ class NodeValues:
         return np.stack(changes)
 
 
-def _heads_alone(values: NodeValues, parts: Parts) -> dict[str, Floats]:
-    """hook_z of a layer -> [n_heads, seq, hidden]."""
-    layers = range(parts.nodes.layers)
-    mixed = {}
-    for layer in layers:
-        base, other = (values.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
-        mixed[layer] = one_head_each(base, other)
-    written = parts.write(layers, mixed)
-    return {str(HookPoint.AttnZ(i)): out - values.of(str(HookPoint.AttnOut(i)), 0) for i, out in written.items()}
-
-
 def one_head_each(base: Floats, other: Floats) -> Floats:
     """Mix values by row: in row h, head h is the other's; [n_heads, seq, n_heads, head_dim]."""
-    heads = base.shape[1]
-    own = np.eye(heads, dtype=bool)[:, None, :, None]
+    own = np.eye(base.shape[1], dtype=bool)[:, None, :, None]
     return np.where(own, other[None], base[None])
 
 
@@ -92,15 +84,15 @@ def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
 
 def _refuse_other_sums(model: Runner, nodes: Nodes, values: NodeValues) -> None:
     """Refuse a stream that is scaled, or added to otherwise."""
-    off = []
     for layer in range(nodes.layers):
         pre, out, mlp = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.AttnOut, HookPoint.MlpOut))
         mid, post = nodes.stream(2 * layer + 1), nodes.stream(2 * layer + 2)
         ends = {post: [pre, out, mlp]} if nodes.parallel else {mid: [pre, out], post: [mid, mlp]}
         for end, parts in ends.items():
-            expected = sum(values.of(name, 0) for name in parts)
-            value = values.of(end, 0)
+            value, expected = values.of(end, 0), sum(values.of(name, 0) for name in parts)
             if np.abs(value - expected).max() > OFF * np.abs(value).max():
-                off.append(end)
-    if off:
-        raise differing(off[:1], model.hooked.metadata.family)
+                raise InputError(
+                    f"edges: in {model.hooked.metadata.family!r}, {end} is not what the stream before and the outputs "
+                    "of its layer add up to, so no edge can be told from another. Patching sweeps, captures and "
+                    "gradients work"
+                )

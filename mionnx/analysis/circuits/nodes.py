@@ -15,13 +15,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.circuits.separate import refuse_inseparable
-from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, make_receivers
+from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, entries_of, make_receivers
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.ranges import listed
+from mionnx.graph.output_head import LOGITS
 from mionnx.spec.attention_knockout import naturals
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
@@ -84,9 +84,9 @@ class Nodes:
 
 def all_nodes(model: HookedModel) -> Nodes:
     """All nodes of a model."""
-    receiving = make_receivers(model, "all")
-    refuse_inseparable(model, receiving.parallel)
-    layers, parallel = receiving.layers, receiving.parallel
+    reading = make_receivers(model, "all")
+    layers, parallel = reading.layers, reading.parallel
+    _refuse_inseparable(model, parallel)
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     for layer in range(layers):
@@ -99,6 +99,52 @@ def all_nodes(model: HookedModel) -> Nodes:
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
     return Nodes(tuple(senders), tuple(receivers), layers, parallel)
+
+
+def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
+    """Refuse a model whose parts read something besides the stream, by its graph's structure."""
+    family = model.metadata.family
+    if model.rounds_by_call:
+        raise InputError(f"edges: {family!r} rounds activations with one scale for a whole call, so rows are not apart")
+    flow = Dataflow(model.proto)
+    entries = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
+    entries = {name for name in entries if not name.startswith("past")}
+    entries -= {tensor.name for tensor in model.proto.graph.initializer}
+    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
+    for value, sources in _ways(model.metadata.sizes.num_layers, parallel):
+        for name in (value, *sources):
+            if name != LOGITS and name not in model.metadata.hooks:
+                raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
+        if entries & flow.read_by(flow.ancestors([value], {*sources, *shapes} - {value})):
+            raise InputError(
+                f"edges: in {family!r}, {value} depends on the tokens by another way than {', '.join(sources)}, so "
+                "what it reads is no sum of what others send. Patching sweeps, captures and gradients work"
+            )
+
+
+def _ways(layers: int, parallel: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each value, and the values that it is computed from."""
+    for layer in range(layers):
+        pre, mid, post, q, k, v, z, out, into, mlp = (
+            str(getattr(HookPoint, variant)(layer))
+            for variant in (
+                *("ResidPre", "ResidMid", "ResidPost", "AttnQ", "AttnK", "AttnV"),
+                *("AttnZ", "AttnOut", "MlpPre", "MlpOut"),
+            )
+        )
+        middle = pre if parallel else mid
+        yield from ((one, (pre,)) for one in (q, k, v))
+        yield z, (q, k, v)
+        yield out, (z,)
+        if not parallel:
+            yield mid, (pre, out)
+        yield into, (middle,)
+        yield mlp, (into,)
+        yield post, (pre, out, mlp) if parallel else (mid, mlp)
+        if layer + 1 < layers:
+            yield str(HookPoint.ResidPre(layer + 1)), (post,)
+    yield str(HookPoint.FinalNorm), (str(HookPoint.ResidPost(layers - 1)),)
+    yield LOGITS, (str(HookPoint.FinalNorm),)
 
 
 def _attention(model: HookedModel, layer: int) -> Iterator[Node]:
@@ -130,31 +176,13 @@ def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoin
 
 
 def chosen_senders(nodes: Nodes, senders: str | HookPoint | Iterable[Receiver]) -> list[int]:
-    """The numbers of the senders that a request means.
-
-    Args:
-        senders: "all"; or hook points, short names ("z", "mlp_out", "embed") and globs, with heads as pairs
-            `("blocks.3.attn.hook_z", [0, 5])`. `attn.hook_result` is what `hook_z` sends.
-    """
-    if isinstance(senders, str | HookPoint):
-        entries: list[Receiver] = ["*" if senders == "all" else senders]
-    else:
-        none = not isinstance(senders, Iterable) or getattr(senders, "shape", None) == ()  # an array of one number
-        entries = [] if none else listed("senders", senders)
-    if not entries:
-        raise InputError(f"senders={senders!r}: nothing would send; give hook points, or 'all'")
-    numbers: set[int] = set()
-    for entry in entries:
-        numbers |= _meant(nodes, entry)
-    return sorted(numbers)
+    """The numbers of the senders that a request means; see `edge_attribution`."""
+    entries = entries_of("sender", senders, "would send")
+    return sorted({number for entry in entries for number in _meant(nodes, *entry)})
 
 
-def _meant(nodes: Nodes, entry: Receiver) -> set[int]:
-    pair = entry if isinstance(entry, tuple) else (entry, None)
-    if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
-        raise InputError(f"a sender is a hook point, or a pair of one and its heads, got {entry!r}")
-    point, heads = str(pair[0]), pair[1]
-    glob = point.replace("hook_result", "hook_z") if point != "result" else "z"
+def _meant(nodes: Nodes, point: str, heads: int | Iterable[int] | None) -> set[int]:
+    glob = point.replace("hook_result", "hook_z") if point != "result" else "z"  # `hook_result` is what `hook_z` sends
     names = dict.fromkeys(node.hook for node in nodes.senders)
     matching = [name for name in names if fnmatchcase(name, glob) or _short(name, glob)]
     if not matching:

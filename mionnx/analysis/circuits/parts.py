@@ -7,14 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
-from mionnx.analysis.circuits.separate import writes_linearly
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.plan import GradientNode, Gradients, gradient_name
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Arrays, Rows, Segments
 
 Floats = NDArray[np.float32]
+MOVES = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Cast", "Concat")
+LINEAR = {"MatMul", "Gemm", "Add", "Sub", "Mul", *MOVES}
 
 
 class Parts:
@@ -27,22 +29,22 @@ class Parts:
         """The hook points of a layer's queries, keys and values."""
         return tuple(str(getattr(HookPoint, variant)(layer)) for variant in ROLES)
 
-    def read(self, layer: int, streams: Floats) -> Arrays:
+    def qkv(self, layer: int, streams: Floats) -> Arrays:
         """Queries, keys and values of streams."""
         return self._run({str(HookPoint.ResidPre(layer)): streams}, *self.attention_inputs(layer))
 
-    def attend(self, layer: int, values: Mapping[str, Floats]) -> Floats:
+    def attention(self, layer: int, values: Mapping[str, Floats]) -> Floats:
         """Values that heads read, by queries, keys and values: [rows, seq, n_heads, head_dim]."""
         z = str(HookPoint.AttnZ(layer))
         return self._run(values, z)[z]
 
-    def write(self, layers: Sequence[int], z: Mapping[int, Floats]) -> dict[int, Floats]:
+    def attention_out(self, z: Mapping[int, Floats]) -> dict[int, Floats]:
         """Outputs of some layers' attention, from the values of their heads."""
-        names = {layer: str(HookPoint.AttnOut(layer)) for layer in layers}
-        outputs = self._run({str(HookPoint.AttnZ(layer)): z[layer] for layer in layers}, *names.values())
+        names = {layer: str(HookPoint.AttnOut(layer)) for layer in z}
+        outputs = self._run({str(HookPoint.AttnZ(layer)): value for layer, value in z.items()}, *names.values())
         return {layer: outputs[name] for layer, name in names.items()}
 
-    def think(self, layer: int, streams: Floats) -> Floats:
+    def mlp_out(self, layer: int, streams: Floats) -> Floats:
         """Outputs of a layer's MLP."""
         out = str(HookPoint.MlpOut(layer))
         return self._run({self.nodes.stream(self.nodes.mlp_stage(layer)): streams}, out)[out]
@@ -68,8 +70,16 @@ class Parts:
 
     @cached_property
     def linear(self) -> list[bool]:
-        """For each layer, whether its attention's output is a sum over heads."""
-        return [writes_linearly(self.segments.model, layer) for layer in range(self.nodes.layers)]
+        """For each layer, whether its attention's output is a sum over heads, by linear operators alone."""
+        flow = Dataflow(self.segments.model.proto)
+        return [self._writes_linearly(flow, layer) for layer in range(self.nodes.layers)]
+
+    @staticmethod
+    def _writes_linearly(flow: Dataflow, layer: int) -> bool:
+        z, out = str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))
+        moving = flow.descendants([z])
+        nodes = (flow.nodes[i] for i in flow.ancestors([out], [z]) if moving & {*flow.reads[i]})
+        return all(node.op_type in LINEAR and sum(name in moving for name in node.input) == 1 for node in nodes)
 
     def _run(self, values: Mapping[str, Floats], *ends: str) -> Arrays:
         chunks = [self.segments.run(rows, feeds, ends) for rows, feeds in self._chunks(values)]

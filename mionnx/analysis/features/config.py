@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 
 Weights = dict[str, NDArray[np.float32]]
-BIASES = {
-    "standard": ("b_enc",),
-    "jumprelu": ("b_enc", "threshold"),
-    "topk": ("b_enc",),
-    "gated": ("b_gate", "b_mag", "r_mag"),
-}
-ARCHITECTURES = {
+BIASES = {"jumprelu": ("b_enc", "threshold"), "gated": ("b_gate", "b_mag", "r_mag")}
+BIASES |= dict.fromkeys(("standard", "topk"), ("b_enc",))
+ARCHITECTURES = {  # SAELens' name -> activation, whether it is a transcoder
     "standard": ("standard", False),
     "gated": ("gated", False),
     "jumprelu": ("jumprelu", False),
@@ -63,11 +59,7 @@ class Config:
 
 
 def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
-    """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning.
-
-    Raises:
-        ModelError: an architecture, activation or normalisation that is not known here.
-    """
+    """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning."""
     facts = {**cfg.get("metadata", {}), **cfg}
     version = re.match(r"[0-9]{1,9}(?![0-9])", str(facts.get("sae_lens_version")))
     old = version is None or int(version[0]) < 6

@@ -3,8 +3,7 @@
 1. hook_sae_input -> normalised, less b_dec -> hook_sae_acts_pre -> activation -> hook_sae_acts_post = hook_sae_acts
    -> hook_sae_recons -> normalisation undone -> hook_sae_output.
 2. With the error term kept, the output is what comes of that, plus hook_sae_error: the value minus what would come of
-   it if nothing inside were changed. ONNX Runtime computes what the two have in common once.
-3. TopK keeps the largest k, then puts ReLU on them, as SAELens does.
+   it if nothing inside were changed.
 """
 
 from collections.abc import Mapping
@@ -21,58 +20,45 @@ Lines = list[str]
 
 
 def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
-    """The fragment that replaces a value.
-
-    Args:
-        error: whether the error term is kept.
-    """
-    tensors, first = _held(config, weights), _first(config)
+    """The fragment that replaces a value; with the error term, or without."""
+    tensors, first = _tensors(config, weights), _first(config)
     lines = [*first, *_encode(config, "", tensors), *_decode(config, "", "hook_sae_acts"), *_shaped(config, "")]
-    if error:
-        lines += [
-            *_encode(config, "clean_", tensors),
-            *_decode(config, "clean_", "clean_acts"),
-            *_shaped(config, "clean_"),
-        ]
-        lines += [
-            f"error = Sub({'old' if config.transcoder else 'x'}, clean_out)",
-            "hook_sae_error = Identity(error)",
-            "hook_sae_output = Add(out, hook_sae_error)",
-        ]
-    else:
-        lines.append("hook_sae_output = Identity(out)")
-    return _written(config, tensors, lines, "hook_sae_output")
+    if not error:
+        return _fragment(config, tensors, [*lines, _same("hook_sae_output", "out")], "hook_sae_output")
+    # ONNX Runtime computes what the clean pass has in common with the other one once.
+    lines += [*_encode(config, "clean_", tensors), *_decode(config, "clean_", "clean_acts"), *_shaped(config, "clean_")]
+    lines += [
+        f"error = Sub({'old' if config.transcoder else 'x'}, clean_out)",
+        "hook_sae_error = Identity(error)",
+        "hook_sae_output = Add(out, hook_sae_error)",
+    ]
+    return _fragment(config, tensors, lines, "hook_sae_output")
 
 
 def ranking(config: Config, weights: Weights, inputs: Mapping[str, NDArray[np.int64]]) -> Fragment:
     """A fragment that ranks features and leaves the value unchanged.
 
-    Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
-
-    Args:
-        inputs: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
+    Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n]. The inputs are
+    "k", int64 [1], how many are ranked, and "followed", int64 [n], whose activations leave the graph.
     """
-    used = {name: array for name, array in weights.items() if name not in ("W_skip",)}
-    tensors = {name: array for name, array in _held(config, used).items() if config.by_decoder_norm or name != "W_dec"}
-    if not config.subtracts_bias:
-        tensors.pop("b_dec")
+    unread = {"W_skip", "W_dec"} if config.subtracts_bias else {"W_skip", "W_dec", "b_dec"}
+    tensors = {name: array for name, array in _tensors(config, weights).items() if name not in unread}
     lines = [*_first(config), *_encode(config, "clean_", tensors)]
     lines += [
         "hook_top_values, hook_top_ids = TopK <axis = -1> (clean_acts, k)",
         "hook_followed = Gather <axis = -1> (clean_acts, followed)",
         "y = Identity(x)",
     ]
-    read = {name: array for name, array in tensors.items() if name != "W_dec"}
-    return _written(config, {**read, **inputs}, lines, "y", alone=True)
+    return _fragment(config, {**tensors, **inputs}, lines, "y", alone=True)
 
 
-def _held(config: Config, weights: Weights) -> Weights:
+def _tensors(config: Config, weights: Weights) -> Weights:
     if not config.by_decoder_norm:
-        return dict(weights)
+        return weights
     return {**weights, "decoder_norms": np.linalg.norm(weights["W_dec"], axis=1)}
 
 
-def _written(
+def _fragment(
     config: Config, tensors: Mapping[str, NDArray[Any]], lines: Lines, output: str, alone: bool = False
 ) -> Fragment:
     inputs = [
@@ -102,15 +88,12 @@ def _first(config: Config) -> Lines:
 
 def _encode(config: Config, tag: str, tensors: Weights) -> Lines:
     """From the vector, or the hook point behind it, to the activations."""
-    source = "vector" if tag else "hook_sae_input"
-    lines = [*_normalise(config, tag, source, tensors["W_enc"].shape[0])]
-    lines.append(
-        f"{tag}centred = Sub({tag}normal, b_dec)" if config.subtracts_bias else _same(f"{tag}centred", f"{tag}normal")
-    )
-    lines.append(f"{tag}product = MatMul({tag}centred, W_enc)")
+    source, pre = ("vector", f"{tag}pre") if tag else ("hook_sae_input", "hook_sae_acts_pre")
+    centred = f"Sub({tag}normal, b_dec)" if config.subtracts_bias else f"Identity({tag}normal)"
+    lines = _normalise(config, tag, source, tensors["W_enc"].shape[0])
+    lines += [f"{tag}centred = {centred}", f"{tag}product = MatMul({tag}centred, W_enc)"]
     lines += _gated(tag) if config.activation == "gated" else [f"{tag}biased = Add({tag}product, b_enc)"]
-    lines.append(_same(f"{tag}pre" if tag else "hook_sae_acts_pre", f"{tag}biased"))
-    lines += _activate(config, tag, f"{tag}pre" if tag else "hook_sae_acts_pre")
+    lines += [_same(pre, f"{tag}biased"), *_activate(config, tag, pre)]
     if not tag:
         lines += [_same("hook_sae_acts_post", "acts"), _same("hook_sae_acts", "hook_sae_acts_post")]
     return lines
@@ -159,13 +142,17 @@ def _activate(config: Config, tag: str, pre: str) -> Lines:
         return [f"{tag}acts = Relu({pre})"]
     if config.activation == "topk":
         return _largest(config, tag, pre)
-    test, against = (f"{tag}gate", "nought") if config.activation == "gated" else (pre, "threshold")
-    lines = [f"{tag}nought = Constant <value = float {{0.0}}> ()"]
-    lines += [f"{tag}open = Greater({test}, {tag if against == 'nought' else ''}{against})"]
-    return [*lines, f"{tag}positive = Relu({pre})", f"{tag}acts = Where({tag}open, {tag}positive, {tag}nought)"]
+    compared = f"{tag}gate, {tag}nought" if config.activation == "gated" else f"{pre}, threshold"
+    return [
+        f"{tag}nought = Constant <value = float {{0.0}}> ()",
+        f"{tag}open = Greater({compared})",
+        f"{tag}positive = Relu({pre})",
+        f"{tag}acts = Where({tag}open, {tag}positive, {tag}nought)",
+    ]
 
 
 def _largest(config: Config, tag: str, pre: str) -> Lines:
+    """The largest k, then ReLU on them, as SAELens does."""
     ranked = f"{tag}ranked"
     return [
         f"{ranked} = Mul({pre}, decoder_norms)" if config.by_decoder_norm else _same(ranked, pre),

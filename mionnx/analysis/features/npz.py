@@ -44,14 +44,7 @@ THROWN = (  # what zipfile, its codecs and numpy's reader of headers throw of a 
 
 
 def read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The arrays of a file, one after the other.
-
-    Yields:
-        name, array of floating-point numbers.
-
-    Raises:
-        ModelError: no regular file, no archive of arrays, numbers of another kind, too few or too many bytes.
-    """
+    """The arrays of a file, one after the other: name, array of floating-point numbers."""
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,6 +1,7 @@
 """`SAE`: a sparse autoencoder or transcoder, its files, and the specs that put it into a model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class SAE:
             path: a folder with SAELens' `cfg.json` and `sae_weights.safetensors`, or with Gemma Scope's `params.npz`,
                 or the `.npz` file itself.
             hook: the hook point that it reads, where the file does not say or says another name.
-            hook_out: of a transcoder, the hook point whose value it gives.
+            hook_out: the hook point whose value a transcoder gives.
 
         Raises:
             ModelError: nothing there, a damaged file, or an architecture that is not known here.
@@ -68,16 +69,12 @@ class SAE:
         return cls(config, weights, str(path)).at(hook, hook_out)
 
     def at(self, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
-        """The same at other hook points; those that are left out stay.
-
-        Raises:
-            InputError: a `hook_out` for an SAE that is no transcoder.
-        """
-        if hook_out and not self.config.transcoder:
+        """The same at other hook points; those that are left out stay."""
+        config = self.config
+        if hook_out and not config.transcoder:
             raise InputError(f"hook_out={hook_out!r}: only a transcoder gives another value than it reads")
-        named = {"hook": str(hook) or self.config.hook, "hook_out": str(hook_out) or self.config.hook_out}
-        config = Config(**{**vars(self.config), **named})
-        return SAE(config, self.weights)
+        hook, hook_out = str(hook) or config.hook, str(hook_out) or config.hook_out
+        return SAE(replace(config, hook=hook, hook_out=hook_out), self.weights)
 
     @property
     def d_in(self) -> int:
@@ -90,11 +87,7 @@ class SAE:
 
     @property
     def hook(self) -> str:
-        """The hook point whose value it replaces: its own, or a transcoder's output.
-
-        Raises:
-            HookError: neither the file nor the caller says.
-        """
+        """The hook point whose value it replaces: its own, or a transcoder's output."""
         point = self.config.hook_out if self.config.transcoder else self.config.hook
         if not point:
             name = "hook_out" if self.config.transcoder else "hook"
@@ -164,8 +157,7 @@ class SAE:
                 "positions= says where features are changed, and none is: sae.splice(error, positions=...) limits the "
                 "SAE itself"
             )
-        both = [*(fixed.keys() & factors.keys()), *(fixed.keys() & limits.keys())]
-        if both:
+        if both := [feature for feature in fixed if feature in factors or feature in limits]:
             raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
         spec = HookSpec().intervene(self.hook, self.splice(error))
         if fixed or factors:
@@ -205,11 +197,8 @@ class SAE:
         """A feature's row of the decoder, as a direction to steer with.
 
         It is what the feature writes at activation 1; with activations in units of the decoder's rows
-        (`by_decoder_norm`), the row at length 1.
-
-        Raises:
-            InterventionError: no such feature, or what it writes is no one vector: it is scaled for each token by the
-                normalisation of what goes in, or goes to all heads (`hook_z`).
+        (`by_decoder_norm`), the row at length 1. What is scaled for each token by the normalisation of what goes in, or
+        goes to all heads (`hook_z`), is no one vector, and refused.
         """
         row, own = self.weights["W_dec"][self.known(feature)], self.config
         if own.by_head or (own.normalisation != "none" and not own.transcoder):

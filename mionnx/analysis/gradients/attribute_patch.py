@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
-from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of, check_metric
+from mionnx.analysis.gradients.first_order import FirstOrder, Seed, check_metric
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, compares
-from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
+from mionnx.analysis.sweep.grid import Positions, axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patching import patching_sweep
-from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.bind.gradients import differentiable
@@ -24,14 +22,18 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import GradientError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.brief import Brief
+from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import check_rules
+from mionnx.view import Table
 
 MOST_STEPS = 10_000  # of a path; a few tens do
+CORRELATED = 2  # cells that a correlation needs
 PLACES = ("corrupted", "clean", "mean")
 Hook = str | HookPoint
 Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, axes, layers
@@ -93,12 +95,15 @@ def attribute_patch(
     _check(linearize_at, steps, rules, metric, model.hooked.metadata.recurrent)
     kinds, several = _kinds(model.hooked, hook, over, layers)
     compared = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, None, position, positions).on(model)
-    sweeps = {}
+    at_least("confirm", confirm, 0)
+    sweeps, hooks = {}, []
     for kind in kinds:
         sweep = patching_sweep(model, compared, *kind)
-        sweeps[sweep.setting.grid.template] = sweep
-        _check_confirm(confirm, sweep)
-    hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
+        grid = sweep.setting.grid
+        if confirm > grid.cells:
+            raise InputError(f"confirm={confirm}: {grid.template} over {', '.join(grid.over)} has {grid.cells} cells")
+        sweeps[grid.template] = sweep
+        hooks += [grid.hook(layer) for layer in grid.layers]
     model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=rules), differentiated=True)
     results = _results(sweeps, FirstOrder(model, hooks, compared, cotangent, rules, linearize_at, steps), confirm)
     return results if several else next(iter(results.values()))
@@ -123,13 +128,6 @@ def _check(linearize_at: str, steps: int, rules: str, metric: Measure, recurrent
         raise GradientError("the KL divergence from the clean run is least at the clean prompt: all gradients are 0")
 
 
-def _check_confirm(confirm: int, sweep: Sweep) -> None:
-    at_least("confirm", confirm, 0)
-    grid = sweep.setting.grid
-    if confirm > grid.cells:
-        raise InputError(f"confirm={confirm}: {grid.template} over {', '.join(grid.over)} has {grid.cells} cells")
-
-
 def _kinds(
     model: HookedModel, hook: Hook | Iterable[Hook], over: str | Iterable[str], layers: Iterable[int] | None
 ) -> tuple[list[Cells], bool]:
@@ -150,15 +148,9 @@ def _kinds(
 def _fitting(
     model: HookedModel, glob: str, kinds: dict[str, list[int]], over: str | Iterable[str], layers: Iterable[int] | None
 ) -> list[Cells]:
-    """The kinds of a glob that have the axes and a gradient.
-
-    Raises:
-        InputError: none of them.
-    """
-    names, with_gradient = (
-        (over,) if isinstance(over, str) else tuple(over),
-        differentiable(index_hooks(HookSpec(), model)),
-    )
+    """The kinds of a glob that have the axes and a gradient."""
+    names = (over,) if isinstance(over, str) else tuple(over)
+    with_gradient = differentiable(index_hooks(HookSpec(), model))
     fitting: list[Cells] = []
     for template, own in kinds.items():
         first = template.format(i=own[0])
@@ -178,7 +170,9 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
         for number, pair in enumerate(pairs):
             effects, bases[:, number] = first_order.of(number)
             for kind, sweep in sweeps.items():
-                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid.at(pair.places), effects))
+                grid = sweep.setting.grid.at(pair.places)
+                cells = grid.by_cell([effects[grid.hook(layer)] for layer in grid.layers], np.sum)
+                by_pair[kind].append(bases[0, number] + cells)
         seconds = time.perf_counter() - begin
         results = {}
         for kind, sweep in sweeps.items():
@@ -199,3 +193,117 @@ def _result(result: SweepResult, sweep: Sweep, first_order: FirstOrder, confirm:
     own["title"] = f"Attribution patching {result.hook.format(i='*')} ({first_order.rules})"
     where = "path" if first_order.steps > 1 else first_order.linearize_at
     return AttributedSweep(**own, rules=first_order.rules, linearize_at=where, steps=first_order.steps, exact=exact)
+
+
+@dataclass(frozen=True, repr=False)
+class Agreement(Brief):
+    """Agreement of effects to first order with exact ones.
+
+    Attributes:
+        cells: compared cells.
+        pearson: correlation of the effects; NaN if either does not vary.
+        top: number of leading cells that are compared.
+        shared: how many of the `top` leading cells of both are the same.
+    """
+
+    cells: int
+    pearson: float
+    top: int
+    shared: int
+
+    def __str__(self) -> str:
+        same = f"{self.shared} of the leading {self.top} in common"
+        return f"{self.cells} cells computed exactly: Pearson {decimal(self.pearson, 3)}, {same}"
+
+
+@dataclass(repr=False)
+@typed(InputError)
+class AttributedSweep(SweepResult):
+    """First-order estimates of a sweep: the metric without a patch, plus each cell's effect.
+
+    Attributes:
+        rules: the rules of going back, "gradient" or propagation rules.
+        linearize_at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between
+            them.
+        steps: gradients that are averaged along the path; 1 without one.
+        exact: the metric at the cells that were computed exactly, in the shape of `values`; NaN elsewhere.
+    """
+
+    rules: str = "gradient"
+    linearize_at: str = "corrupted"
+    steps: int = 1
+    exact: Numbers = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def meaning(self) -> str:
+        """A sentence on what 1 and 0 mean in pictures."""
+        return f"Estimated to first order, by {self.how}. {super().meaning}"
+
+    @property
+    def how(self) -> str:
+        """The rules, and where they are used."""
+        where = f"along {self.steps} steps of the path" if self.steps > 1 else f"at {self.linearize_at}"
+        return f"{self.rules} {where}"
+
+    def agreement(self, exact: SweepResult | None = None, k: int | None = None) -> Agreement:
+        """Compare with exact values.
+
+        Args:
+            exact: `patch_sweep` over the same cells; those that `confirm` computed if left out.
+            k: leading cells, by the size of the effect, of which the common ones are counted; by default 10, and of
+                cells that `confirm` computed the leading half.
+
+        Raises:
+            InputError: no cell was computed exactly, a sweep over others, or `k` below 1.
+
+        Example:
+            result = model.attribute_patch(clean, corrupted, "z", confirm=10)
+            result.agreement().pearson
+        """
+        values = self.exact if exact is None else exact.values
+        if exact is not None and (exact.hook, exact.over, exact.labels) != (self.hook, self.over, self.labels):
+            raise InputError(
+                f"a sweep over other cells: {exact.hook} {exact.over}; this one is {self.hook} {self.over}"
+            )
+        compared = np.isfinite(values) if values.shape == self.values.shape else np.zeros(self.values.shape, bool)
+        if not compared.any():
+            raise InputError("no cell was computed exactly: give confirm=10, or a patch_sweep to compare with")
+        estimates, truth = self.effect[compared], values[compared] - (self.base if exact is None else exact.base)
+        default = min(10, len(estimates)) if exact is not None else max(1, len(estimates) // 2)
+        at_least("top", default if k is None else k, 1)
+        count = min(default if k is None else k, len(estimates))
+        leading = [{*np.argsort(-np.abs(one), kind="stable")[:count].tolist()} for one in (estimates, truth)]
+        return Agreement(len(estimates), _pearson(estimates, truth), count, len(leading[0] & leading[1]))
+
+    def confirmed(self) -> Table:
+        """The cells that were computed exactly, the largest exact effect first: estimated and exact.
+
+        Raises:
+            InputError: none was.
+        """
+        table = Table(*self.over, "to first order", "exact", title=str(self.agreement()))
+        effect = self.exact - self.base
+        order = [cell for cell in np.argsort(-np.abs(effect), axis=None) if np.isfinite(effect.flat[cell])]
+        for cell in map(tuple, np.transpose(np.unravel_index(order, effect.shape)).tolist()):
+            table.add_row(*self._labels_of(cell), decimal(self.effect[cell], 4), decimal(effect[cell], 4))
+        return table
+
+    def facts(self) -> str:
+        """One line with the metric of the runs without a patch, and the agreement with exact cells."""
+        agreement = f"; {self.agreement()}" if np.isfinite(self.exact).any() else ""
+        return f"{super().facts()}; {self.how}{agreement}"
+
+    def _facts(self) -> Iterator[str]:
+        yield from super()._facts()
+        yield self.how
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes, as JSON can hold them."""
+        own = {"rules": self.rules, "linearize_at": self.linearize_at, "steps": self.steps}
+        return {**super().to_dict(), **own, "exact": self.exact if self.exact.size else None}
+
+
+def _pearson(one: Numbers, other: Numbers) -> float:
+    if len(one) < CORRELATED or not np.ptp(one) or not np.ptp(other):
+        return float("nan")
+    return float(np.corrcoef(one, other)[0, 1])

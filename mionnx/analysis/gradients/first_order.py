@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -9,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.gradients.gradients import Seed, metric_name
 from mionnx.analysis.sweep.comparison import Pair, Pairs
-from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import Measure
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.bind.logit_selection import Logits
@@ -27,13 +27,7 @@ LAST_LOGITS = Logits(positions=-1)
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """First-order effects, ready for pairs of prompts.
-
-    Attributes:
-        compared: corrupted prompts, into which clean ones are patched, and the metric.
-        cotangent: the derivative of a metric of one's own by the logits.
-        steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
-    """
+    """First-order effects, ready for pairs of prompts; the arguments are those of `attribute_patch`."""
 
     model: Runner
     hooks: Sequence[str]
@@ -78,27 +72,20 @@ class FirstOrder:
 
         A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
         """
-        shares = (np.arange(self.steps) + 0.5) / self.steps
+        path = (np.arange(self.steps) + 0.5) / self.steps
         most = max(1, CALL_TOKENS // len(pair.base))
-        parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
-        gradients = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
-        for hook in self.hooks:
-            for part in parts:
-                gradients[hook] += self._steps(pair, hook, part, differences, reads)
+        gradients: Arrays = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
+        for hook, begin in product(self.hooks, range(0, self.steps, most)):
+            shares = path[begin : begin + most]
+            ids = np.repeat(pair.base[None], len(shares), axis=0)
+            spec = _corrupted(pair, range(len(shares)))
+            for other in self.hooks:
+                added = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
+                spec.intervene(other, Intervention.Add(added.astype(np.float32)))
+            spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
+            grad = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
+            gradients[hook] += grad.sum(axis=0, dtype=np.float64) / self.steps
         return gradients
-
-    def _steps(
-        self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, reads: Mapping[str, Any]
-    ) -> NDArray[np.float64]:
-        """Sum a hook point's gradients at some shares of the difference, over all steps."""
-        ids = np.repeat(pair.base[None], len(shares), axis=0)
-        spec = _corrupted(pair, range(len(shares)))
-        for other in self.hooks:
-            moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
-            spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
-        spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
-        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
-        return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
 
 def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
@@ -114,37 +101,14 @@ def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
 
 
 def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[np.float64]:
-    """Clean minus corrupted, [...]: zero before the first token that differs.
-
-    Equal infinities have no difference either.
-    """
+    """Clean minus corrupted, [...]: zero before the first token that differs."""
     corrupted, clean = values
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # equal infinities have no difference
         difference = np.where(clean == corrupted, 0.0, clean - corrupted)
     axes = HookPoint.parse(hook).axes or ()
     if has_sequence(axes):
         difference[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
     return difference
-
-
-def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Sum effects over each cell of a grid.
-
-    Args:
-        effects: hook point -> the effect of each number, without the batch axis.
-
-    Returns:
-        in the shape of the grid; zero at positions that the prompt does not have.
-    """
-    stacked = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
-    if "position" in grid.over:
-        stacked = grid.by_name(stacked, cast(int, grid.along("position")), np.sum)
-    order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
-    summed = stacked.sum(axis=tuple(axis for axis in range(stacked.ndim) if axis not in order))
-    cells = summed.transpose([sorted(order).index(axis) for axis in order])
-    padded = np.zeros(grid.sizes)
-    padded[tuple(map(slice, cells.shape))] = cells
-    return padded
 
 
 def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated: str) -> None:

@@ -83,9 +83,7 @@ def gradients(
         cache = model.gradients("The capital of France is", "blocks.*.attn.hook_z", answer=" Paris")
         cache.grad["z", 3].shape  # (1, seq, n_heads, head_dim)
     """
-    spec = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
-    if spec.metric is not None or spec.gradients:
-        raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    spec = copy_of(hooks)
 
     def run(spec: HookSpec | None, logits: bool | Logits) -> HookCache:
         return model.forward(tokens, spec, logits=logits, attention_mask=attention_mask, batch_size=batch_size)
@@ -105,15 +103,22 @@ def gradients(
         logits = run(hooks, logits=last).output()[:, -1]
         cotangent = cast(Seed, cotangent)(logits) if callable(cotangent) else cotangent
         read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
-    spec.set_metric(
-        name, position=position, cotangent=None if cotangent is None else np.asarray(cotangent), rules=rules, **read
-    )
+    read["cotangent"] = None if cotangent is None else np.asarray(cotangent)
+    spec.set_metric(name, position=position, rules=rules, **read)
     part = Logits() if cast(MetricSpec, spec.metric).position is None else last
     cache = run(spec, logits=part)
     if callable(metric):  # the graph's own number is that of the cotangent
         own = cache.output() if part == Logits() else cache.output()[:, -1]
         cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
     return cache
+
+
+def copy_of(hooks: HookSpec | None) -> HookSpec:
+    """A copy of a spec; one that has a metric or gradients is refused."""
+    spec = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
+    if spec.metric is not None or spec.gradients:
+        raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    return spec
 
 
 def _refuse_unread(what: str, **arguments: Any) -> None:

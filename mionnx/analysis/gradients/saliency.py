@@ -1,18 +1,234 @@
-"""`Saliency`: how much each token of some texts carries of a metric, as numbers, coloured text and a page."""
+"""`integrated_gradients` and `gradient_times_input`: what each token carries of a metric.
+
+Integrated gradients (Sundararajan, Taly and Yan 2017, arXiv:1703.01365): of a value x and a baseline b at a hook point,
+
+    score = (x - b) * mean over alpha of d metric / d value at b + alpha (x - b),   alpha = (i + 1/2) / steps
+
+summed over all axes but the positions. The scores sum to metric(x) - metric(b) as the steps become many; the difference
+is the completeness gap. Gradient x input is x * d metric / d value at x.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from mionnx.errors import InputError
+from mionnx.analysis.gradients.gradients import copy_of, gradients, metric_name
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import GradientError, HookError, InputError
+from mionnx.graph.axes import sequence_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.prompt_list import read_prompts
+from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
-from mionnx.machine.ranges import index_within
+from mionnx.machine.progress import shown
+from mionnx.machine.ranges import at_least, at_most, index_within
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO, BatchSize, batches_of, check_batch_size
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.prompt import Ids, each_of, prompt_ids, token_of, token_text
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt, takes_encoding
+from mionnx.spec.hook_choice import Hook
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.metric import READS, Tokens
 from mionnx.view import Columns, Shown, Text, View, readable
+
+MOST_STEPS = 10_000  # of a path; a few tens do
+OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "cotangent"} & {*reads})
+Values = NDArray[np.float32]
+
+
+@takes_encoding
+@typed()
+def integrated_gradients(
+    model: Runner,
+    tokens: Prompt,
+    baseline: ArrayLike | str = "mean",
+    hook: Hook = "hook_embed",
+    metric: str = "logit",
+    answer: Tokens = None,
+    versus: Tokens = None,
+    hooks: HookSpec | None = None,
+    *,
+    steps: int = 50,
+    position: int | None = None,
+    batch_size: BatchSize = AUTO,
+) -> Saliency:
+    """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
+
+    Args:
+        tokens: one text or several; the rows of a padded batch are texts of their own.
+        baseline: the value at the hook point that counts as nothing: "mean", that over a text's own positions, "zero",
+            another text of as many tokens, or an array of fractions that broadcasts to the value. A norm is singular at
+            zero: of models that norm their embeddings, a path from "zero" needs many more steps.
+        hook: the hook point whose values are attributed; it has positions.
+        metric: "logit", "logit_diff", "log_probability", "probability" or "loss".
+        answer, versus: tokens, as ids or texts, one for all texts or one a text; the answer is the most probable one if
+            left out.
+        hooks: interventions; the metric and its gradients are those of the model so changed.
+        steps: points of the path.
+        position: of each text, at which the logits are read; the last if left out. "loss" reads all.
+        batch_size: points of a text's path in one pass; "auto": as many as run well; None: all. Texts never share a
+            pass.
+
+    Returns:
+        scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
+
+    Raises:
+        GradientError: a metric that has no gradient or needs an array.
+        HookError: a hook point without positions.
+        InputError: a baseline of another length or shape, or no steps.
+
+    Example:
+        found = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
+        found.scores(), found.gap
+    """
+    at_least("steps", steps, 1)
+    at_most("steps", steps, MOST_STEPS)
+    check_batch_size(batch_size)
+    point, spec = _checked(hook, metric), copy_of(hooks)
+    spec.captures = []
+    texts, results = prompt_ids(model, tokens), []
+    answers, others = each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")
+    with shown() as show:
+        for n, ids in enumerate(texts):
+            show("integrated gradients", n, len(texts))
+            request = {"metric": metric, "position": position, "answer": answers[n], "versus": others[n]}
+            results.append(_integrated(model, ids, point, spec, request, baseline, steps, batch_size))
+    return Saliency("integrated gradients", point.name, metric, tuple(results), steps)
+
+
+@takes_encoding
+@typed()
+def gradient_times_input(
+    model: Runner,
+    tokens: Prompt,
+    hook: Hook = "hook_embed",
+    metric: str = "logit",
+    answer: Tokens = None,
+    versus: Tokens = None,
+    hooks: HookSpec | None = None,
+    *,
+    position: int | None = None,
+    batch_size: BatchSize = AUTO,
+) -> Saliency:
+    """Attribute a metric to tokens by the gradient times the value, in one pass a text.
+
+    Args:
+        tokens, hook, metric, answer, versus, hooks, position: as for `integrated_gradients`.
+        batch_size: as for `forward`.
+
+    Raises:
+        GradientError, HookError: as there.
+
+    Example:
+        model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
+    """
+    point, spec = _checked(hook, metric), copy_of(hooks)
+    spec.captures = []
+    texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    sides = ((answer, "answer"), (versus, "versus"))
+    answers, others = (None if side is None else each_of(side, len(texts), name) for side, name in sides)
+    spec.capture(point)
+    cache = gradients(model, texts, point, metric, answers, others, spec, position=position, batch_size=batch_size)
+    grad, numbers = _gradient(cache, point)
+    scores = _by_position(grad * cache[point.name], point)
+    each = zip(texts, scores, numbers, strict=True)
+    results = [SalientText(_words(model, ids), score[-len(ids) :], float(number)) for ids, score, number in each]
+    return Saliency("gradient x input", point.name, metric, tuple(results))
+
+
+def _checked(hook: Hook, metric: str) -> HookPoint:
+    if metric_name(metric) not in OF_SALIENCY:
+        raise GradientError(f"metric {metric!r} needs an array; tokens are attributed by {', '.join(OF_SALIENCY)}")
+    point = HookPoint.parse(hook)
+    if "seq" not in (point.axes or ()):
+        raise HookError(f"{point} has the axes {list(point.axes or ())}: there are no tokens to attribute to")
+    return point
+
+
+def _integrated(
+    model: Runner,
+    ids: Ids,
+    point: HookPoint,
+    spec: HookSpec,
+    request: dict[str, Any],
+    baseline: ArrayLike | str,
+    steps: int,
+    batch_size: BatchSize,
+) -> SalientText:
+    capture = HookSpec().extend(spec).capture(point)
+    first = gradients(model, ids[None], point, hooks=capture, **request)
+    value = first[point.name]
+    start = _baseline(model, baseline, value, ids, point, capture)
+    if request["answer"] is None and "answer" in READS[request["metric"]]:
+        request = {**request, "answer": int(first.output()[0, -1].argmax())}
+    # As ids: the first pass has looked at their spelling.
+    request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
+
+    def along(alphas: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        """Gradients [alphas, ...] and metrics [alphas] at points of the path, one a row."""
+        shares = alphas.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
+        path = HookSpec().extend(spec).intervene(point, Intervention.Replace(start + shares * (value - start)))
+        rows = np.repeat(ids[None], len(alphas), axis=0)
+        return _gradient(gradients(model, rows, point, hooks=path, **request), point)
+
+    total, middles = np.zeros(value.shape[1:], np.float64), (np.arange(steps) + 0.5) / steps
+    for points in batches_of([len(ids)] * steps, steps if batch_size is None else batch_size):
+        total += along(middles[points])[0].sum(axis=0)
+    _, (from_, *_) = along(np.zeros(1))
+    scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
+    return SalientText(_words(model, ids), scores, float(_gradient(first, point)[1][0]), float(from_))
+
+
+def _gradient(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    """The gradient by a hook point's value, and the metric [batch]."""
+    return cast(HookCache, cache.grad)[point.name].astype(np.float64), cast(NDArray[np.float32], cache.metric)
+
+
+def _baseline(
+    model: Runner, baseline: ArrayLike | str, value: Values, ids: Ids, point: HookPoint, capture: HookSpec
+) -> Values:
+    """The value that counts as nothing, in the shape of the text's own."""
+    if isinstance(baseline, str) and baseline == "zero":
+        return np.zeros_like(value)
+    if isinstance(baseline, str) and baseline == "mean":
+        axis = sequence_axis(point.axes or ())
+        return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
+    try:
+        array = None if isinstance(baseline, str) else to_array(baseline)
+    except ValueError as error:
+        raise InputError(f"the baseline is no array: {error}") from error
+    if array is not None and array.dtype.kind not in "fiub":
+        raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
+    if array is None or array.dtype.kind in "iu":
+        (other,) = prompt_ids(model, baseline if array is None else array)
+        if len(other) != len(ids):
+            raise InputError(f"the baseline has {len(other)} tokens, the text {len(ids)}: positions must correspond")
+        return model.forward(other[None], capture, logits=Logits(positions=-1))[point.name]
+    try:
+        return np.broadcast_to(array.astype(value.dtype), value.shape)
+    except ValueError:
+        raise InputError(
+            f"baseline {list(array.shape)} does not broadcast to the value {list(value.shape)} at {point}"
+        ) from None
+
+
+def _by_position(products: NDArray[Any], point: HookPoint) -> NDArray[np.float64]:
+    """[batch, seq]: a value's products, summed over all axes but batch and positions."""
+    axis = sequence_axis(point.axes or ())
+    return products.astype(np.float64).sum(axis=tuple(i for i in range(products.ndim) if i not in (0, axis)))
+
+
+def _words(model: Runner, ids: Ids) -> tuple[str, ...]:
+    return tuple(token_text(model, int(token)) for token in ids)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,16 +307,16 @@ class Saliency(Shown):
         """The texts, each token coloured by its score."""
         limit = max(1e-12, *(float(np.abs(one.scores).max()) for one in self.texts))
         panels = [self._panel(number, one, limit) for number, one in enumerate(self.texts, 1)]
-        meaning = (
-            f"Each token is coloured by its share of {self.metric} at {self.hook}: red raises it, blue lowers it. "
-        )
-        meaning += (
+        meaning = f"Each token is coloured by its share of {self.metric} at {self.hook}: red raises it, blue lowers it."
+        path = (
             "The shares of a text sum to the change from the baseline, up to the gap that the path of "
             f"{self.steps} steps leaves."
-            if self.steps
-            else "A share is the gradient times the value: what the metric would lose, to first order, with that value "
-            "at zero."
         )
+        plain = (
+            "A share is the gradient times the value: what the metric would lose, to first order, with that value at "
+            "zero."
+        )
+        meaning = f"{meaning} {path if self.steps else plain}"
         return View(f"{self.method} of {self.metric}", panels, about=self.hook, meaning=meaning)
 
     def _panel(self, number: int, one: SalientText, limit: float) -> Text:

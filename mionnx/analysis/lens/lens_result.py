@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.lens.reader import LensReader, SavedReader, source_of
-from mionnx.analysis.lens.readout import Readout
+from mionnx.analysis.lens.readout import LensReader, Readout, SavedReader, source_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
@@ -46,7 +45,7 @@ class LensResult(Shown):
         answers: [positions] the top token after the last layer.
         tracked: further tokens that the page follows through the layers.
         known: the id of a token that is given by id or text.
-        read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.reader`.
+        read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.readout`.
     """
 
     points: list[str]
@@ -116,10 +115,7 @@ class LensResult(Shown):
 
     @property
     def divergence(self) -> NDArray[np.float32]:
-        """[points, positions]: KL divergence (last layer || this point) in nats.
-
-        Rounding can make it a little less than 0.
-        """
+        """[points, positions]: KL divergence (last layer || this point) in nats, to within rounding."""
         return self.readout.divergence
 
     def probability_of(self, token: int | str) -> NDArray[np.float32]:
@@ -159,20 +155,13 @@ class LensResult(Shown):
 
     @property
     def converged(self) -> list[str | None]:
-        """[positions]: the first point from which the answer stays the top token.
-
-        None where it never does.
-        """
+        """[positions]: the first point from which the answer stays the top token; None where it never does."""
         right = self.top_ids[:, :, 0] == self.answers
         settled = np.logical_and.accumulate(right[::-1])[::-1]
         return [self.points[int(column.argmax())] if column.any() else None for column in settled.T]
 
     def at(self, position: int) -> int:
-        """The index of a prompt's position among those that were read; negative from the last one.
-
-        Raises:
-            InputError: it was not read.
-        """
+        """The index of a prompt's position among those that were read; negative from the last one."""
         if -len(self.positions) <= position < 0:
             return len(self.positions) + position
         if position not in self.positions:
@@ -180,53 +169,33 @@ class LensResult(Shown):
         return self.positions.index(position)
 
     def best(self, point: int, position: int) -> list[tuple[int, float]]:
-        """The most likely tokens at one point and position, as (token id, probability).
-
-        Args:
-            point, position: indices among those that were read; negative ones count from the end.
-        """
+        """The most likely tokens at one point and position, by their indices, as (token id, probability)."""
         point = index_within("point", point, len(self.points))
         position = index_within("position", position, len(self.positions))
         return list(zip(self.top_ids[point, position].tolist(), self.top_probs[point, position].tolist(), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, tokens as texts and ids."""
+        top = [
+            [
+                [[token, self.spell(token), probability] for token, probability in self.best(i, j)]
+                for j in range(len(self.positions))
+            ]
+            for i in range(len(self.points))
+        ]
+        numbers = ("answer_probability", "answer_rank", "entropy", "divergence")
         return {
-            "points": self.points,
-            "positions": self.positions,
-            "tokens": self.tokens,
-            "answers": self._named(self.answers.tolist()),
-            "converged": self.converged,
-            "top": [
-                [
-                    [[token, self.spell(token), probability] for token, probability in self.best(i, j)]
-                    for j in self._columns_read
-                ]
-                for i in range(len(self.points))
-            ],
-            "answer_probability": self.answer_probability,
-            "answer_rank": self.answer_rank,
-            "entropy": self.entropy,
-            "divergence": self.divergence,
+            **{name: getattr(self, name) for name in ("points", "positions", "tokens", "converged", *numbers)},
+            "answers": [[token, self.spell(token)] for token in self.answers.tolist()],
+            "top": top,
             "tracked": self._tracks(),
         }
 
-    @property
-    def _columns_read(self) -> range:
-        return range(len(self.positions))
-
-    def _named(self, ids: Sequence[int]) -> list[list[Any]]:
-        return [[token, self.spell(token)] for token in ids]
-
     def _tracks(self) -> list[dict[str, Any]]:
+        shares, ranks = np.exp(self.readout.log_probs), self.readout.ranks
         return [
-            {
-                "id": token,
-                "token": self.spell(token),
-                "probability": np.exp(self.readout.log_probs[..., 1 + i]),
-                "rank": self.readout.ranks[..., 1 + i],
-            }
-            for i, token in enumerate(self.tracked)
+            {"id": token, "token": self.spell(token), "probability": shares[..., i], "rank": ranks[..., i]}
+            for i, token in enumerate(self.tracked, 1)
         ]
 
     def view(self) -> View:
@@ -257,7 +226,7 @@ class LensResult(Shown):
             numbers=self.positions,
             chooses=True,
         )
-        charts = Each([self._chart(column) for column in self._columns_read], note=CHART)
+        charts = Each([self._chart(column) for column in range(len(self.positions))], note=CHART)
         return View("Logit lens", [cells, charts], meaning=MEANING, chosen=len(self.positions) - 1)
 
     def _chart(self, column: int) -> Lines:

@@ -1,24 +1,24 @@
-"""`logit_lens`: residual streams read as predictions of the next token, and all logits of a stream."""
+"""`logit_lens`: residual streams read as predictions of the next token; tokens followed from layer to layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.lens.lens_result import LensResult
-from mionnx.analysis.lens.reader import LensReader
-from mionnx.analysis.lens.readout import Lens
+from mionnx.analysis.lens.readout import Lens, LensReader
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import IDS
 from mionnx.machine.typed import refusal, typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import ON_NAN, has_nan
-from mionnx.run.prompt import PromptText, is_list, is_stream, streams_of, texts_of, token_of
+from mionnx.run.prompt import PromptText, is_list, is_stream, one_text, streams_of, texts_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -112,33 +112,32 @@ def logit_lens(
             raise InputError(
                 "hooks, layers, positions, points, tokens and batch_size apply to a prompt, not to a residual"
             )
-        return read_vectors(model, source, k)
+        return _read_vectors(model, source, k)
     texts = texts_of(model, source)
     indices = [_indices(text, positions) for text in texts]
     names = _stream_names(model, layers, points)
-    captured = [*names, _last_stream(model)]
+    captured = [*names, str(HookPoint.ResidPost(model.num_layers - 1))]
     tracked = [token_of(model, token) for token in token_ids]
+    spec = HookSpec().extend(hooks or HookSpec())
+    if spec.captures:
+        raise InputError("the hooks of a lens are interventions: what it captures are its own streams")
+    spec.capture([*dict.fromkeys(captured)], positions=positions)
 
     def read(row: int, cache: HookCache) -> LensResult:
-        streams = _streams(model, texts[row], hooks, captured, cache)
-        return _lens_result(model, texts[row], names, indices[row], streams, tracked, k)
+        streams = np.stack([cache[name][0] for name in captured])
+        if has_nan(streams):
+            model.forward(texts[row].ids, hooks)  # an error that names the first hook point
+            raise ModelError(f"streams of the lens have NaN where the logits have none: {ON_NAN}")
+        return _lens_result(texts[row], names, indices[row], LensReader(model, streams), tracked, k)
 
-    spec = _capturing(hooks, captured, positions)
     results = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
     return results if is_list(model, source) else results[0]
 
 
 def _lens_result(
-    model: Runner,
-    text: PromptText,
-    names: list[str],
-    indices: list[int],
-    streams: NDArray[Any],
-    tracked: list[int],
-    k: int,
+    text: PromptText, names: list[str], indices: list[int], reader: LensReader, tracked: list[int], k: int
 ) -> LensResult:
-    reader = LensReader(model, streams)
     last = reader.last()
     if has_nan(last.top):
         raise ModelError(f"logits are NaN and the streams are not: {ON_NAN}, in the final norm or the head")
@@ -147,31 +146,6 @@ def _lens_result(
     pieces = [text.tokens[index] for index in indices]
     readout = reader.read(followed, k)
     return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.known, reader.read)
-
-
-def _capturing(hooks: HookSpec | None, names: list[str], positions: int | Sequence[int] | None) -> HookSpec:
-    """The spec of a lens: these streams, at these positions of each text."""
-    spec = HookSpec().extend(hooks or HookSpec())
-    if spec.captures:
-        raise InputError("the hooks of a lens are interventions: what it captures are its own streams")
-    for name in dict.fromkeys(names):
-        spec.capture(name, positions=positions)
-    return spec
-
-
-def _streams(
-    model: Runner, text: PromptText, hooks: HookSpec | None, names: list[str], cache: HookCache
-) -> NDArray[Any]:
-    """The streams of these names, [names, positions, hidden]."""
-    streams = np.stack([cache[name][0] for name in names])
-    if has_nan(streams):
-        model.forward(text.ids, hooks)  # an error that names the first hook point
-        raise ModelError(f"streams of the lens have NaN where the logits have none: {ON_NAN}")
-    return streams
-
-
-def _last_stream(model: Runner) -> str:
-    return str(HookPoint.ResidPost(model.num_layers - 1))
 
 
 def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
@@ -203,23 +177,16 @@ def _indices(text: PromptText, positions: int | Sequence[int] | None) -> list[in
     return indices
 
 
-def read_vectors(model: Runner, residual: ArrayLike, k: int) -> list[Any]:
-    """The top tokens of a residual [hidden], or of several [n, hidden], read by the lens.
-
-    Raises:
-        InputError: another shape, NaN, or a k that does not exist.
-    """
+def _read_vectors(model: Runner, residual: ArrayLike, k: int) -> list[Any]:
+    """The top tokens of a residual [hidden], or of several [n, hidden], read by the lens."""
     streams = streams_of(residual, model.hidden_size)
     if streams.ndim > 2:
         raise InputError(f"residual is {list(streams.shape)}; it must be [hidden] or [n, hidden]")
     rows = streams.reshape(-1, model.hidden_size)
     readout = model.opened(Lens).read(rows, rows[None], np.empty((len(rows), 0), np.int64), k)
-    scored = [_scored(*pair) for pair in zip(readout.top_ids[0], np.exp(readout.top[0]), strict=True)]
+    tops = zip(readout.top_ids[0].tolist(), np.exp(readout.top[0]).tolist(), strict=True)
+    scored = [list(zip(ids, shares, strict=True)) for ids, shares in tops]
     return scored[0] if streams.ndim == 1 else scored
-
-
-def _scored(ids: NDArray[np.int64], values: NDArray[Any]) -> Scored:
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 @typed()
@@ -243,3 +210,74 @@ def project_to_vocab(model: Runner, residual: ArrayLike) -> NDArray[Any]:
     streams = streams_of(residual, model.hidden_size)
     logits = model.opened(Lens).logits_of(streams.reshape(1, -1, model.hidden_size))
     return logits.reshape(*streams.shape[:-1], model.vocab_size)
+
+
+@typed()
+def track_token_at(model: Runner, residual: ArrayLike, token: int | str) -> float:
+    """The probability of a token, a residual [hidden] read as the last layer's.
+
+    Raises:
+        InputError: another width, NaN, or no such token.
+
+    Example:
+        cache = model.forward("The capital of France is", HookSpec().capture("blocks.3.hook_resid_post"))
+        model.track_token_at(cache["resid_post", 3][0, -1], "Paris")
+    """
+    streams = streams_of(residual, model.hidden_size).reshape(-1, model.hidden_size)
+    if len(streams) != 1:
+        raise InputError(f"residual is {list(np.shape(residual))}; it must be [hidden]")
+    readout = model.opened(Lens).read(streams, streams[None], np.array([[token_of(model, token)]]), 1)
+    return float(np.exp(readout.log_probs[0, 0, 0]))
+
+
+@typed()
+def track_token(
+    model: Runner, prompt: Prompt, token: int | str, *, position: int = -1, hooks: HookSpec | None = None
+) -> NDArray[np.float32]:
+    """The probability of a token after each layer, [layers], at one position of a prompt.
+
+    `logit_lens(prompts, token_ids=[token], positions=-1)` follows it in a list.
+
+    Raises:
+        InputError: several prompts, or no such token or position.
+
+    Example:
+        model.track_token("The capital of France is", "Paris")  # float32 [n_layers]
+    """
+    lens = logit_lens(model, one_text(model, prompt).ids, hooks, k=1, positions=position, token_ids=[token])
+    return np.exp(lens.readout.log_probs[:, 0, 1])
+
+
+@typed()
+def track_race(
+    model: Runner,
+    source: Prompt | Mapping[int, ArrayLike],
+    k: int = 5,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+) -> dict[int, Scored]:
+    """The top tokens of each layer at one position.
+
+    Args:
+        source: a prompt, or {layer: residual [hidden]}, which `position` and `hooks` do not apply to.
+        k: number of tokens.
+        position: of the prompt, negative from its end.
+        hooks: interventions to run the prompt with.
+
+    Returns:
+        {layer: [(token id, probability)]}.
+
+    Raises:
+        InputError: several prompts, NaN, another width, or a k or position that does not exist.
+
+    Example:
+        model.track_race("The capital of France is", k=3)[2]  # the top three after layer 2
+    """
+    if isinstance(source, Mapping) and IDS not in source:
+        if not source or position != -1 or hooks is not None:
+            raise InputError("track_race takes a prompt, or {layer: residual} with nothing but k")
+        rows = [streams_of(residual, model.hidden_size, f"layer {layer}") for layer, residual in source.items()]
+        return dict(zip(map(int, source), _read_vectors(model, np.stack(rows), k), strict=True))
+    lens = logit_lens(model, one_text(model, source).ids, hooks, k=k, positions=position)
+    return {layer: lens.best(layer, 0) for layer in range(model.num_layers)}

@@ -1,7 +1,9 @@
-"""Streams read through a model's head, in blocks small enough that all logits are never held at once."""
+"""Streams read through a model's head in blocks, so that all logits are never held at once; by whom tokens are read."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,13 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_several_streams
 from mionnx.machine.brief import Brief
+from mionnx.machine.once import once_property
 from mionnx.machine.stored import Storable
 from mionnx.rewrite.lens_head import LENS_K, LENS_TOKENS, OUTPUTS
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.open_model import Recipe
+from mionnx.run.prompt import token_of, token_text
+from mionnx.run.runner import Runner
 from mionnx.run.segments import Rows, Segments
 
 ROOM = 2**25  # bytes that the logits of one block and what is made of them may take, unless one row takes more
@@ -56,10 +62,9 @@ class Lens(Segments):
         return self.logits(Rows.blank(*streams.shape[:2]), {self.end: streams}, last=False)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
-        """Read streams.
+        """Read streams [n, positions, hidden], compared with a reference [positions, hidden].
 
         Args:
-            reference: [positions, hidden]: the stream that the others are compared with.
             chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
         """
         self._check(chosen, k)
@@ -95,3 +100,94 @@ class Lens(Segments):
         names = [f"mionnx.lens.{name}" for name in OUTPUTS]
         feeds = {self.end: block, LENS_TOKENS: chosen, LENS_K: np.array([k])}
         return list(self.compute(piece, Rows.blank(*block.shape[:2]), names, feeds).values())
+
+
+MORE_TOKENS = ": LensResult.load(path, model=model) reads further tokens"
+
+
+class LensReader:
+    """Reads tokens from the streams of one text.
+
+    Attributes:
+        streams: [points + 1, positions, hidden]; the last is that after the last layer.
+    """
+
+    def __init__(self, model: Runner | Recipe[Runner], streams: NDArray[Any]) -> None:
+        self._model, self.streams = model, streams
+
+    @once_property
+    def model(self) -> Runner:
+        return self._model.open() if isinstance(self._model, Recipe) else self._model
+
+    @property
+    def source(self) -> list[str]:
+        """The model's family, dtype and hash of weights, by which a saved lens knows it again."""
+        return source_of(self.model)
+
+    def spell(self, token: int) -> str:
+        """A token's text."""
+        return token_text(self.model, token)
+
+    def known(self, token: int | str) -> int:
+        """The id of a token that is given by id or text."""
+        return token_of(self.model, token)
+
+    def read(self, chosen: NDArray[np.int64], k: int = 1) -> Readout:
+        """Read tokens [positions, tokens], and the `k` most likely ones, at every point."""
+        return self.model.opened(Lens).read(self.streams[-1], self.streams[:-1], chosen, k)
+
+    def last(self) -> Readout:
+        """Read the top token after the last layer."""
+        no_tokens = np.empty((self.streams.shape[1], 0), np.int64)
+        return self.model.opened(Lens).read(self.streams[-1], self.streams[-1:], no_tokens, 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the model is opened again when it is first needed
+        return LensReader, (self._model if isinstance(self._model, Recipe) else Recipe.of(self._model), self.streams)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LensReader:
+        return self  # nothing in it changes
+
+
+class SavedReader:
+    """Tokens of a lens without its model, by their ids.
+
+    Attributes:
+        streams: as those of a `LensReader`; None if the lens was saved without.
+        words: token -> its text, of all tokens in the lens.
+    """
+
+    def __init__(
+        self,
+        streams: NDArray[Any] | None,
+        source: list[str],
+        words: Mapping[int, str],
+        tracked: Sequence[int],
+        readout: Readout,
+    ) -> None:
+        self.streams, self.source, self.words = streams, source, words
+        self.tracked, self.readout = tracked, readout
+
+    def spell(self, token: int) -> str:
+        """A token's text."""
+        if token not in self.words:
+            raise InputError(f"token {token} is not in this lens{MORE_TOKENS}")
+        return self.words[token]
+
+    def known(self, token: int | str) -> int:
+        """The id of a tracked token, given by id; the id of a text only a tokenizer knows."""
+        if token not in self.tracked:
+            tracked = ", ".join(f"{one} {self.words[one]!r}" for one in self.tracked) or "none"
+            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){MORE_TOKENS}")
+        return int(token)
+
+    def read(self, chosen: NDArray[np.int64]) -> Readout:
+        """Read a tracked token, the same at every position."""
+        column = [1 + self.tracked.index(self.known(int(chosen[0, 0])))]
+        readout = self.readout
+        return replace(readout, log_probs=readout.log_probs[..., column], ranks=readout.ranks[..., column])
+
+
+def source_of(model: Runner) -> list[str]:
+    """The model's family, dtype and hash of weights."""
+    metadata = model.hooked.metadata
+    return [metadata.family, metadata.dtype, model.hooked.weights_sha256]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArr
     """A token's embedding, [hidden].
 
     Args:
-        token: by id or text.
+        token: its id or text.
         scaled: with the scale that the model gives it (Gemma): its `hook_embed`; else the row of the table.
 
     Raises:
@@ -81,7 +82,7 @@ def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> S
 
     Args:
         query: [hidden]; or a token's text, for its own embedding.
-        k: how many.
+        k: number of tokens.
 
     Returns:
         [(token id, cosine)], the nearest first.
@@ -104,7 +105,7 @@ def project_through_unembed(model: Runner, vec: ArrayLike, k: int = 10) -> Score
 
     Args:
         vec: [hidden], for example a head's output.
-        k: how many.
+        k: number of tokens.
 
     Returns:
         [(token id, logit)], the largest first.
@@ -129,8 +130,12 @@ def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
 def products(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
     """The product of every row with a vector, in float64."""
     exact = vector.astype(np.float64)
-    blocks = range(0, len(matrix), BLOCK)
-    return np.concatenate([matrix[first : first + BLOCK].astype(np.float64) @ exact for first in blocks])
+    return np.concatenate([block @ exact for block in _blocks(matrix)])
+
+
+def _blocks(matrix: matrices.Matrix) -> Iterator[NDArray[np.float64]]:
+    for first in range(0, len(matrix), BLOCK):
+        yield matrix[first : first + BLOCK].astype(np.float64)
 
 
 def cosines(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
@@ -138,8 +143,7 @@ def cosines(matrix: matrices.Matrix, vector: NDArray) -> NDArray[np.float64]:
     length = np.linalg.norm(vector.astype(np.float64))
     if length == 0:
         raise InputError("query is zero: it has no direction that embeddings could be compared with")
-    blocks = range(0, len(matrix), BLOCK)
-    lengths = np.concatenate([np.linalg.norm(matrix[at : at + BLOCK].astype(np.float64), axis=1) for at in blocks])
+    lengths = np.concatenate([np.linalg.norm(block, axis=1) for block in _blocks(matrix)])
     return products(matrix, vector) / (np.where(lengths == 0, 1, lengths) * length)
 
 

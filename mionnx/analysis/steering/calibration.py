@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.steering.directions import Directions
-from mionnx.analysis.steering.prompts import Texts, one_list_each, positions_of, texts_of, whole_numbers
 from mionnx.errors import HookError, InputError
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.stored import Stored
@@ -21,6 +21,41 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
+
+Texts = str | Sequence[str]
+
+
+def texts_of(name: str, texts: Texts) -> list[str]:
+    """One text or several as a list."""
+    rows = [texts] if isinstance(texts, str) else list(texts)
+    if not rows or not all(isinstance(text, str) and text for text in rows):
+        raise InputError(f"{name} must be one or more texts, got {texts!r}")
+    return rows
+
+
+def one_list_each(positions: Any) -> bool:
+    """Whether positions are a list for each prompt, rather than the same for all."""
+    plain = isinstance(positions, str | int | np.integer) or positions is None
+    return not plain and not all(isinstance(one, int | np.integer) for one in positions)
+
+
+def positions_of(positions: Any, prompt: int, count: int) -> Any:
+    """The positions in one of `count` prompts."""
+    if not one_list_each(positions):
+        return positions
+    if len(positions) != count:
+        raise InputError(f"positions for {len(positions)} prompts, and there are {count}")
+    return list(positions[prompt])
+
+
+def whole_numbers(positions: Any) -> list[int] | None:
+    """The positions in every text; None for all of them."""
+    if positions is None or (isinstance(positions, str) and positions == "prompt"):
+        return None
+    several = [positions] if isinstance(positions, int | np.integer) else positions
+    if not isinstance(several, Sequence | np.ndarray) or not all(isinstance(one, int | np.integer) for one in several):
+        raise InputError(f'positions are integers, or "prompt" or None for all tokens, got {positions!r}')
+    return [int(one) for one in several]
 
 
 @dataclass(frozen=True)
@@ -93,18 +128,19 @@ def calibrate(
 def vector_norms(
     model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: BatchSize = AUTO
 ) -> NDArray[np.float64]:
-    """[points]: the median length of the values at the chosen tokens.
+    """[points]: the median length of the values at the chosen tokens, but the first of a text if there are others."""
 
-    Texts' first tokens are left out, unless nothing else was chosen.
-    """
+    def lengths(texts: Sequence[Tokens], positions: Any) -> list[NDArray[np.float64]]:
+        at = None if isinstance(positions, str) else positions
+        return map_values(model, texts, points, at, partial(np.linalg.norm, axis=-1), batch_size, "measuring")
+
     each = [positions_of(positions, prompt, len(texts)) for prompt in range(len(texts))]
     if one_list_each(positions):
-        rows = zip(texts, each, strict=True)
-        lengths = [_lengths(model, [text], points, here, batch_size)[0] for text, here in rows]
+        by_text = [lengths([text], own)[0] for text, own in zip(texts, each, strict=True)]
     else:
-        lengths = _lengths(model, texts, points, positions, batch_size)
-    later = np.concatenate([_later(len(text), here) for text, here in zip(texts, each, strict=True)])
-    pooled = np.concatenate(lengths, axis=1)
+        by_text = lengths(texts, positions)
+    later = np.concatenate([_later(len(text), own) for text, own in zip(texts, each, strict=True)])
+    pooled = np.concatenate(by_text, axis=1)
     return np.asarray(np.median(pooled[:, later] if later.any() else pooled, axis=1))
 
 
@@ -114,16 +150,21 @@ def _later(length: int, positions: Any) -> NDArray[np.bool_]:
     return np.atleast_1d(positions) % length > 0
 
 
-def _lengths(
-    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: BatchSize
+def map_values(
+    model: Runner,
+    texts: Sequence[Any],
+    points: Sequence[str],
+    positions: int | Sequence[int] | None,
+    reduce: Callable[[NDArray[np.float64]], Any],
+    batch_size: BatchSize,
+    stage: str,
+    progress: bool | None = None,
 ) -> list[NDArray[np.float64]]:
-    """[points, tokens] for each text: the lengths of the values at the same positions of each."""
-    spec = HookSpec()
-    for point in points:
-        spec.capture(point, positions=None if isinstance(positions, str) else positions)
+    """[points, ...] for each text: a function of the values [positions, width] at hook points."""
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
         values = numbers(cache)
-        return np.stack([np.linalg.norm(values[point][0].astype(np.float64), axis=-1) for point in points])
+        return np.stack([reduce(values[point][0].astype(np.float64)) for point in points])
 
-    return map_rows(model, ListRequest([*texts], spec, batch_size, logits=False), read, "measuring")
+    spec = HookSpec().capture([*points], positions=positions)
+    return map_rows(model, ListRequest([*texts], spec, batch_size, logits=False), read, stage, progress=progress)

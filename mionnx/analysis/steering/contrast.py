@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mionnx.analysis.steering.calibration import Texts, map_values, texts_of
 from mionnx.analysis.steering.direction_methods import directions_of, separation
-from mionnx.analysis.steering.directions import VECTOR_HOOK, Directions
-from mionnx.analysis.steering.hook_template import template_of
-from mionnx.analysis.steering.prompts import Texts, texts_of
+from mionnx.analysis.steering.directions import VECTOR_HOOK, Directions, template_of
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
-from mionnx.run.forward_batches import ListRequest, map_rows
-from mionnx.run.hook_cache import HookCache
-from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
-from mionnx.spec.hook_spec import HookSpec
 
 
 @typed()
@@ -66,29 +61,8 @@ def contrast(
     short, template = template_of(hook)
     points = [template.format(i=layer) for layer in chosen]
     at = [positions] if isinstance(positions, int | np.integer) else [*positions]
-    stacked = _activations(model, [*sides[0], *sides[1]], points, at, batch_size, progress)
-    plus, minus = np.split(stacked, 2, axis=1)
+    ids, mean = model.ids([*sides[0], *sides[1]]), partial(np.mean, axis=0)
+    activations = map_values(model, ids, points, at, mean, batch_size, "capturing", progress)
+    plus, minus = np.split(np.stack(activations, axis=1), 2, axis=1)  # [layers, pairs, width]
     vectors = directions_of(plus, minus, method, chosen)
-    separated = separation(plus, minus, vectors, method)
-    return Directions(vectors, chosen, short, method, len(sides[0]), separated)
-
-
-def _activations(
-    model: Runner,
-    texts: Sequence[str],
-    points: Sequence[str],
-    positions: list[int],
-    batch_size: BatchSize,
-    progress: bool | None,
-) -> NDArray[np.float64]:
-    """[layers, texts, width]: the mean over the positions."""
-    spec = HookSpec()
-    for point in points:
-        spec.capture(point, positions=positions)
-
-    def read(row: int, cache: HookCache) -> NDArray[np.float64]:
-        values = numbers(cache)
-        return np.stack([values[point][0].astype(np.float64).mean(axis=0) for point in points])
-
-    request = ListRequest(model.ids(texts), spec, batch_size, logits=False)
-    return np.stack(map_rows(model, request, read, "capturing", progress=progress), axis=1)
+    return Directions(vectors, chosen, short, method, len(sides[0]), separation(plus, minus, vectors, method))

@@ -51,9 +51,6 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
     Args:
         vectors: layer -> [width], to add to `blocks.N.hook_resid_post`; layers from 1 on.
         model_hint: llama.cpp's name of the architecture, such as "llama"; it is not checked by anything.
-
-    Raises:
-        SpecFileError: a direction that the format has no name for, or a file that cannot be written.
     """
     gguf = _gguf()
     if 0 in vectors:
@@ -77,11 +74,7 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
 
 
 def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
-    """Read a control vector: layer -> [width], in ascending order, zero vectors left out.
-
-    Raises:
-        SpecFileError: no such file, or none that llama.cpp would take.
-    """
+    """Read a control vector: layer -> [width], in ascending order, zero vectors left out."""
     gguf = _gguf()
     if is_no_file(Path(path)):
         raise SpecFileError(f"{path} is no GGUF file but a folder, a device or a pipe")

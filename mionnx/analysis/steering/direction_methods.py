@@ -47,15 +47,7 @@ METHODS = {"mean_difference": mean_difference, "pca": principal_axis}
 
 
 def directions_of(positive: Matrix, negative: Matrix, method: str, layers: tuple[int, ...]) -> Matrix:
-    """One direction for each layer, [layers, width].
-
-    Args:
-        positive, negative: activations, [layers, pairs, width].
-
-    Raises:
-        InputError: another method.
-        InterventionError: a layer in which the two sides are the same.
-    """
+    """One direction for each layer, [layers, width], of activations [layers, pairs, width]."""
     if method not in METHODS:
         raise InputError(f"method {method!r}; one of {', '.join(METHODS)}{nearest(method, METHODS)}")
     vectors = np.stack([METHODS[method](one) for one in positive - negative])
@@ -92,9 +84,3 @@ def _held_out(differences: Matrix, method: str) -> float:
 def _explained(differences: Matrix, vector: Matrix) -> float:
     along = differences @ (vector / np.linalg.norm(vector))
     return float((along**2).sum() / (differences**2).sum())
-
-
-def cosines(vectors: Matrix) -> Matrix:
-    """[layers, layers]: the cosine between each two of the vectors [layers, width]."""
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return unit @ unit.T

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.steering import control_vector
 from mionnx.analysis.steering.control_vector import VECTOR_HOOK
-from mionnx.analysis.steering.direction_methods import Separation, cosines
-from mionnx.analysis.steering.hook_template import template_of
-from mionnx.errors import HookError, InputError, InterventionError, SpecFileError
-from mionnx.graph.hook_points import HookPoint
+from mionnx.analysis.steering.direction_methods import Separation
+from mionnx.errors import HookError, InputError, InterventionError, SpecFileError, nearest
+from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.file_kinds import whose
@@ -109,29 +109,24 @@ class Directions(Shown):
 
     @property
     def best_layer(self) -> int:
-        """The layer whose direction explains most of the pairs' differences.
-
-        With fewer than two pairs, the middle layer: one pair differs in nothing but its own direction, in every layer,
-        and that tells no layer from another.
-        """
+        """The layer whose direction explains most of the pairs' differences; of one pair, the middle layer."""
+        # One pair differs in nothing but its own direction, in every layer: that tells no layer from another.
         if self.separation is None or self.pairs < 2:
             return self.layers[len(self.layers) // 2]
         return self.layers[int(self.separation.explained.argmax())]
 
     def cosines(self) -> NDArray[np.float64]:
         """[layers, layers]: the cosine between each two layers' directions."""
-        return cosines(self.vectors.astype(np.float64))
+        vectors = self.vectors.astype(np.float64)
+        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.asarray(unit @ unit.T)
 
     def convergence(self) -> NDArray[np.float64]:
         """[layers - 1]: the cosine between each layer's direction and the next one's."""
         return np.diag(self.cosines(), 1).copy()
 
     def point(self, layer: int) -> str:
-        """The hook point of a layer's direction.
-
-        Raises:
-            HookError: there is no direction for this layer.
-        """
+        """The hook point of a layer's direction."""
         if layer not in self.layers:
             raise HookError(f"no direction for layer {layer!r}; there are some for {', '.join(map(str, self.layers))}")
         return template_of(self.hook)[1].format(i=layer)
@@ -180,11 +175,10 @@ class Directions(Shown):
         Example:
             model.forward("The capital of France is", directions.ablation_spec())
         """
-        spec = HookSpec()
+        spec, template = HookSpec(), template_of(self.hook)[1]
         for where in self._chosen(layers):
-            one = self[where if layer is None else layer]
-            point = template_of(self.hook)[1].format(i=where)
-            spec.intervene(point, Intervention.ProjectOut(one.vector, positions=positions))
+            vector = self[where if layer is None else layer].vector
+            spec.intervene(template.format(i=where), Intervention.ProjectOut(vector, positions=positions))
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
@@ -207,8 +201,8 @@ class Directions(Shown):
         tensors = {f"direction.{layer}": vector for layer, vector in zip(self.layers, self.vectors, strict=True)}
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
-        declared = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declared})
+        declaration = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
+        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declaration})
         return Path(path)
 
     @classmethod
@@ -224,12 +218,12 @@ class Directions(Shown):
         if metadata["mionnx_directions"] != FORMAT:
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
-            declared = json.loads(metadata["declaration"])
+            declaration = json.loads(metadata["declaration"])
             measures = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
             vectors = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
             layers = sorted(vectors)
             separation = Separation(**measures) if measures else None
-            return cls(np.stack([vectors[layer] for layer in layers]), layers, **declared, separation=separation)
+            return cls(np.stack([vectors[layer] for layer in layers]), layers, **declaration, separation=separation)
         except (KeyError, TypeError, ValueError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error
 
@@ -250,12 +244,11 @@ class Directions(Shown):
         if self.layers[0] != 0 or len(self.layers) == 1:
             return control_vector.write(vectors, path, model_hint)
         del vectors[0]
-        written = control_vector.write(vectors, path, model_hint)
-        said = (
-            f"{path} holds layers {self.layers[1]} to {self.layers[-1]}: a control vector has no direction for layer 0"
-        )
-        warnings.warn(said, control_vector.LayerLeftOutWarning, stacklevel=3)
-        return written
+        file = control_vector.write(vectors, path, model_hint)
+        kept = f"{path} holds layers {self.layers[1]} to {self.layers[-1]}"
+        message = f"{kept}: a control vector has no direction for layer 0"
+        warnings.warn(message, control_vector.LayerLeftOutWarning, stacklevel=3)
+        return file
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Directions:
@@ -270,43 +263,31 @@ class Directions(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Lengths, cosines and separation; everything but the vectors themselves."""
-        return {
-            "hook": self.hook,
-            "method": self.method,
-            "pairs": self.pairs,
-            "layers": [*self.layers],
-            "norms": self.norms,
-            "cosines": self.cosines(),
-            "separation": None if self.separation is None else vars(self.separation),
-        }
+        facts = {name: getattr(self, name) for name in ("hook", "method", "pairs", "layers", "norms")}
+        separation = None if self.separation is None else vars(self.separation)
+        return {**facts, "cosines": self.cosines(), "separation": separation}
 
     def view(self) -> View:
         """Length and separation of each layer's direction, and the cosines between them."""
-        layers, cosines, about = [*map(str, self.layers)], self.cosines(), f"Method: {self.method}"
-        lines = [Lines(np.array(self.layers), [Series("length", self.norms)], "layer", "length", 0, legend=False)]
+        layers, numbers, about = [*map(str, self.layers)], np.array(self.layers), f"Method: {self.method}"
+        lines = [Lines(numbers, [Series("length", self.norms)], "layer", "length", 0, legend=False)]
         if self.separation is not None:
             about += (
                 f", from {self.pairs} pairs of prompts. Explained: the share of the pairs' squared differences along "
+                "the direction. Held out: the share of pairs told apart by the direction of the other pairs."
             )
-            about += "the direction. Held out: the share of pairs told apart by the direction of the other pairs."
-            series = [Series("explained", self.separation.explained)]
-            lines.append(
-                Lines(np.array(self.layers), series, "layer", "share of the pairs' difference", 0, 1, legend=False)
-            )
-        cells = HeatMap({"layer": layers, "of layer": layers}, {"cosine": cosines}, {"cosine": 1.0})
+            series, unit = [Series("explained", self.separation.explained)], "share of the pairs' difference"
+            lines.append(Lines(numbers, series, "layer", unit, 0, 1, legend=False))
+        cells = HeatMap({"layer": layers, "of layer": layers}, {"cosine": self.cosines()}, {"cosine": 1.0})
         cells.heading = "Cosine between the directions of each two layers"
         return View(f"Directions at {self.hook}", [self.table(), [*lines, cells]], meaning=about)
 
     def table(self, k: int | None = None) -> Table:
         """Table for a terminal: length, cosine with the next and separation by layer."""
-        columns = {name: column for name, column in self._columns().items() if name != "layer"}
-        table = Table(
-            "layer",
-            *(name.replace("_", " ") for name in columns),
-            title=f"Directions at {self.hook}",
-            on_page={"heading": "Layers"},
-        )
-        for layer, *numbers in [*zip(self.layers, *columns.values(), strict=True)][:k]:
+        columns = self._columns()
+        names = (name.replace("_", " ") for name in columns)
+        table = Table(*names, title=f"Directions at {self.hook}", on_page={"heading": "Layers"})
+        for layer, *numbers in [*zip(*columns.values(), strict=True)][:k]:
             table.add_row(str(layer), *map(readable, numbers))
         return table
 
@@ -333,3 +314,30 @@ def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     if not np.isfinite(array).all():
         raise InterventionError("a direction has NaN or infinity")
     return array
+
+
+def template_of(hook: str | HookPoint) -> tuple[str, str]:
+    """The short name and template of a kind of hook point, one vector a token in every layer.
+
+    Args:
+        hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
+    """
+    name, kinds = str(hook), _kinds()
+    if (layer := layer_of(name)) is not None:
+        raise HookError(f"{name} is in one layer, and a kind of hook point is asked for: layers=[{layer}] says where")
+    if name not in kinds:
+        raise HookError(f"no hook point {name!r} has one vector a token in every layer{nearest(name, kinds)}")
+    return kinds[name]
+
+
+@cache
+def _kinds() -> dict[str, tuple[str, str]]:
+    """Each name of such a kind of hook point -> its short name and its template."""
+    kinds: dict[str, tuple[str, str]] = {}
+    for short, templates in short_names().items():
+        for template in templates:
+            axes = HookPoint.parse(template.format(i=0)).axes or ()
+            if "{i}" in template and axes[:2] == ("batch", "seq") and len(axes) == 3:
+                names = (short, f"hook_{short}", template.removeprefix("blocks.{i}."), template)
+                kinds |= dict.fromkeys(names, (short, template))
+    return kinds

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.ablation import AblationResult
-from mionnx.analysis.steering.calibration import vector_norms
+from mionnx.analysis.steering.calibration import Texts, one_list_each, positions_of, texts_of, vector_norms
 from mionnx.analysis.steering.directions import Direction
 from mionnx.analysis.steering.dose_result import Answers, DoseResponse
-from mionnx.analysis.steering.prompts import Texts, one_list_each, positions_of, texts_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
@@ -25,7 +24,7 @@ from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spellings
-from mionnx.run.prompt import token_of, token_text
+from mionnx.run.prompt import each_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -84,11 +83,12 @@ def dose_response(
     with shown(progress):
         trial = DoseTrial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
         strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
-        targets = _targets(model, target, len(texts))
-        if targets is None:
+        if target is None:
             targets = np.array(
                 [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
             )
+        else:
+            targets = np.array([token_of(model, one) for one in each_of(target, len(texts), "target")])
         warn_of_spellings(model, {"target": target}, trial.baseline)
         answers = trial.answers(doses, targets)
         baseline = trial.baseline.argmax(axis=1)
@@ -101,16 +101,6 @@ def dose_response(
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
     )
-
-
-def _targets(model: Runner, target: Target, count: int) -> NDArray[np.int64] | None:
-    """[prompts] token ids; None if no target was given."""
-    if target is None:
-        return None
-    several = [target] * count if isinstance(target, str | int | np.integer) else [*target]
-    if len(several) != count:
-        raise InputError(f"{len(several)} targets for {count} prompts")
-    return np.array([token_of(model, one) for one in several])
 
 
 class DoseTrial:
@@ -150,17 +140,13 @@ class DoseTrial:
     def answers(self, doses: NDArray[np.float64], targets: NDArray[np.int64]) -> Answers:
         """The answer of every prompt at every strength."""
         rows = [(prompt, float(dose)) for prompt in range(len(self.texts)) for dose in doses]
-        measured = [
-            self._measured(logits, prompt, int(targets[prompt]))
-            for logits, (prompt, _) in zip(self.logits(rows), rows, strict=True)
-        ]
-        columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measured, strict=True)]
+        measures = []
+        for logits, (prompt, _) in zip(self.logits(rows), rows, strict=True):
+            log_probs, top = log_softmax(logits.astype(np.float64)), int(logits.argmax())
+            kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
+            measures.append((kl, np.exp(log_probs[targets[prompt]]), top, np.exp(log_probs[top])))
+        columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measures, strict=True)]
         return Answers(*columns)
-
-    def _measured(self, logits: NDArray[Any], prompt: int, target: int) -> tuple[float, float, int, float]:
-        log_probs, top = log_softmax(logits.astype(np.float64)), int(logits.argmax())
-        kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
-        return kl, float(np.exp(log_probs[target])), top, float(np.exp(log_probs[top]))
 
     def flips(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
         """[prompts]: the strength nearest 0 at which the answer becomes the target."""
@@ -185,12 +171,9 @@ class DoseTrial:
 
 
 def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
-    """Each prompt's first strength that reaches its target, on either side of zero.
-
-    With it comes the strength before, 0 if it is the first.
+    """Each prompt's first strength that reaches its target, on either side of zero, and the one before it, or 0.
 
     Args:
-        strengths: [strengths].
         hit: [prompts, strengths], whether the top token is the target.
     """
     for sign in (1, -1):

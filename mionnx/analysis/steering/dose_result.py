@@ -26,8 +26,8 @@ class Answers(Brief, Storable):
 
     Attributes:
         kl: KL divergence (without || with), in nats.
-        probabilities: of the target.
-        top_probabilities: its probability.
+        probabilities: the target's.
+        top, top_probabilities: the most probable token, and its probability.
     """
 
     kl: NDArray[np.float64]
@@ -114,32 +114,20 @@ class DoseResponse(Shown):
             }
             for i, prompt in enumerate(self.prompts)
         ]
-        return {
-            "hook": self.hook,
-            "strengths": self.strengths,
-            "share": self.share,
-            "tolerance": self.tolerance,
-            "prompts": rows,
-        }
+        facts = {name: getattr(self, name) for name in ("hook", "strengths", "share", "tolerance")}
+        return {**facts, "prompts": rows}
 
     def view(self) -> View:
         """Target probability and KL divergence over the strengths, and the answers to a prompt."""
-        curves = [
-            Lines(
-                self.strengths,
-                [self._series(row, values[row], dotted) for row in range(len(self.prompts))],
-                "strength",
-                title,
-                0,
-                high,
-                chooses="series",
-                legend=number == 0,
-            )
-            for number, (title, values, high, dotted) in enumerate((
-                ("probability of the target", self.probabilities, 1, True),
-                ("KL from the baseline (nats)", self.kl, None, False),
-            ))
-        ]  # fmt: skip
+        curves: list[Lines] = []
+        for title, values, high in (
+            ("probability of the target", self.probabilities, 1),
+            ("KL from the baseline (nats)", self.kl, None),
+        ):
+            first = not curves
+            series = [self._series(row, values[row], marked=first) for row in range(len(self.prompts))]
+            axes = (self.strengths, series, "strength", title, 0, high)
+            curves.append(Lines(*axes, chooses="series", legend=first))
         meaning = (
             f"A direction is added at {self.hook} at {len(self.strengths)} strengths. Strength 1 is "
             f"{readable(100 * self.share)} % of the stream's median length there. A dotted line marks the strength "

@@ -12,10 +12,9 @@ import numpy as np
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
-from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.grid import Grid, Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Donors, Sweep, SweepSetting, run_sweep
 from mionnx.errors import InputError, nearest
@@ -84,25 +83,16 @@ def ablation_sweep(
     compared = Comparison(cast(Prompt, prompts), None, metric, answer, versus, None, position, positions).on(model)
     others = compared.bases if reference is None else prompt_ids(model, reference)
     grid, identity = compared.grid(model, hook, over, layers), kind
-    donors: Donors | None = None
-    if kind == "zero":
-        donors = zero_donors
-    elif kind == "mean":
-        donors, digest = mean_donors(model.opened(Segments.of_sweep), grid, others, by)
+    donors: Donors | None = _zeros
+    if kind == "mean":
+        donors, digest = _mean_donors(model.opened(Segments.of_sweep), grid, others, by)
         identity = f"mean {digest}"
-    else:
-        compared, identity = _resampled(compared, others, seed or 0, repeats or 1), f"resample {seed or 0}"
+    elif kind == "resample":
+        compared, donors = _resampled(compared, others, seed or 0, repeats or 1), None
+        identity = f"resample {seed or 0}"
     shortcuts = shortcuts_for(model.hooked, shortcuts)
     setting = SweepSetting(grid, f"{kind.capitalize()} ablation of", shortcuts, donors, identity)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
-
-
-def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: int) -> Pairs:
-    """Each prompt `repeats` times, with other prompts whose values are put in."""
-    drawn = draw_donors([ids for ids in compared.bases for _ in range(repeats)], reference, seed)
-    pairs = [pair for pair in compared.pairs for _ in range(repeats)]
-    pairs = [replace(pair, other=other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
-    return replace(compared, pairs=pairs, metric=compared.metric.for_repeats(repeats), repeats=repeats)
 
 
 def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeats: int | None) -> None:
@@ -120,23 +110,12 @@ def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeat
         raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")
 
 
-def zero_donors(base: CleanRun) -> Arrays:
-    """Zeros for every value."""
+def _zeros(base: CleanRun) -> Arrays:
     return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
 
 
-def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = None) -> tuple[Donors, str]:
-    """Mean of each head and feature over the tokens of some prompts, of each class apart.
-
-    Args:
-        by: classes of tokens; see `token_classes.classes_of`.
-
-    Returns:
-        a function that makes the donors, and a digest of the prompts and classes.
-
-    Raises:
-        InputError: a value with keys along its last axis, which have no mean over prompts, or without tokens.
-    """
+def _mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By) -> tuple[Donors, str]:
+    """Mean of each head and feature over the tokens of each class; and a digest of the prompts and classes."""
     if "seq_k" in grid.axes:
         raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
     if "seq" not in grid.axes:
@@ -149,24 +128,24 @@ def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = N
         classes = classes_of(by, prompt)
         digest.update(prompt.tobytes() + b"|" + (b"" if by is None else classes.tobytes() + b"|"))
         for hook, value in run_clean(graphs, prompt[None], (), hooks).values.items():
-            here = Moments.of(np.moveaxis(value, axis, 1)[0], classes)
-            moments[hook] = moments[hook].merged(here) if hook in moments else here
+            own = Moments.of(np.moveaxis(value, axis, 1)[0], classes)
+            moments[hook] = moments[hook].merged(own) if hook in moments else own
 
     def donors(base: CleanRun) -> Arrays:
-        places = _places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
+        places = _class_places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
         means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in moments.items()}
         return {hook: mean.astype(base.values[hook].dtype) for hook, mean in means.items()}
 
     return donors, digest.hexdigest()[:16]
 
 
-def _places(moments: Moments, classes: Ids, by: By) -> Ids:
-    """The place of each token's class; one place for all of them where there is one class."""
+def _class_places(moments: Moments, classes: Ids, by: By) -> Ids:
+    """The place of each token's class among the means."""
     if by is None:
-        return np.zeros(1, np.int64)
+        return np.zeros(1, np.int64)  # one mean, broadcast to all tokens
     places = moments.places(classes)
     if (places < 0).any():
-        first = int(np.flatnonzero(places < 0)[0])
+        first = int(np.argmax(places < 0))
         raise InputError(
             f"{by if isinstance(by, str) else 'class'} {classes[first]}, of the token at {first}, is in none of the "
             "reference prompts: there is no mean for it"
@@ -174,16 +153,16 @@ def _places(moments: Moments, classes: Ids, by: By) -> Ids:
     return places
 
 
-def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
-    """Draw for each prompt another one; a longer one is cut to its length."""
+def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: int) -> Pairs:
+    """Each prompt `repeats` times, each time with another prompt drawn, whose values are put in."""
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"seed={seed!r}: an integer of 0 or above")
-    draw = np.random.default_rng(seed)
-    drawn = []
-    for number, prompt in enumerate(prompts):
+    draw, pairs = np.random.default_rng(seed), []
+    for number in range(len(compared) * repeats):
+        pair, prompt = compared.pairs[number // repeats], compared.bases[number // repeats]
         cut = [other[: len(prompt)] for other in reference if len(other) >= len(prompt)]
         fitting = [other for other in cut if not np.array_equal(other, prompt)]
         if not fitting:
             raise InputError(f"prompt {number}: no other reference prompt has {len(prompt)} tokens to resample from")
-        drawn.append(fitting[int(draw.integers(len(fitting)))])
-    return drawn
+        pairs.append(replace(pair, other=fitting[int(draw.integers(len(fitting)))][: len(pair.base)]))
+    return replace(compared, pairs=pairs, metric=compared.metric.for_repeats(repeats), repeats=repeats)

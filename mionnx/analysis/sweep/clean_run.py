@@ -19,12 +19,11 @@ class CleanRun:
     """Values of a run without a patch, on prompts of one length.
 
     Attributes:
-        ids: [rows, seq].
         streams: layer -> inputs of that layer's graph.
         values: hook point -> its value, [rows, ...].
         past: graph input -> keys or values; empty for a recurrent model.
         logits: [rows, vocab], at the last position.
-        corruption: the interventions in force, of all rows.
+        corruption: the interventions in force, the same in all rows.
     """
 
     ids: NDArray[np.int64]
@@ -37,8 +36,8 @@ class CleanRun:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        parts: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
-        return sum(array.nbytes for arrays in parts for array in arrays.values())
+        parts: list[Arrays] = [*self.streams.values(), self.values, self.past]
+        return self.logits.nbytes + sum(array.nbytes for arrays in parts for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
         """One of the rows, [1, ...]."""
@@ -62,16 +61,12 @@ def run_clean(
     hooks: Collection[str],
     corruption: Corruption | None = None,
 ) -> CleanRun:
-    """Run prompts of one length, and store the values that patched runs need.
-
-    A call has all prompts as its rows, or one where rows would change each other (`rounds_by_call`).
+    """Run prompts of one length, [rows, seq], and store the values that patched runs need.
 
     Args:
-        ids: [rows, seq].
         layers: layers at which patched runs start.
-        corruption: interventions in force.
     """
-    if graphs.model.rounds_by_call and len(ids) > 1:
+    if graphs.model.rounds_by_call and len(ids) > 1:  # the rows of one call would change each other
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])
     run, rows = CleanRun(ids, corruption=corruption), Rows(ids)
     stream = Arrays()
@@ -79,10 +74,10 @@ def run_clean(
         if layer in layers:
             run.streams[layer] = stream
         keys = graphs.keys_of(layer)
-        here = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
-        wants = tuple(dict.fromkeys([*keys, *here]))
-        stream, values = graphs.layer(layer, rows, stream, run.corrupted(layer, rows), wants)
-        run.values |= {hook: values[hook] for hook in here}
+        own = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
+        outputs = tuple(dict.fromkeys([*keys, *own]))
+        stream, values = graphs.layer(layer, rows, stream, run.corrupted(layer, rows), outputs)
+        run.values |= {hook: values[hook] for hook in own}
         run.past |= {name: values[hook] for hook, name in keys.items()}
     run.logits = graphs.logits(rows, stream, run.corrupted(graphs.layers, rows))[:, -1]
     if has_nan(run.logits):

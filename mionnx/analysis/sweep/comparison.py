@@ -12,11 +12,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.corruption import Corruption, corrupt
-from mionnx.analysis.sweep.grid import Grid, Places, make_grid
+from mionnx.analysis.sweep.corruption import Corruption, Noise, corrupt
+from mionnx.analysis.sweep.grid import Grid, Places, Positions, find_places, make_grid
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
-from mionnx.analysis.sweep.noise import Noise
-from mionnx.analysis.sweep.places import Positions, find_places
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, spelled
@@ -96,7 +94,11 @@ class Comparison(Brief):
             about = quote(model, clean[0])
             pairs = [Pair(until(self.position, ids), None, place) for ids, place in zip(clean, places, strict=True)]
         elif (specs := _specs(model, self.clean, self.corrupted, len(clean))) is not None:
-            _refuse_earlier(self.position, clean)
+            if any(len(until(self.position, ids)) < len(ids) for ids in clean):
+                raise InputError(
+                    f"position={self.position!r}: a prompt that a spec corrupts is read at its last token, from which "
+                    "the spec's positions count; cut the prompt there"
+                )
             rows = zip(clean, places, specs, strict=True)
             pairs = [Pair(ids, ids, place, corrupt(model, spec, ids)) for ids, place, own in rows for spec in own]
             bases, repeats = [pair.base for pair in pairs], len(specs[0])
@@ -120,7 +122,6 @@ class Pair:
     Attributes:
         base: [seq]: the run that is patched.
         other: [seq]: the run that is patched in; None for an ablation.
-        places: the token positions under each name, if positions are named.
         corruption: interventions that make the corrupted run of a prompt that is both.
     """
 
@@ -141,13 +142,11 @@ class Pairs:
     """A comparison as token rows.
 
     Attributes:
-        pairs: those of one prompt follow each other.
+        pairs: those of one prompt follow each other, `repeats` of them, by draws or specs.
         bases: [seq] of each pair's patched prompt, not cut at the position that is read.
-        metric: tokens of each pair.
         patching: "denoising", "noising" or "ablation".
         about: a line for pictures.
         names: names of positions; None where each stands for itself.
-        repeats: pairs of each prompt, by draws or specs.
     """
 
     pairs: list[Pair]
@@ -195,11 +194,7 @@ class Pairs:
         return make_grid(model.hooked, hook, over, layers, seq, self.pairs[0].places)
 
     def labels(self, model: Runner, grid: Grid) -> dict[str, list[str]]:
-        """Names of the entries of a grid's axes.
-
-        A position is named by its tokens, "France/Germany" where prompts have two there and "France/Germany/…" where
-        they have more; or as `positions=` names it.
-        """
+        """Names of the entries of a grid's axes; a position is named by its tokens, or as `positions=` names it."""
         tokens = [_tokens_there(model, ids) for ids in zip(*self.bases, strict=False)]
         labels = {name: list(map(str, range(size))) for name, size in zip(grid.over, grid.sizes, strict=True)}
         positions = tokens if self.names is None else [*self.names]
@@ -208,10 +203,7 @@ class Pairs:
 
 
 def compares(verb: Verb) -> Verb:
-    """Let a verb take a `Comparison` where its clean prompt stands.
-
-    The entries of its fields are added to the verb's docstring, where that has none of its own.
-    """
+    """Let a verb take a `Comparison` where its clean prompt stands, and add the fields to its docstring."""
     parameters = [*signature(verb).parameters]
     first, words = parameters[1], [field.name for field in fields(Comparison)]
     shared = [name for name in words if name in parameters]
@@ -242,11 +234,11 @@ def compares(verb: Verb) -> Verb:
         return verb(*arguments, **named)
 
     text = getdoc(verb) or ""
-    written = {name for entry in ENTRY.finditer(text) for name in entry[1].split(", ")}
+    own = {name for entry in ENTRY.finditer(text) for name in entry[1].split(", ")}
     missing = [
         entry[0]
         for entry in ENTRY.finditer(getdoc(Comparison) or "")
-        if (names := {*entry[1].split(", ")}) & {*shared} and not names & written
+        if (names := {*entry[1].split(", ")}) & {*shared} and not names & own
     ]
     call.__doc__ = text.replace("Args:\n", "\n".join(["Args:", *missing, ""]), 1)
     return cast(Verb, call)
@@ -269,15 +261,6 @@ def _specs(model: Runner, clean: Prompt, corrupted: Any, count: int) -> list[lis
     return [[one] for one in corrupted]
 
 
-def _refuse_earlier(position: int, prompts: Sequence[Ids]) -> None:
-    """Refuse to read a prompt under a spec before its end, from which positions count."""
-    if any(len(until(position, ids)) < len(ids) for ids in prompts):
-        raise InputError(
-            f"position={position!r}: a prompt that a spec corrupts is read at its last token, from which the spec's "
-            "positions count; cut the prompt there"
-        )
-
-
 def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
     """Refuse pairs of prompts whose positions do not correspond."""
     if len(clean) != len(corrupted):
@@ -298,6 +281,7 @@ def until(position: int, prompt: Ids) -> Ids:
 
 
 def _tokens_there(model: Runner, ids: Iterable[np.integer]) -> str:
+    """The tokens of all prompts at a position: "France", "France/Germany", "France/Germany/…"."""
     first, *others = [token_text(model, int(token)) for token in dict.fromkeys(ids)]
     return "/".join([first, *others[:1], *(["…"] if len(others) > 1 else [])])
 

@@ -1,10 +1,8 @@
-"""Corruption of a prompt by interventions: a run of the clean prompt with a spec in force.
+"""Corruption of a prompt by interventions: a run with a spec in force, and `Noise`, the spec of causal tracing."""
 
-The layers of a sweep are graphs of their own, so each takes the spec's interventions at its own hook points; the patch
-of a cell comes after those at the same hook point.
-"""
+from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,29 +10,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.sweep.grid import Place, find_places
 from mionnx.bind.selection import Selection
 from mionnx.errors import InputError
 from mionnx.graph.axes import SEQUENCE_AXES
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import make_token_batch
+from mionnx.machine.brief import Brief, spelled
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Edit, Outputs
-from mionnx.run.prompt import Ids
+from mionnx.run.prompt import Ids, prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.segments import EMBEDDING, Arrays, Rows
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 EMBEDDINGS = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
 ALONE = Outputs(carried=False)
+SIGMAS = 3.0  # if nothing is said, as in causal tracing
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Corruption:
     """A spec on one prompt.
 
+    The layers of a sweep are graphs of their own, so each takes the interventions at its own hook points.
+
     Attributes:
-        spec: its interventions.
-        interventions: the same, each at one hook point.
+        interventions: those of the spec, each at one hook point.
         edits: each intervention's structure, and its inputs for one row and all positions.
     """
 
@@ -57,8 +63,8 @@ class Corruption:
     def at(self, layer: int, rows: Rows) -> dict[Edit, Arrays]:
         """The edits of one layer for some rows, from their first computed position on."""
         seq = rows.ids.shape[1]
-        here = [one for one, place in zip(self.edits, self._places, strict=True) if place == layer]
-        return {edit: _for_rows(edit, inputs, rows.count, rows.start, seq) for edit, inputs in here}
+        own = [one for one, place in zip(self.edits, self._places, strict=True) if place == layer]
+        return {edit: _for_rows(edit, inputs, rows.count, rows.start, seq) for edit, inputs in own}
 
 
 def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start: int, stop: int) -> Arrays:
@@ -75,13 +81,7 @@ def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start:
 
 
 def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
-    """Bind a spec to one prompt, [seq].
-
-    Raises:
-        InputError: a spec without interventions, with captures or gradients, with state interventions, or with splices
-            that bring hook points or read others.
-        InterventionError: an intervention that does not fit the prompt, or does not change what is read.
-    """
+    """Bind a spec to one prompt, [seq]."""
     if spec.captures or spec.gradients or spec.metric is not None:
         raise InputError("corrupted= takes interventions: leave captures, gradients and the metric out of the spec")
     if spec.state_knockouts or spec.state_steerings:
@@ -106,3 +106,77 @@ def _masked(selection: Selection, inputs: Mapping[str, NDArray[Any]]) -> tuple[E
         return edit, own
     del own[edit.positions_input]
     return replace(edit, at_positions=False, masked=True), {**own, edit.mask_input: selection.selected()}
+
+
+@typed(InputError, leave=["positions"])
+@dataclass(frozen=True, repr=False)
+class Noise(Brief):
+    """Gaussian noise at some tokens, as causal tracing corrupts its runs.
+
+    The method is that of Meng et al. 2022 (arXiv:2202.05262, section 2.1).
+
+    The numbers come from numpy's PCG64 generator, seeded with (`seed`, number of the prompt): the same arguments
+    give the same noise. They are values of `Intervention.Add`, and never drawn inside the graph.
+
+    Attributes:
+        positions: the tokens: a string, whose tokens they are; an index; or a list with one of these for each prompt.
+        sigmas: standard deviation of the noise, in standard deviations of the values that it is added to, over all
+            numbers at the chosen tokens of all prompts of a call.
+        std: standard deviation of the noise itself, in place of `sigmas`.
+        repeats: draws for each prompt.
+        hook: a hook point [batch, seq, width].
+
+    Example:
+        noise = Noise("France", repeats=10)
+        model.patch_sweep("The capital of France is", noise, metric="probability", answer="Paris")
+    """
+
+    positions: Place | Sequence[Place]
+    sigmas: float | None = None
+    std: float | None = None
+    seed: int = 0
+    repeats: int = 1
+    hook: str | HookPoint = "hook_embed"
+
+    def __post_init__(self) -> None:
+        at_least("repeats", self.repeats, 1)
+        at_least("seed", self.seed, 0)
+        if self.sigmas is not None and self.std is not None:
+            raise InputError("sigmas= and std= are two ways to give one standard deviation: give one of them")
+        for name, size in (("sigmas", self.sigmas), ("std", self.std)):
+            if size is not None and not 0 < size < np.inf:
+                raise InputError(f"{name}={size!r}: a number above 0")
+
+    def specs(self, model: Runner, prompts: Prompt) -> list[list[HookSpec]]:
+        """The interventions that add the noise: for each prompt, one spec a repeat."""
+        axes = HookPoint.parse(self.hook).axes or ()
+        if axes[:2] != ("batch", "seq") or len(axes) != 3:
+            raise InputError(f"noise is added at a hook point [batch, seq, width]; {self.hook} is [{', '.join(axes)}]")
+        ids = prompt_ids(model, prompts)
+        places = [place for (place,) in find_places(model, prompts, ids, {"noise": self.positions})]
+        spec = HookSpec().capture(self.hook)
+        values = [model.forward(row, spec)[self.hook][0, list(at)] for row, at in zip(ids, places, strict=True)]
+        std = self.std
+        if std is None:  # of all numbers together
+            numbers = np.concatenate([value.ravel() for value in values]).astype(np.float64)
+            std = (self.sigmas or SIGMAS) * float(numbers.std(ddof=1))
+        return [
+            [self._spec(noise, at) for noise in std * self._draws(number, (len(at), value.shape[-1]))]
+            for number, (value, at) in enumerate(zip(values, places, strict=True))
+        ]
+
+    def _draws(self, number: int, shape: tuple[int, int]) -> Numbers:
+        """[repeats, tokens, width] of one prompt, of standard deviation 1."""
+        return np.random.default_rng([self.seed, number]).standard_normal((self.repeats, *shape))
+
+    def _spec(self, noise: Numbers, at: tuple[int, ...]) -> HookSpec:
+        add = Intervention.Add(noise.astype(np.float32)[None], positions=list(at))
+        return HookSpec().intervene(self.hook, add)
+
+    def _facts(self) -> Iterator[str]:
+        yield f"at {spelled(self.positions)}"
+        size = (
+            f"{self.sigmas or SIGMAS:g} standard deviations" if self.std is None else f"standard deviation {self.std:g}"
+        )
+        yield f"{size} at {self.hook}"
+        yield f"seed {self.seed}, {self.repeats} a prompt"

@@ -1,7 +1,7 @@
-"""The grid of a sweep: its axes, its cells, and the entries of a value that a cell selects."""
+"""The grid of a sweep: its axes, its cells, what a cell selects; positions by name, so that prompts align."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import HookError, InputError, nearest
+from mionnx.errors import HookError, InputError, TokenizerError, nearest
 from mionnx.graph.axes import CHOSEN, has_sequence, heads_axis, neurons_axis, sequence_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.tokens import Tokens
 from mionnx.machine.ranges import listed
+from mionnx.run.prompt import Ids
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 
-Places = tuple[tuple[int, ...], ...]
+Place = int | str | Sequence[int]
+Positions = Mapping[str, Place | Sequence[Place]]
+Places = tuple[tuple[int, ...], ...]  # of each name, token positions in one prompt
 SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 
@@ -27,8 +33,9 @@ class Grid:
         over: names of the axes, in the order of the result's.
         template: the hook point with `{i}` for the layer.
         layers: patched layers, ascending.
+        axes: of the value at the hook point.
         sizes: number of entries of each axis in `over`.
-        places: token positions of each entry of the position axis, in one prompt; None: an entry is a position.
+        places: of each entry of the position axis, in one prompt; None: an entry is a position.
     """
 
     over: tuple[str, ...]
@@ -63,11 +70,7 @@ class Grid:
         return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
-        """Mask of the entries that cells select.
-
-        Args:
-            shape: of the value.
-            first: the position at which the value's sequence starts.
+        """Mask of the entries that cells select in a value of a shape, whose sequence starts at position `first`.
 
         Returns:
             [cells, ...] bool, of the value's rank; size 1 along axes that the cells do not limit.
@@ -75,18 +78,14 @@ class Grid:
         mask = np.ones((len(cells), *[1] * (len(self.axes) - 1)), bool)
         for name, index in zip(self.over, np.unravel_index(cells, self.sizes), strict=True):
             axis = self.along(name)
-            if axis is not None:
-                begin = first if name == "position" else 0
-                line = self._line(name, index, np.arange(begin, begin + shape[axis]))
-                mask = mask & line.reshape([len(cells), *[-1 if i == axis else 1 for i in range(1, len(self.axes))]])
+            if axis is None:
+                continue
+            entries = np.arange(shape[axis]) + (first if name == "position" else 0)
+            line = entries == index[:, None]
+            if name == "position" and self.places is not None:
+                line = np.array([np.isin(entries, place) for place in self.places])[index]
+            mask = mask & line.reshape([len(cells), *[-1 if i == axis else 1 for i in range(1, len(self.axes))]])
         return mask
-
-    def _line(self, name: str, index: NDArray[np.int64], entries: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[cells, entries]: the entries of one axis that each cell selects."""
-        if name != "position" or self.places is None:
-            return entries == index[:, None]
-        named = np.array([np.isin(entries, place) for place in self.places])
-        return named[index]
 
     def position_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first position of each cell; 0 where the sweep does not go over positions."""
@@ -95,19 +94,28 @@ class Grid:
         entries = np.unravel_index(cells, self.sizes)[self.over.index("position")]
         return entries if self.places is None else np.array([min(place) for place in self.places])[entries]
 
-    def by_name(self, numbers: NDArray[Any], axis: int, combine: Callable[..., Any]) -> NDArray[Any]:
-        """Numbers by position as numbers by entry of the position axis.
+    def by_cell(self, values: Sequence[NDArray[Any]], combine: Callable[..., Any]) -> NDArray[Any]:
+        """Combine the numbers that each cell selects, by `np.any` or the like.
 
         Args:
-            numbers: with token positions along `axis`; positions that are not there count for nothing.
-            axis: the index of that axis.
-            combine: takes numbers and `axis=`, such as `np.any`.
+            values: for each layer, in the shape of its value without the batch axis.
+
+        Returns:
+            in the shape of the grid; zero at positions that are not there.
         """
-        if self.places is None:
-            return numbers
-        length = numbers.shape[axis]
-        parts = [numbers.take([at for at in place if at < length], axis=axis) for place in self.places]
-        return np.stack([combine(part, axis=axis) for part in parts], axis=axis)
+        axes = [axis - 1 for axis in map(self.along, self.over) if axis is not None]
+        layers = []
+        for numbers in values:
+            if "position" in self.over and self.places is not None:
+                at = sequence_axis(self.axes) - 1
+                parts = [numbers.take([i for i in place if i < numbers.shape[at]], axis=at) for place in self.places]
+                numbers = np.stack([combine(part, axis=at) for part in parts], axis=at)
+            numbers = combine(numbers, axis=tuple(axis for axis in range(numbers.ndim) if axis not in axes))
+            layers.append(numbers.transpose([sorted(axes).index(axis) for axis in axes]))
+        cells = np.moveaxis(np.stack(layers), 0, self.over.index("layer"))
+        padded = np.zeros(self.sizes, cells.dtype)
+        padded[tuple(map(slice, cells.shape))] = cells
+        return padded
 
 
 def make_grid(
@@ -126,25 +134,21 @@ def make_grid(
         over: names of axes, of `SWEEP_AXES`.
         layers: of those that the hook means; by default all of them.
         seq: positions of the prompts; None if they differ in length.
-        places: named positions of one of the prompts; None if an entry of the position axis is a position.
-
-    Raises:
-        HookError: no such hook point, or several.
-        InputError: an axis that the value does not have, a repeated axis, or a layer that does not exist.
+        places: named positions of one of the prompts.
     """
     kinds = hook_kinds(model, hook)
     if len(kinds) > 1:
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(kinds)}")
     ((template, available),) = kinds.items()
-    variant = HookPoint.parse(template.format(i=0))
+    point = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(SWEEP_AXES)}")
-    axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(listed("over", over))
-    valid = axes_to_go_over(variant)
+    axes, names = point.axes or (), (over,) if isinstance(over, str) else tuple(listed("over", over))
+    valid = axes_to_go_over(point)
     for name in names:
         if not isinstance(name, str) or name not in valid:
-            advice = _advice(model, str(name), variant)
+            advice = _advice(model, str(name), point)
             raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{advice}")
     if len({*names}) != len(names) or "layer" not in names:
         raise InputError(f"over={names}: each axis once, and the layer among them (layers=[3] for one layer)")
@@ -202,22 +206,16 @@ def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]
         matching = matching or [name for name in names if fnmatchcase(name, pattern)]
     points = [HookPoint.parse(name) for name in matching]
     if not points:
-        raise _unknown(model, str(hook), names)
-    layers_of: dict[str, list[int]] = {}
-    for layer, template in sorted((point.layer or 0, VARIANTS[point.variant].template) for point in points):
-        layers_of.setdefault(template, []).append(layer)
-    return {
-        template: layers_of[template] for template in dict.fromkeys(VARIANTS[one.variant].template for one in points)
-    }
-
-
-def _unknown(model: HookedModel, request: str, names: list[str]) -> HookError:
-    short = sorted({HookPoint.parse(name).short for name in names})
-    near = nearest(request, names) if "." in request else nearest(request.removeprefix("hook_"), short)
-    return HookError(
-        f"this {model.metadata.family} model has no hook point {request!r} in its layers to sweep over; it has "
-        f"{', '.join(short)}{near}"
-    )
+        valid = sorted({HookPoint.parse(name).short for name in names})
+        near = nearest(str(hook), names) if "." in str(hook) else nearest(str(hook).removeprefix("hook_"), valid)
+        raise HookError(
+            f"this {model.metadata.family} model has no hook point {str(hook)!r} in its layers to sweep over; it has "
+            f"{', '.join(valid)}{near}"
+        )
+    layers_of: dict[str, list[int]] = {VARIANTS[point.variant].template: [] for point in points}
+    for point in sorted(points, key=lambda point: point.layer or 0):
+        layers_of[VARIANTS[point.variant].template].append(point.layer or 0)
+    return layers_of
 
 
 def _layers(template: str, available: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
@@ -229,10 +227,67 @@ def _layers(template: str, available: list[int], layers: Iterable[int] | None) -
     except TypeError:
         raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None
     if not chosen or not {*chosen} <= {*available}:
-        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {_layers_text(available)}")
+        first, last = available[0], available[-1]
+        contiguous = available == [*range(first, last + 1)] and first < last
+        valid = f"{first} to {last}" if contiguous else ", ".join(map(str, available))
+        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {valid}")
     return tuple(chosen)
 
 
-def _layers_text(layers: list[int]) -> str:
-    contiguous = layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1
-    return f"{layers[0]} to {layers[-1]}" if contiguous else ", ".join(map(str, layers))
+def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: Positions) -> list[Places]:
+    """Find the token positions under each name, ascending from 0, in each prompt.
+
+    Args:
+        prompts: the prompts as they came; strings are found in their texts.
+        ids: their tokens, [seq] each.
+        positions: name -> an index, a string that stands for all of its tokens, or a list with one of these for each
+            prompt (or a list of several indices).
+    """
+    if not isinstance(positions, Mapping) or not positions:
+        raise InputError(f"positions={positions!r} names none; {{'subject': ['France', 'Spain'], 'last': -1}} does")
+    texts = _texts(model, prompts, len(ids))
+    columns = [_each(name, place, len(ids)) for name, place in positions.items()]
+    return [
+        tuple(
+            _place_of(f"prompt {number}: position {name!r}", column[number], texts[number], len(row))
+            for name, column in zip(positions, columns, strict=True)
+        )
+        for number, row in enumerate(ids)
+    ]
+
+
+def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
+    """Prompts as tokenised texts; None for those that came as ids."""
+    entries = [prompts] if isinstance(prompts, str | Tokens) else list(prompts)
+    if len(entries) != count:
+        return [None] * count  # one prompt of ids
+    return [
+        model.tokenize(one) if isinstance(one, str) else one if isinstance(one, Tokens) else None for one in entries
+    ]
+
+
+def _each(name: str, place: Any, count: int) -> list[Any]:
+    """The place of one name in each prompt."""
+    if isinstance(place, str) or not isinstance(place, Iterable):
+        return [place] * count
+    entries: list[Any] = [*place]
+    if len(entries) != count:
+        raise InputError(f"positions[{name!r}] has {len(entries)} entries for {count} prompts")
+    return entries
+
+
+def _place_of(what: str, place: Any, text: Tokens | None, length: int) -> tuple[int, ...]:
+    if isinstance(place, str):
+        if text is None:
+            raise InputError(f"{what}: {place!r} is found in a text, and this prompt came as ids")
+        try:
+            return tuple(text.positions_of(place))
+        except TokenizerError as error:
+            raise InputError(f"{what}: {error}") from error
+    indices = [*place] if isinstance(place, Iterable) else [place]
+    for index in indices:
+        if not isinstance(index, int | np.integer) or not -length <= index < length:
+            raise InputError(f"{what}: {index!r} of {length} tokens (0 to {length - 1})")
+    if not indices:
+        raise InputError(f"{what} is an empty list")
+    return tuple(sorted({int(index) % length for index in indices}))

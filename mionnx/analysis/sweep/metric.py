@@ -4,7 +4,7 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, nearest
 from mionnx.machine.softmax import log_softmax
 from mionnx.run.other_spelling import warn_of_spelling
+from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
@@ -27,7 +28,6 @@ class Metric:
     """A metric on one prompt, or pair of prompts.
 
     Attributes:
-        name: for tables and messages.
         needs: ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
         of: logits [rows, vocab or needs], float64 -> [rows].
     """
@@ -53,14 +53,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """A metric as requested, before the prompts are known.
-
-    Attributes:
-        measure: a name, or a function of logits [rows, vocab], and of the pair's index if it takes two arguments, that
-            gives [rows].
-        answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the top token of the clean
-            prompt and of the corrupted one.
-    """
+    """A metric as requested, before the prompts are known; its fields are those of a `Comparison`."""
 
     measure: Measure
     answer: Tokens = None
@@ -83,11 +76,7 @@ class MetricRequest:
         return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
 
     def identity(self, resume_key: str | None) -> list[Any]:
-        """Name, `resume_key` and tokens, as JSON holds them.
-
-        Raises:
-            InputError: a function without a `resume_key`: two functions cannot be compared.
-        """
+        """Name, `resume_key` and tokens, as JSON holds them."""
         if callable(self.measure) and resume_key is None:
             raise InputError(
                 f"a sweep with the function {self.name} as its metric is resumed by a name that you give it: "
@@ -96,20 +85,15 @@ class MetricRequest:
         return [self.name, resume_key, _plain(self.answer), _plain(self.versus)]
 
     def bind(self, model: Runner, pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
-        """Make the metric of one of several pairs.
-
-        Args:
-            pair, count: number of the pair, and of all pairs.
-            clean, other: the logits [vocab] of the clean prompt, and of the corrupted one if there is one.
-        """
+        """Make the metric of one of `count` pairs, by the logits [vocab] of its clean and its corrupted prompt."""
         if callable(self.measure):
             return Metric(self.name, None, _function(self.measure, pair))
         if self.measure == "kl":
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
         answer, *versus = self._tokens(model, pair, count, clean, other)
-        warn_of_spelling(model, "answer", _of_pair(self.answer, pair), clean)
-        warn_of_spelling(model, "versus", _of_pair(self.versus, pair), clean if other is None else other)
+        for what, tokens, logits in (("answer", self.answer, clean), ("versus", self.versus, other)):
+            warn_of_spelling(model, what, each_of(tokens, count, what)[pair], clean if logits is None else logits)
         if not versus:
             return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
@@ -118,9 +102,7 @@ class MetricRequest:
         """The same metric where each prompt has several pairs, one after the other."""
 
         def each(tokens: Tokens) -> Tokens:
-            if tokens is None or isinstance(tokens, str) or not isinstance(tokens, Sequence | np.ndarray):
-                return tokens
-            return [token for token in tokens for _ in range(repeats)]
+            return [token for token in tokens for _ in range(repeats)] if _several(tokens) else tokens
 
         return self if repeats == 1 else replace(self, answer=each(self.answer), versus=each(self.versus))
 
@@ -134,11 +116,7 @@ class MetricRequest:
     def reads(
         self, model: Runner, pair: int, count: int, clean: NDArray[Any] | None, other: NDArray[Any] | None
     ) -> dict[str, Any]:
-        """The tokens, or the reference, that the metric's gradient reads; nothing for a function.
-
-        Args:
-            model, pair, count, clean, other: see `bind`; no logits are needed unless `needs_logits`.
-        """
+        """The tokens, or the reference, that the metric's gradient reads; without logits unless `needs_logits`."""
         if callable(self.measure):
             return {}
         if self.measure == "kl":
@@ -163,7 +141,7 @@ class MetricRequest:
 
 
 def _plain(tokens: Tokens) -> Any:
-    if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
+    if _several(tokens):
         return [_plain(token) for token in tokens]
     return tokens if tokens is None else [isinstance(tokens, str), str(tokens)]
 
@@ -173,12 +151,10 @@ def _function(function: Callable[..., Any], pair: int) -> Callable[[Numbers], An
         entries = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin
         return function
-    taken = [entry for entry in entries if entry.kind in POSITIONAL and entry.default is entry.empty]
-    if len(taken) > 2:
-        raise InputError(
-            f"a metric takes the logits, and the index of the pair if it wants it, not {len(taken)} values"
-        )
-    return (lambda logits: function(logits, pair)) if len(taken) == 2 else function
+    count = sum(entry.kind in POSITIONAL and entry.default is entry.empty for entry in entries)
+    if count > 2:
+        raise InputError(f"a metric takes the logits, and the index of the pair if it wants it, not {count} values")
+    return (lambda logits: function(logits, pair)) if count == 2 else function
 
 
 def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
@@ -196,12 +172,8 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 }
 
 
-def _several(tokens: Tokens) -> bool:
+def _several(tokens: Tokens) -> TypeGuard[Sequence[Token]]:
     return isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
-
-
-def _of_pair(tokens: Tokens, pair: int) -> Token | None:
-    return tokens[pair] if _several(tokens) else tokens  # type: ignore[index, return-value]
 
 
 def _token(model: Runner, tokens: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
@@ -209,11 +181,9 @@ def _token(model: Runner, tokens: Tokens, pair: int, count: int, what: str, logi
         if logits is None:
             raise InputError(f"{what}= is left out, and no logits tell the top token")
         return int(logits.argmax())
-    if _several(tokens) and len(tokens) != count:  # type: ignore[arg-type]
-        raise InputError(f"{what} has {len(tokens)} tokens for {count} prompts")  # type: ignore[arg-type]
-    one = _of_pair(tokens, pair)
+    one = each_of(tokens, count, what)[pair]
     try:
-        token = model.token_id(one) if isinstance(one, str) else operator.index(one)  # type: ignore[arg-type]
+        token = model.token_id(one) if isinstance(one, str) else operator.index(one)
     except TypeError:
         raise InputError(f"{what} {one!r}: a token is a text, or an integer") from None
     if not 0 <= token < model.vocab_size:

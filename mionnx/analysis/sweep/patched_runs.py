@@ -1,14 +1,6 @@
-"""Patched runs: the cells of a sweep, computed as rows of a batch.
+"""Patched runs: the cells of a sweep, computed as rows of a batch."""
 
-1. A cell is a row. It starts at the layer that it patches, from the stream of the run without a patch, and joins the
-   rows that started before it.
-2. Positions before the first one that a patch can change are not computed: their keys and values are those of the run
-   without a patch.
-3. Behind the last layer's attention only the last position is computed, since only that is read.
-4. A cell is not computed if its donor equals the base there, or if nothing that is read depends on it: its effect is
-   exactly zero.
-"""
-
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,10 +33,10 @@ class Shortcuts:
 
     Attributes:
         batch: cells are rows of one batch.
-        truncate: a row starts at the layer that it patches.
-        last: after the last layer's attention only the last position is computed.
-        window: positions that cannot change are not computed.
-        skip: cells at which base and donor are equal are not computed.
+        truncate: a row starts at the layer that it patches, from the base's stream, and joins the rows before it.
+        last: after the last layer's attention only the last position is computed, since only that is read.
+        window: positions before the first that a patch can change are not computed: keys and values are the base's.
+        skip: a cell where base and donor are equal, or that nothing reads, is not computed: its effect is exactly 0.
     """
 
     batch: bool = True
@@ -55,11 +47,8 @@ class Shortcuts:
 
 
 def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
-    """The savings asked for, or all that leave results as they are.
-
-    Where activations are rounded with one scale for a call, a call is one cell at all of its positions.
-    """
-    apart = model.rounds_by_call
+    """The savings of a request, or all that leave results as they are."""
+    apart = model.rounds_by_call  # one scale for a call: it must be one cell at all of its positions
     return shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
 
 
@@ -67,7 +56,6 @@ class PatchedRuns:
     """The patched runs of one prompt.
 
     Attributes:
-        graphs, grid, shortcuts: the model's layers, the cells, and the savings in use.
         base: the run without a patch, [1, ...].
         donors: hook point -> new value, broadcast to the old one.
         first: the first position at which donor and base differ.
@@ -89,59 +77,39 @@ class PatchedRuns:
         self.graphs, self.grid, self.shortcuts = graphs, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq, self.read = base.ids.shape[1], read
-        self.rows = min(CALL_TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
+        in_memory = max(1, memory.available() // SHARE // self.row_bytes(self.seq))
+        self.rows = min(CALL_TOKENS, in_memory) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
         self._windowed = self.shortcuts.window and bool(base.past)
 
-    def _rows_in_memory(self) -> int:
-        return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
-
     def row_bytes(self, width: int) -> int:
-        """Approximate bytes of a row with `width` computed positions: one layer, and its logits.
-
-        A layer takes the stream, neurons, scores, keys and values; the logits are 4 bytes each as the graph gives them,
-        and a metric makes four arrays of 8 of them.
-        """
+        """Approximate bytes of a row with `width` computed positions: one layer, and its logits."""
         sizes, hooks = self.graphs.model.metadata.sizes, self.graphs.model.metadata.hooks
         neurons = hooks.get(str(HookPoint.MlpAct(0)), [4 * sizes.hidden_size])[-1]
-        values = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
+        values = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq  # stream, neurons, scores
         keys = 4 * self.seq * 4 * sizes.num_kv_heads * sizes.head_dim
+        # Logits are 4 bytes each as the graph gives them, and a metric makes four arrays of 8 of them.
         return 4 * width * values + keys + self.read * (4 + 4 * 8)
 
     def effective_cells(self) -> NDArray[np.bool_]:
         """[cells] bool: cells whose effect is not known to be zero."""
-        grid = self.grid
-        effective = np.zeros(grid.sizes, bool)
-        layer_axis = grid.over.index("layer")
-        for index, layer in enumerate(grid.layers):
-            where: list[Any] = [slice(None)] * len(grid.sizes)
-            where[layer_axis] = index
-            for axis, name in enumerate(grid.over):
-                if name == "source" or (name == "position" and grid.places is None):
-                    where[axis] = slice(self.seq)
-            effective[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
-        return effective.ravel()
+        differing = [self._differing(hook)[0] for hook in map(self.grid.hook, self.grid.layers)]
+        return self.grid.by_cell(differing, np.any).ravel()
 
     def _differing(self, hook: str) -> NDArray[np.bool_]:
-        """Entries that differ between base and donor, along the sweep's axes without the layer."""
+        """Entries that differ between base and donor; all of them if that is no reason to skip a cell."""
         old = self.base.values[hook]
-        changed = old != np.broadcast_to(self.donors[hook], old.shape)
+        if not self.shortcuts.skip:
+            return np.ones(old.shape, bool)
+        changed: NDArray[np.bool_] = old != np.broadcast_to(self.donors[hook], old.shape)
         if self._read_at_the_end(hook):
-            earlier = [slice(None)] * changed.ndim
-            earlier[sequence_axis(self.grid.axes)] = slice(-1)
-            changed[tuple(earlier)] = False
-        varied = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
-        reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in varied))
-        if "position" in self.grid.over:
-            reduced = self.grid.by_name(reduced, sorted(varied).index(sequence_axis(self.grid.axes)), np.any)
-        return reduced.transpose([sorted(varied).index(axis) for axis in varied])
+            np.moveaxis(changed, sequence_axis(self.grid.axes), 0)[:-1] = False
+        return changed
 
     def _read_at_the_end(self, hook: str) -> bool:
-        """Whether a hook point is in the last layer and is read at the last position alone.
-
-        Keys, values and the stream before attention are read by other tokens.
-        """
+        """Whether a hook point is in the last layer and is read at the last position alone."""
         last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.after_attention)
+        # Keys, values and the stream before attention are read by other tokens.
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
@@ -150,18 +118,14 @@ class PatchedRuns:
             try:
                 values = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
-                self._fewer(len(chunk), error)
+                if isinstance(error, ModelError) and not re.search("alloc|memory", str(error), re.IGNORECASE):
+                    raise
+                if len(chunk) == 1:
+                    raise InputError(f"a single cell of this sweep does not fit into memory: {error}") from error
+                self.rows = len(chunk) // 2
                 self.run(chunk, metric, done)
             else:
                 done(chunk, values)
-
-    def _fewer(self, rows: int, error: Exception) -> None:
-        """Halve the batch, if memory ran out."""
-        if isinstance(error, ModelError) and not any(sign in str(error).lower() for sign in ("alloc", "memory")):
-            raise error
-        if rows == 1:
-            raise InputError(f"a single cell of this sweep does not fit into memory: {error}") from error
-        self.rows = rows // 2
 
     def _start(self, cells: Cells) -> NDArray[np.int64]:
         """[cells]: the first position that each can change."""
@@ -169,36 +133,36 @@ class PatchedRuns:
             return np.zeros(len(cells), np.int64)
         return np.minimum(np.maximum(self.grid.position_of(cells), self.first), self.seq - 1)
 
-    def _next_batch(self, waiting: Cells) -> Cells:
-        """The cells of the next call, of those waiting in the order of their starts."""
-        starts = self._start(waiting)
-        width = self.seq - int(starts[0])
-        most = max(1, min(self.rows, CALL_TOKENS // width))
-        filled = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
-        return waiting[: min(most, max(filled, FEW // width, 1))]
-
     def batches(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
         """Divide cells into batches: the cells of a call, and the position at which it starts."""
-        waiting = cells[np.argsort(self._start(cells), kind="stable")]
+        starts = self._start(cells)
+        order = np.argsort(starts, kind="stable")
+        waiting, starts = cells[order], starts[order]
         while len(waiting):
-            chunk = self._next_batch(waiting)
-            yield chunk, int(self._start(chunk)[0])
-            waiting = waiting[len(chunk) :]
+            width = self.seq - int(starts[0])
+            most = max(1, min(self.rows, CALL_TOKENS // width))
+            equal = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
+            count = min(most, max(equal, FEW // width, 1))
+            yield waiting[:count], int(starts[0])
+            waiting, starts = waiting[count:], starts[count:]
 
     def layer_seconds(self, cells: Cells, start: int) -> float:
         """Measure the seconds of one token in one layer, on a layer that does as much as any."""
-        times = []
         for _ in range(2):  # the first opens the graphs
-            times.append(self.layer_pass(self, cells, start).time_one_layer())
-        return times[-1] / (len(cells) * (self.seq - start))
+            layer_pass, begin = self.layer_pass(self, cells, start), time.perf_counter()
+            layer_pass.run_one_layer()
+        return (time.perf_counter() - begin) / (len(cells) * (self.seq - start))
 
     def work(self, cells: Cells) -> int:
         """Number of tokens times layers to be computed for some cells."""
-        begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
-        layers = dict(zip(cells.tolist(), (self.graphs.layers - begins).tolist(), strict=True))
+        batches = self.batches(cells)
         return sum(
-            sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.batches(cells)
+            int((self.graphs.layers - self.begins(chunk)).sum()) * (self.seq - start) for chunk, start in batches
         )
+
+    def begins(self, cells: Cells) -> NDArray[np.int64]:
+        """[cells]: the layer at which each starts."""
+        return self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
 
     def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
@@ -229,8 +193,7 @@ class LayerPass:
     def __init__(self, patched: PatchedRuns, cells: Cells, start: int) -> None:
         self.patched, self.cells, self.start = patched, cells, start
         self.graphs, self.grid, self.seq = patched.graphs, patched.grid, patched.seq
-        self.layers = self.grid.layer_of(cells)
-        self.begins = self.layers if patched.shortcuts.truncate else np.zeros(len(cells), np.int64)
+        self.layers, self.begins = self.grid.layer_of(cells), patched.begins(cells)
         self.stream: Arrays = {}
         self.joined = 0
 
@@ -273,12 +236,6 @@ class LayerPass:
     def step(self, layer: int) -> None:
         """Run one layer."""
         self.stream, _ = self.graphs.layer(layer, self.rows(), self.stream, self.edits(layer))
-
-    def time_one_layer(self) -> float:
-        """Run one layer with all rows; seconds."""
-        begin = time.perf_counter()
-        self.run_one_layer()
-        return time.perf_counter() - begin
 
     def run_one_layer(self) -> None:
         """Run the last patched layer with all rows."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import cast
 
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compares
+from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
-from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.receivers import Receiver, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
@@ -51,8 +51,8 @@ def patch_sweep(
         hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
             layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
         over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores), "neuron"
-            (of mlp.hook_gate, hook_up, hook_act). Axes that
-            are not named are patched together: over layer and head, a head at all positions.
+            (of mlp.hook_gate, hook_up, hook_act). Axes that are not named are patched together: over layer and head,
+            a head at all positions.
         layers: of those that the hook means; by default all of them.
         resume: a file that holds the computed cells, and from which an interrupted sweep continues; True for one in the
             store, which is deleted when the sweep is done or fails.
@@ -71,10 +71,8 @@ def patch_sweep(
         result = model.patch_sweep("The capital of France is", "The capital of Italy is", "hook_resid_pre")
         result.values.shape  # (n_layers, seq)
     """
-    compared = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position, positions).on(
-        model
-    )
-    sweep = patching_sweep(model, compared, hook, over, layers, shortcuts)
+    comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position, positions)
+    sweep = patching_sweep(model, comparison.on(model), hook, over, layers, shortcuts)
     return run_sweep(sweep, progress, resume, resume_key, before)
 
 

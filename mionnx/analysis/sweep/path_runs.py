@@ -1,14 +1,11 @@
 """Path patching: only chosen receivers read a sender's change.
 
-The stream is that of the run without a patch; a sender's change is kept beside it. A receiver computes its input from
-the stream with the change, everything else from the stream without. The receivers' outputs go on as usual, and with
-everything as a receiver the result is that of plain patching.
-
 For one receiver this is the path patching of Wang et al. (2022, arXiv:2211.00593) with all other heads and MLPs between
 the two frozen; with several receivers, later ones read the outputs of earlier ones too.
 """
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,10 +27,7 @@ STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
 
 
 def written(variant: str, parallel: bool) -> tuple[str | None, int]:
-    """Hook point by which a sender's change reaches the stream, and stages until it is read.
-
-    None stands for the stream itself.
-    """
+    """Hook point by which a sender's change reaches the stream (None: the stream itself), and stages until read."""
     if variant in STREAM:
         return None, STREAM[variant]
     attention = variant in VARIANTS and VARIANTS[variant].group == "attention"
@@ -41,11 +35,7 @@ def written(variant: str, parallel: bool) -> tuple[str | None, int]:
 
 
 def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
-    """Sender layer -> whether any receiver reads its change.
-
-    Raises:
-        InputError: no receiver reads any change: every cell would be without effect.
-    """
+    """Sender layer -> whether any receiver reads its change; refused if none does: no cell would have an effect."""
     _, later = written(HookPoint.parse(grid.hook(0)).variant, receivers.parallel)
     reached = {layer: receivers.after(2 * layer + later) for layer in grid.layers}
     if not any(reached.values()):
@@ -58,10 +48,7 @@ def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
 
 
 def refuse_crossings(graphs: Segments) -> None:
-    """Refuse a model of which a layer reads more than the residual stream.
-
-    A change of that would have to be kept beside it too.
-    """
+    """Refuse a model of which a layer reads more than the residual stream, whose change alone is carried along."""
     for layer in range(graphs.layers + 1):
         stream, *others = graphs.inputs_of(layer)
         if others:
@@ -96,14 +83,15 @@ class PathPatchedRuns(PatchedRuns):
 
 
 class _PathPass(LayerPass):
-    """The pass of some cells through the layers: the stream, and the change beside it."""
+    """The pass of some cells through the layers: the stream without a patch, and the senders' change beside it.
+
+    A receiver computes its input from the stream with the change, everything else from the stream without.
+    """
 
     def __init__(self, receivers: Receivers, patched: PatchedRuns, cells: Cells, start: int) -> None:
         super().__init__(patched, cells, start)
-        self.receivers = receivers
-        self.base = patched.base
-        variant = HookPoint.parse(self.grid.hook(0)).variant
-        self.through, self.later = written(variant, self.receivers.parallel)
+        self.receivers, self.base = receivers, patched.base
+        self.through, self.later = written(HookPoint.parse(self.grid.hook(0)).variant, receivers.parallel)
         self.change: NDArray[Any] = np.empty(0)
 
     def finish(self, metric: Metric) -> NDArray[Any]:
@@ -115,14 +103,9 @@ class _PathPass(LayerPass):
         tokens = None if metric.needs is None else np.array(metric.needs)
         return self.graphs.logits(self.rows(), {self.graphs.end: end}, tokens=tokens)[:, -1]
 
-    def step(self, layer: int) -> None:
-        """Run one layer: senders, then receivers."""
-        self._layer(layer, self._sent(layer))
-
     def run_one_layer(self) -> None:
         """Run the sender layer with the most receivers, every row with a change."""
-        count = self.receivers.count
-        layer = max(reversed(self.grid.layers), key=count)
+        layer = max(reversed(self.grid.layers), key=self.receivers.count)
         self.begins = np.zeros_like(self.begins)
         self.join(layer)
         self.change = self.change + 1
@@ -152,21 +135,18 @@ class _PathPass(LayerPass):
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
-    def _layer(self, layer: int, sent: NDArray[Any] | None) -> None:
-        """Run a layer: attention, then MLP, each with the change at its receivers."""
+    def step(self, layer: int) -> None:
+        """Run a layer: senders, then attention and MLP, each with the change at its receivers."""
+        sent = self._sent(layer)
         pre, mid, post = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.ResidMid, HookPoint.ResidPost))
-        stages = [(pre, self.receivers.into_attention(layer)), (mid, self.receivers.into_mlp(layer))]
-        if self.receivers.parallel:
-            stages = stages[:1]
+        cuts = [pre, post] if self.receivers.parallel else [pre, mid, post]
         stream = self.stream[pre]
-        for number, (begin, receivers) in enumerate(stages):
+        for number, (begin, end) in enumerate(pairwise(cuts)):
             self._send(sent, number)
-            end = post if begin == stages[-1][0] else mid
-            edits = self._received(begin, stream, receivers)
+            edits = self._received(begin, stream, self.receivers.at(2 * layer + number))
             stream = self.graphs.run(self.rows(), {begin: stream}, [end], edits)[end]
         self._send(sent, 2)
-        after = self.graphs.inputs_of(layer + 1)[0]
-        self.stream = {after: stream}
+        self.stream = {self.graphs.inputs_of(layer + 1)[0]: stream}
 
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
         if sent is not None and stage == self.later:

@@ -32,45 +32,26 @@ class Receivers:
     parallel: bool
     layers: int
 
-    def into_attention(self, layer: int) -> list[str]:
-        """Receivers that read the stream before a layer: queries, keys, values.
-
-        In parallel blocks the MLP is among them.
-        """
-        variants = (*INTO_ATTENTION, INTO_MLP) if self.parallel else INTO_ATTENTION
-        return [
-            name for name in (str(getattr(HookPoint, variant)(layer)) for variant in variants) if name in self.heads
-        ]
-
-    def into_mlp(self, layer: int) -> list[str]:
-        """Receivers that read the stream in the middle of a layer."""
-        name = str(HookPoint.MlpPre(layer))
-        return [name] if name in self.heads and not self.parallel else []
+    def at(self, stage: int) -> list[str]:
+        """The receivers that read the stream at a stage: 2 l is before layer l, 2 l + 1 in its middle."""
+        layer, middle = divmod(stage, 2)
+        variants: tuple[str, ...] = (INTO_MLP,) if middle else INTO_ATTENTION
+        if self.parallel:  # the MLP reads what attention reads
+            variants = () if middle else (*INTO_ATTENTION, INTO_MLP)
+        names = [str(getattr(HookPoint, variant)(layer)) for variant in variants]
+        return [name for name in names if name in self.heads]
 
     def count(self, layer: int) -> int:
         """Number of receiving hook points of a layer."""
-        return len(self.into_attention(layer)) + len(self.into_mlp(layer))
+        return len(self.at(2 * layer)) + len(self.at(2 * layer + 1))
 
     def after(self, stage: int) -> bool:
-        """Whether any receiver reads at a stage or later.
-
-        Stage 2 l is before layer l, 2 l + 1 in its middle.
-        """
-        if self.final or stage > 2 * self.layers:
-            return self.final
-        return any(
-            (self.into_attention(layer) and 2 * layer >= stage) or (self.into_mlp(layer) and 2 * layer + 1 >= stage)
-            for layer in range(self.layers)
-        )
+        """Whether any receiver reads at a stage or later."""
+        return self.final or any(map(self.at, range(stage, 2 * self.layers)))
 
 
 def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Receiver]) -> Receivers:
-    """Make receivers from hook points, globs and pairs with heads.
-
-    Args:
-        receivers: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`),
-            with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
-    """
+    """Make receivers from hook points, globs and pairs with heads; see `path_patch`."""
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
     ]
@@ -78,7 +59,7 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
     refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}
-    for point, chosen in _entries(receivers):
+    for point, chosen in entries_of("receiver", receivers, "would read what a sender changes"):
         matching = [name for name in valid if fnmatchcase(name, point)]
         if not matching:
             raise HookError(
@@ -86,32 +67,27 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
                 f"of a layer, and hook_final_norm{nearest(point, valid)}"
             )
         for name in matching:
-            heads[name] = _both(heads.get(name, ()), _heads(model, name, chosen))
+            both = heads.get(name, ()), _heads(model, name, chosen)  # of two entries for one; None is all of them
+            heads[name] = None if None in both else tuple(sorted({head for own in both for head in own or ()}))
     final = str(HookPoint.FinalNorm)
     parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
     layers = model.metadata.sizes.num_layers
     return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
 
 
-def _entries(receivers: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
-    """Pairs of a hook point or glob, and the heads chosen there."""
-    if isinstance(receivers, str | HookPoint):
-        return [("*" if receivers == "all" else str(receivers), None)]
-    entries = listed("receivers", receivers) if isinstance(receivers, Iterable) else []
+def entries_of(what: str, request: str | HookPoint | Iterable[Receiver], verb: str) -> list[tuple[str, Any]]:
+    """Pairs of a hook point or glob, and the heads chosen there; `what` is a "receiver" or "sender", which `verb`."""
+    if isinstance(request, str | HookPoint):
+        return [("*" if request == "all" else str(request), None)]
+    none = not isinstance(request, Iterable) or getattr(request, "shape", None) == ()  # an array of one number
+    entries = [] if none else listed(f"{what}s", request)
     if not entries:
-        raise InputError(
-            f"receivers={receivers!r}: nothing would read what a sender changes; give hook points, or 'all'"
-        )
+        raise InputError(f"{what}s={request!r}: nothing {verb}; give hook points, or 'all'")
     pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in entries]
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
-            raise InputError(f"a receiver is a hook point, or a pair of one and its heads, got {pair!r}")
+            raise InputError(f"a {what} is a hook point, or a pair of one and its heads, got {pair!r}")
     return [(str(point), chosen) for point, chosen in pairs]
-
-
-def _both(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The heads of two entries for one hook point; None is all of them."""
-    return None if one is None or other is None else tuple(sorted({*one, *other}))
 
 
 def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) -> tuple[int, ...] | None:

@@ -1,6 +1,6 @@
 """`SweepResult`: a number for every cell, with table, figure and page."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form
 Numbers = NDArray[np.float64]
 PRINTED_CELLS = 5  # cells of a printed result
 TWO = 2  # pairs from which on there is a spread
-NAMED_BY_TOKEN = ("position", "source")  # axes whose labels are tokens
 PICTURED_NEURONS = 64  # a picture cannot show some thousands of them
 
 
@@ -71,7 +70,6 @@ class SweepResult(Shown):
         return self.by_pair - self._over_cells(np.array([self.base]) if bases is None else bases)
 
     def _over_cells(self, by_pair: Numbers) -> Numbers:
-        """A number a pair, to compute with numbers a pair and cell."""
         return by_pair.reshape([-1, *[1] * self.values.ndim])
 
     @property
@@ -88,17 +86,14 @@ class SweepResult(Shown):
 
     @property
     def shown_spread(self) -> tuple[Numbers, Numbers] | None:
-        """Standard deviation and error in the unit of pictures; None for one pair.
-
-        A share of the difference is a ratio of two means, whose error follows from the residuals, effect - share *
-        difference of each pair (delta method): pairs that are all restored to the same share have none.
-        """
+        """Standard deviation and error in the unit of pictures; None for one pair."""
         if self.n < TWO or self.clean_by_pair is None:
             return None
         if self.corrupted_by_pair is None or self.clean == self.corrupted:
             return self.std, self.sem
         difference = self.clean_by_pair - self.corrupted_by_pair
         difference = difference if self.patching == "denoising" else -difference
+        # The error of a ratio of two means (delta method): pairs that are all restored to the same share have none.
         residuals = self.effect_by_pair - self.normalized * self._over_cells(difference)
         deviation = residuals.std(axis=0, ddof=1) / abs(difference.mean())
         return deviation, deviation / np.sqrt(self.n)
@@ -157,20 +152,23 @@ class SweepResult(Shown):
             for cell in self._largest(k)
         ]
 
+    def _by_token(self, axis: str) -> bool:
+        """Whether an axis' labels are tokens, which may be there twice."""
+        return axis == "source" or (axis == "position" and not self.named)
+
     def _entry(self, axis: str, index: int) -> int | str:
         """Layer, head, position or neuron of an entry; a position's name if it has one."""
-        if axis in NAMED_BY_TOKEN:
-            return self.labels[axis][index] if self.named and axis == "position" else index
-        return int(self.labels[axis][index])
+        if self._by_token(axis):
+            return index
+        return self.labels[axis][index] if axis == "position" else int(self.labels[axis][index])
 
     def _columns(self) -> Columns:
         """One row for each pair and cell; a position has its token beside it."""
         axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
         for axis in self.over:
             entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]
-            token = axis in NAMED_BY_TOKEN and not (self.named and axis == "position")
-            named = [*zip(entries, self.labels[axis], strict=True)]
-            axes |= {f"{axis}, {axis}_token": named} if token else {axis: entries}
+            pairs = [*zip(entries, self.labels[axis], strict=True)]
+            axes |= {f"{axis}, {axis}_token": pairs} if self._by_token(axis) else {axis: entries}
         return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:
@@ -189,20 +187,14 @@ class SweepResult(Shown):
         for cell in self._largest(PRINTED_CELLS):
             yield f"{self._with_error(numbers, cell):>7}  {', '.join(self._places(cell))}"
 
-    def _with_error(self, numbers: Numbers, cell: tuple[int, ...], places: int = 2) -> str:
+    def _with_error(self, numbers: Numbers, cell: tuple[int, ...]) -> str:
         """A number of pictures, with its standard error if there are several pairs."""
         spread = self.shown_spread
-        error = "" if spread is None else f"±{decimal(spread[1][cell], places)}"
-        return f"{decimal(numbers[cell], places)}{error}"
+        return f"{decimal(numbers[cell], 2)}{'' if spread is None else f'±{decimal(spread[1][cell], 2)}'}"
 
     def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
-        for name, index in zip(self.over, cell, strict=True):
-            label = self.labels[name][index]
-            token = name in NAMED_BY_TOKEN and not (self.named and name == "position")
-            yield f"{name} {index} {label!r}" if token else f"{name} {label}"
-
-    def _named(self, cell: tuple[int, ...]) -> dict[str, str]:
-        return {name: self.labels[name][index] for name, index in zip(self.over, cell, strict=True)}
+        for name, index, label in zip(self.over, cell, self._labels_of(cell), strict=True):
+            yield f"{name} {index} {label!r}" if self._by_token(name) else f"{name} {label}"
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
@@ -215,15 +207,19 @@ class SweepResult(Shown):
     def view(self) -> View:
         """Heat map with selectors of further axes; if more than 64 neurons, the leading ones."""
         what, numbers = self.shown
-        part = find_leading(numbers, self.over)
-        hover: dict[str, Any] = {self.metric: part.of(self.values)}
-        errors = None
+        entries = pictured_entries(numbers, self.over)
+        part, errors = np.ix_(*entries), None
+        hover: dict[str, Any] = {self.metric: self.values[part]}
         if self.shown_spread is not None:
-            deviation, errors = map(part.of, self.shown_spread)
+            deviation, errors = (one[part] for one in self.shown_spread)
             hover |= {"standard error": errors, "standard deviation": deviation, "n": self.n}
-        cells = HeatMap(part.labels(self.labels), {what: part.of(numbers)}, hover=hover, errors=errors)
-        facts = "; ".join(filter(None, (self.facts(), str(part))))
-        return View(self.title, [cells], about=self.about, facts=facts, meaning=self.meaning)
+        labels, facts = {}, [self.facts()]
+        for name, own, size in zip(self.over, entries, numbers.shape, strict=True):
+            labels[name] = [self.labels[name][i] for i in own]
+            if len(own) < size:
+                facts.append(f"the {len(own)} {name}s with the largest numbers, of {size}")
+        cells = HeatMap(labels, {what: numbers[part]}, hover=hover, errors=errors)
+        return View(self.title, [cells], about=self.about, facts="; ".join(facts), meaning=self.meaning)
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""
@@ -235,57 +231,29 @@ class SweepResult(Shown):
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
         if len(self.over) == 2 and numbers.shape[1] <= (24 if self.shown_spread is None else 12):
-            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=self._above(what))
-            for i, label in enumerate(self.labels[self.over[0]]):
+            rows, columns = (self.labels[name] for name in self.over)
+            table = Table(" / ".join(self.over), *columns, title=escape(f"{self.title}\n{what}"))
+            for i, label in enumerate(rows):
                 table.add_row(label, *(self._with_error(numbers, (i, j)) for j in range(numbers.shape[1])))
             return table
-        title = self._above(f"the {k} cells with the largest effect")
+        title = escape(f"{self.title}\nthe {k} cells with the largest effect")
         several = ("standard deviation", "standard error") if self.n >= TWO else ()
         table = Table(*self.over, f"change of {self.metric}", *several, title=title)
         for cell in self._largest(k):
             spread = (self.std[cell], self.sem[cell]) if several else ()
-            table.add_row(*self._named(cell).values(), *(decimal(one, 4) for one in (self.effect[cell], *spread)))
+            table.add_row(*self._labels_of(cell), *(decimal(one, 4) for one in (self.effect[cell], *spread)))
         return table
 
-    def _above(self, what: str) -> str:
-        """The title of a table: the swept hook point, and its numbers."""
-        return escape(f"{self.title}\n{what}")
+    def _labels_of(self, cell: tuple[int, ...]) -> list[str]:
+        return [self.labels[name][index] for name, index in zip(self.over, cell, strict=True)]
 
 
-@dataclass(frozen=True)
-class Leading:
-    """The entries of each axis that a picture shows: all, and of many neurons the leading ones.
-
-    Attributes:
-        entries: of each axis, ascending.
-        sizes: of each axis in the whole sweep.
-    """
-
-    over: tuple[str, ...]
-    entries: tuple[list[int], ...]
-    sizes: tuple[int, ...]
-
-    def of(self, numbers: Numbers) -> Numbers:
-        """The numbers of these entries."""
-        return numbers[np.ix_(*self.entries)]
-
-    def labels(self, labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """The names of these entries."""
-        return {name: [labels[name][i] for i in own] for name, own in zip(self.over, self.entries, strict=True)}
-
-    def __str__(self) -> str:
-        axes = [*zip(self.over, map(len, self.entries), self.sizes, strict=True)]
-        return "; ".join(f"the {n} {name}s with the largest numbers, of {size}" for name, n, size in axes if n < size)
-
-
-def find_leading(numbers: Numbers, over: Sequence[str]) -> Leading:
-    """Choose the entries that a picture shows; the axes of `numbers` are in the order of `over`."""
-    entries = []
-    for axis, (name, size) in enumerate(zip(over, numbers.shape, strict=True)):
-        shown = np.arange(size)
-        if name == "neuron" and size > PICTURED_NEURONS:
+def pictured_entries(numbers: Numbers, over: Sequence[str]) -> list[list[int]]:
+    """Choose the entries of each axis that a picture shows, ascending: all, and of many neurons the leading ones."""
+    entries = [[*range(size)] for size in numbers.shape]
+    for axis, name in enumerate(over):
+        if name == "neuron" and numbers.shape[axis] > PICTURED_NEURONS:
             others = tuple(other for other in range(numbers.ndim) if other != axis)
             largest = np.abs(np.nan_to_num(numbers)).max(axis=others)
-            shown = np.sort(np.argsort(-largest, kind="stable")[:PICTURED_NEURONS])
-        entries.append(shown.tolist())
-    return Leading(tuple(over), tuple(entries), numbers.shape)
+            entries[axis] = sorted(np.argsort(-largest, kind="stable")[:PICTURED_NEURONS].tolist())
+    return entries

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +19,26 @@ from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.comparison import Pair, Pairs
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import Metric
-from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts, first_difference
+from mionnx.analysis.sweep.patched_runs import Cells, PatchedRuns, Shortcuts, first_difference
 from mionnx.analysis.sweep.path_runs import PathPatchedRuns, written
-from mionnx.analysis.sweep.progress_file import ProgressFile, key_of
 from mionnx.analysis.sweep.receivers import Receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
-from mionnx.machine.cache_entry import SWEEPS
+from mionnx.machine.cache_entry import SWEEP_MARK, SWEEPS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.progress import Progress, shown, silent
+from mionnx.machine.tensor_file import read_tensors, write_tensors
 from mionnx.run.find_model import cache_folder
 from mionnx.run.runner import Runner
-from mionnx.run.segments import Segments
+from mionnx.run.segments import Arrays, Segments
 
-Donors = Callable[[CleanRun], dict[str, NDArray[Any]]]
-FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
+Numbers = NDArray[np.float64]
+Donors = Callable[[CleanRun], Arrays]
 Before = Callable[["Sweep"], None]
+FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
+EVERY = 5.0  # seconds between two writes of computed cells
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +46,7 @@ class SweepEstimate(Brief):
     """Approximate cost of a sweep.
 
     Attributes:
-        cells: numbers in the result, over all prompts.
+        cells: numbers of the result, over all prompts.
         computed: cells that can differ from the run without a patch, by the first prompt, and that no file holds yet.
         calls: batches.
         seconds: by the speed of a small trial.
@@ -63,7 +66,6 @@ class SweepSetting:
 
     Attributes:
         title: the method, for pictures: "Path patching".
-        shortcuts: how cells are computed.
         donors: make the values that replace the base's; None for those of the other run.
         kind: part of the key of a file to resume from: "patch", "zero", "mean 3f2a..".
         receivers: of path patching; None where everything reads the change.
@@ -79,11 +81,10 @@ class SweepSetting:
     @property
     def hooks(self) -> list[str]:
         """The hook points whose values are needed from the runs without patches."""
-        points = [HookPoint.parse(self.grid.hook(layer)) for layer in self.grid.layers]
-        names = [point.name for point in points]
+        names = [self.grid.hook(layer) for layer in self.grid.layers]
         if self.receivers is not None:
-            ways = [(written(point.variant, self.receivers.parallel)[0], point.layer) for point in points]
-            names += [str(getattr(HookPoint, way)(layer)) for way, layer in ways if way is not None]
+            way, _ = written(HookPoint.parse(names[0]).variant, self.receivers.parallel)
+            names += [str(getattr(HookPoint, way)(layer)) for layer in self.grid.layers if way is not None]
         return list(dict.fromkeys(names))
 
 
@@ -91,8 +92,6 @@ class Sweep:
     """A sweep that is ready to run.
 
     Attributes:
-        graphs: those of the model's layers.
-        compared: its prompts, its metric and what is put where.
         file: stores computed cells, and is continued if it exists; None for neither.
         resume_key: a name for a metric that is a function, in that file.
     """
@@ -102,35 +101,26 @@ class Sweep:
 
     def __init__(self, model: Runner, compared: Pairs, setting: SweepSetting) -> None:
         self.model, self.graphs, self.compared, self.setting = model, model.opened(Segments.of_sweep), compared, setting
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """Its prompts."""
-        return self.compared.pairs
+        self.pairs = compared.pairs
 
     @property
     def key(self) -> str:
-        """The hash of everything that the values depend on.
-
-        Raises:
-            InputError: a metric that is a function and has no `resume_key`.
-        """
+        """The hash of everything that the values depend on, SHA-256."""
         setting, metadata = self.setting, self.model.hooked.metadata
         specs = [pair.corruption.spec.sha256 for pair in self.pairs if pair.corruption is not None]
-        return key_of(
-            {
-                "format": FORMAT,
-                "model": [metadata.family, metadata.dtype, self.model.hooked.weights_sha256],
-                "prompts": [
-                    [ids if ids is None else ids.tolist() for ids in (pair.base, pair.other)] for pair in self.pairs
-                ],
-                "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
-                "metric": self.compared.metric.identity(self.resume_key),
-                "how": [self.compared.patching, setting.kind, repr(setting.receivers)],
-                **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
-                **({"specs": specs} if specs else {}),
-            }
-        )
+        facts = {
+            "format": FORMAT,
+            "model": [metadata.family, metadata.dtype, self.model.hooked.weights_sha256],
+            "prompts": [
+                [ids if ids is None else ids.tolist() for ids in (pair.base, pair.other)] for pair in self.pairs
+            ],
+            "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
+            "metric": self.compared.metric.identity(self.resume_key),
+            "how": [self.compared.patching, setting.kind, repr(setting.receivers)],
+            **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
+            **({"specs": specs} if specs else {}),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def estimate(self) -> SweepEstimate:
         """Estimate time and memory by the first prompt and a trial of one layer."""
@@ -152,37 +142,38 @@ class Sweep:
         return ProgressFile(shape) if self.file is None else ProgressFile(shape, self.key, self.file)
 
     def run(self, progress: Progress = silent) -> SweepResult:
-        """Compute all cells; `progress` is called as (stage, cells done, cells).
-
-        Raises:
-            InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
-        """
+        """Compute all cells; `progress` is called as (stage, cells done, cells)."""
         begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.pairs)
-        stored, unpatched = self._stored(), np.empty((2, len(self.pairs)))
-        without_effect = 0
+        stored, unpatched, idle = self._stored(), np.empty((2, len(self.pairs))), np.zeros(len(self.pairs))
+
+        def report() -> None:
+            progress("cells", total - int(np.isnan(stored.values).sum()), total)
+
         try:
             for pair in range(len(self.pairs)):
-                runs, metric, unpatched[:, pair] = self._first if pair == 0 else self._prepare(pair)
-                idle = np.flatnonzero(~runs.effective_cells())
-                without_effect += len(idle)
-                stored.store(pair, idle, np.full(len(idle), unpatched[0, pair]))
-
-                def done(cells: NDArray[np.int64], values: NDArray[np.float64], pair: int = pair) -> None:
-                    stored.store(pair, cells, values)
-                    progress("cells", total - int(np.isnan(stored.values).sum()), total)
-
-                runs.run(stored.missing(pair), metric, done)
+                store, missing = partial(stored.store, pair), stored.missing(pair)
+                _, unpatched[:, pair], idle[pair] = self.compute_pair(pair, missing, store, report)
         finally:
             stored.write()
-        cost = {"cells": float(total), "without effect": float(without_effect), "seconds": time.perf_counter() - begin}
+        cost = {"cells": float(total), "without effect": float(idle.sum()), "seconds": time.perf_counter() - begin}
         return self.result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
 
-    def compute(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
+    def compute(self, cells: Cells) -> Numbers:
         """Compute some cells alone, by their numbers: the metric at each, [pairs, cells]."""
         return np.stack([self.compute_pair(pair, cells)[0] for pair in range(len(self.pairs))])
 
-    def compute_pair(self, pair: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.float64], tuple[float, float], int]:
-        """Compute some cells of one pair alone, by their numbers.
+    def compute_pair(
+        self,
+        pair: int,
+        cells: Cells,
+        store: Callable[[Cells, Numbers], None] = lambda cells, values: None,
+        report: Callable[[], None] = lambda: None,
+    ) -> tuple[Numbers, tuple[float, float], int]:
+        """Compute some cells of one pair, by their numbers.
+
+        Args:
+            store: takes the cells without effect, then those of each batch, and their values.
+            report: called after each batch.
 
         Returns:
             the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
@@ -191,20 +182,19 @@ class Sweep:
         runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
         effective = runs.effective_cells()
         by_cell = np.full(self.setting.grid.cells, unpatched[0])
+        idle = cells[~effective[cells]]
+        store(idle, by_cell[idle])
 
-        def done(some: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-            by_cell[some] = values
+        def done(batch: Cells, values: Numbers) -> None:
+            by_cell[batch] = values
+            store(batch, values)
+            report()
 
         runs.run(cells[effective[cells]], metric, done)
         return by_cell[cells], unpatched, int((~effective).sum())
 
-    def result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
-        """The result of some numbers.
-
-        Args:
-            by_pair: the metric at every cell, [pairs, ...].
-            bases: the metric of the run that is patched and of the one patched in, [2, pairs].
-        """
+    def result(self, by_pair: Numbers, bases: Numbers, cost: dict[str, float]) -> SweepResult:
+        """The result of the metric at every cell, [pairs, ...], and of both runs without a patch, [2, pairs]."""
         compared, grid, repeats = self.compared, self.setting.grid, self.compared.repeats
         if 1 < repeats < len(by_pair):  # draws of one prompt are no independent pairs
             by_pair = by_pair.reshape(-1, repeats, *by_pair.shape[1:]).mean(axis=1)
@@ -273,19 +263,21 @@ def run_sweep(
     """Run a sweep with progress and a file to resume from; see `patch_sweep`."""
     sweep.resume_key = resume_key
     sweep.file = _progress_file(sweep, resume)
-    temporary = sweep.file if resume is True else None
     if before is not None:
         before(sweep)
+    keep = True  # an interruption is no `Exception`, and leaves its file
     try:
         with shown(progress) as show:
             result = sweep.run(show)
-    except Exception:  # an interruption is none: its file stays
-        _delete(temporary)
+        keep = False
+        return result
+    except Exception:
+        keep = False
         raise
     finally:
         sweep.model.give_back(later=True)
-    _delete(temporary)
-    return result
+        if resume is True and sweep.file is not None and not keep:
+            sweep.file.unlink(missing_ok=True)
 
 
 def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
@@ -310,6 +302,47 @@ def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
     return file
 
 
-def _delete(path: Path | None) -> None:
-    if path is not None:
-        path.unlink(missing_ok=True)
+class ProgressFile:
+    """Computed cells in memory, and in a file if a path is given, from which an interrupted sweep continues.
+
+    The file is safetensors with a checksum (`mionnx.machine.tensor_file`): `values`, and in its metadata the sweep's
+    `key`. A damaged file is refused, and never changes a result.
+
+    Attributes:
+        values: [pairs, cells] float64, NaN for cells that are not computed yet.
+    """
+
+    def __init__(self, shape: tuple[int, int], key: str = "", path: Path | None = None) -> None:
+        self.values = np.full(shape, np.nan)
+        self.key, self.path, self._last_write = key, path, time.monotonic()
+        if path is not None and path.exists():
+            self.values = self._read(path)
+
+    def _read(self, path: Path) -> Numbers:
+        why = f"cannot resume from {path}: it is no file of a sweep"
+        try:
+            metadata, tensors = read_tensors(path, why, InputError)
+        except InputError as error:
+            raise InputError(f"{error}; delete it, and the sweep begins anew") from error
+        values = tensors.get("values")
+        if metadata.get(SWEEP_MARK) != self.key or values is None or values.shape != self.values.shape:
+            raise InputError(
+                f"cannot resume from {path}: it belongs to another sweep (other prompts, model, hook, metric or cells)"
+            )
+        return values
+
+    def store(self, pair: int, cells: Cells, values: Numbers) -> None:
+        """Store computed cells; write the file at most every 5 s."""
+        self.values[pair, cells] = values
+        if time.monotonic() - self._last_write > EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file, if a path was given."""
+        if self.path is not None:
+            write_tensors(self.path, {"values": self.values}, {SWEEP_MARK: self.key})
+            self._last_write = time.monotonic()
+
+    def missing(self, pair: int) -> Cells:
+        """The cells of a pair that are not computed yet."""
+        return np.flatnonzero(np.isnan(self.values[pair]))

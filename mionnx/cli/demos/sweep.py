@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from rich.console import Console
 
-from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
+from mionnx.analysis.gradients.attribute_patch import AttributedSweep
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax

@@ -14,11 +14,11 @@ from stream_oracle import Stream
 
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, ModelError
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.linear_norm import linearise
 from mionnx.analysis.attribution.linear_parts import (
     LinearParts,
     final_norm,
     input_norm,
+    linearise,
     output_norms,
 )
 

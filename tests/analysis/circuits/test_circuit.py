@@ -89,8 +89,8 @@ def test_pairs_are_averaged(shipped):
 def test_few_rows_at_a_time_give_the_same(shipped, monkeypatch):
     whole = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])
     monkeypatch.setattr("mionnx.analysis.circuits.parts.CALL_TOKENS", 40)
-    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.CALL_TOKENS", 40)
-    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.WIDE", 200)
+    monkeypatch.setattr("mionnx.analysis.circuits.edge_attribution.CALL_TOKENS", 40)
+    monkeypatch.setattr("mionnx.analysis.circuits.edge_attribution.WIDE", 200)
     monkeypatch.setattr("mionnx.analysis.circuits.circuit.circuits_at_once", lambda *_: 2)
     few = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])
     np.testing.assert_allclose(few.attribution.scores, whole.attribution.scores, atol=1e-4)

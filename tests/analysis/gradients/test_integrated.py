@@ -69,7 +69,7 @@ def test_what_cannot_be_attributed_is_refused(shipped):
             HookError,
             lambda: shipped.gradient_times_input(PROMPT, SCORES),
         ),
-        "3 tokens for 1 texts": (GradientError, lambda: shipped.gradient_times_input(PROMPT, answer=[1, 2, 3])),
+        "3 tokens for 1 prompts": (InputError, lambda: shipped.gradient_times_input(PROMPT, answer=[1, 2, 3])),
     }
     for message, (error, call) in cases.items():
         with pytest.raises(error, match=message):

@@ -390,7 +390,7 @@ def test_what_cannot_steer_is_refused(model, directions):
     for bisect in (0, -1, 1e-9, np.nan):
         with pytest.raises(InputError, match="bisect"):
             model.dose_response(PROMPT, directions[2], [0, 1], bisect=bisect)
-    with pytest.raises(InputError, match="2 targets for 1"):
+    with pytest.raises(InputError, match="target= has 2 tokens for 1"):
         model.dose_response(PROMPT, directions[2], [1], target=["Paris", "Berlin"])
     with pytest.raises(InterventionError, match="position 9"):
         model.dose_response(PROMPT, directions[2], [1], positions=9)

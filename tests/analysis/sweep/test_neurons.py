@@ -6,7 +6,7 @@ import torch
 from scipy.special import log_softmax
 from sweep_pairs import SEQ, difference, prompts
 
-from mionnx.analysis.sweep.result import PICTURED_NEURONS, find_leading
+from mionnx.analysis.sweep.result import PICTURED_NEURONS, pictured_entries
 from mionnx.errors import InputError
 
 DOWN = {"gpt2": "transformer.h.{}.mlp.c_proj", "llama": "model.layers.{}.mlp.down_proj"}
@@ -88,7 +88,7 @@ def test_pictures_show_the_leading_neurons(shipped, chromium, tmp_path):
     prompt = "The capital of France is"
     found = shipped.ablation_sweep(prompt, "mlp.hook_act", OVER, "log_probability", layers=[0], answer="Paris")
     assert found.values.shape == (1, 352)
-    kept = [int(label) for label in find_leading(found.effect, OVER).labels(found.labels)["neuron"]]
+    kept = pictured_entries(found.effect, OVER)[1]
     assert {*kept} == {*np.argsort(-np.abs(found.effect[0]))[:PICTURED_NEURONS].tolist()}
     assert kept == sorted(kept)
     page = chromium(found.save(tmp_path / "neurons.html"))

@@ -135,9 +135,9 @@ def test_an_interrupted_command_keeps_what_it_has(tmp_path, monkeypatch):
         "import signal, sys, time; from mionnx.analysis.sweep import patched_runs as engine\n"
         "from mionnx.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
-        "real = engine.PatchedRuns._next_batch\n"
-        "def slow(self, waiting):\n    print('chunk', flush=True); time.sleep(1); return real(self, waiting)[:1]\n"
-        "engine.PatchedRuns._next_batch = slow\n"
+        "def slow(self, cells):\n"
+        "    for cell in cells:\n        print('chunk', flush=True); time.sleep(1); yield cell.reshape(1), 0\n"
+        "engine.PatchedRuns.batches = slow\n"
         f"sys.argv = ['mionnx', 'sweep', {str(LLAMA)!r}, {FRANCE!r}, {GERMANY!r}, '--json']\ncli.main()"
     )
     running = subprocess.Popen(
