@@ -114,8 +114,7 @@ class Options:
             is tried beside the hooked one at the first call of a kind, once for all processes. Without, all specs
             compute in the same standard nodes, and a capture changes no bit of the logits.
         accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits, which
-            is faster; rows of a padded batch then differ by as much as the rounding costs (`mionnx.run.accuracy`).
-            None: as the file says.
+            is faster; rows of a padded batch then differ by as much as the rounding costs. None: as the file says.
     """
 
     provider: str = "cpu"

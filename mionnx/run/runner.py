@@ -18,13 +18,13 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, make_token_batch
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.run import accuracy, find_model, model_dtype, spec_graphs, tokenizing
+from mionnx.run import find_model, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass
 from mionnx.run.forward_pass import run_pass
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.open_model import OpenModel
+from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
 from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -115,14 +115,14 @@ class Runner(OpenModel):
             accuracy_level=accuracy_level,
         )
         model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
-        accuracy.refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
+        refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
         opener = ready_engine(options)
         lacking, where = opener.lacks(options), opener.title(options)
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
         model_dtype.refuse_other(hooked, dtype)
-        accuracy.warn_of_dynamic_rounding(hooked)
+        warn_of_dynamic_rounding(hooked)
         model = cls(hooked, options)
         model.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
         return model

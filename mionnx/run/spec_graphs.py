@@ -11,7 +11,8 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.call_graph import bind_pass, open_call
-from mionnx.run.open_graphs import NODE, SESSION, OpenGraph, OpenGraphs
+from mionnx.run.graph_memory import NODE, PAUSE, SESSION, idle_limit
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import pass_bytes
 from mionnx.spec.hook_spec import HookSpec
@@ -131,5 +132,7 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
         model.give_back()
     """
     parts = [getattr(part, "variants", None) for part in model.parts]
-    pools = [model.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
-    model.idle.give_back(pools, later=later)
+    allowed = idle_limit(model.variants.weights)
+    for pool in (model.variants, *(part for part in parts if isinstance(part, OpenGraphs))):
+        pool.close_idle(allowed)
+    model.idle.release(allowed, model.variants.engine.release, PAUSE if later else 0.0)
