@@ -1,4 +1,11 @@
-"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on."""
+"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on; decoding in such calls.
+
+1. The past of a `RollingCache` has a fixed number of columns and is filled from the right: the columns to the left of
+   the text are padding, which the attention mask hides. What is added at the right pushes the leftmost column out.
+2. A step is two graphs: the model's reads the past and writes it, one column longer; the other moves all but the first
+   column back to where the past is read.
+3. Keys are rotated by their positions, not by their columns; causal and windowed masks count columns from the right.
+"""
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -6,11 +13,21 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
+from onnx import helper
 
-from mionnx.engine.device import CPU, Device, copied, empty, fetch, put, run_at, run_options
+from mionnx.engine.device import CPU, Device, copied, empty, fetch, model_bytes, put, run_at, run_options
 from mionnx.errors import ModelError
+
+PAST_AXIS = 2  # the axis of keys and values, [batch, heads, columns, width]
+FIRST = 1  # id of the only CUDA graph of the session that moves columns
+
+
+def shapes_of(outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> tuple[Any, ...]:
+    """What calls of one CUDA graph have in common: names, shapes and dtypes."""
+    return (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in feeds.items()))
 
 
 class CudaGraphs:
@@ -38,9 +55,8 @@ class CudaGraphs:
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         """Replay a call, or record it first; results are arrays."""
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
         with self._alone:
-            return self._replayed(key, outputs, arrays)
+            return self._replayed(shapes_of(outputs, arrays), outputs, arrays)
 
     def _replayed(
         self, key: Any, outputs: Sequence[str], arrays: Mapping[str, NDArray[Any]]
@@ -99,3 +115,69 @@ class Replay:
                 copied(put(array, CPU), self.place, self.inputs[name])
             else:
                 self.inputs[name].update_inplace(np.asarray(array, order="C"))
+
+
+class RollingCache:
+    """A program with a past of a fixed number of columns; see `Program.rolling`.
+
+    Attributes:
+        free: its program's caches of this shape that no generation uses.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        outputs: Sequence[str],
+        feeds: Mapping[str, NDArray[Any]],
+        present: Mapping[str, str],
+        place: Device,
+        number: int,
+        free: list["RollingCache"],
+    ) -> None:
+        self.place, self.present, self.free = place, present, free
+        self.replay = Replay(session, outputs, feeds, place, number)
+        self.mover = _mover({self.replay.outputs[name].element_type() for name in present}, len(present), place)
+        self.moves = self.mover.io_binding()
+        for i, (output, name) in enumerate(present.items()):
+            self.moves.bind_ortvalue_input(f"long.{i}", self.replay.outputs[output])
+            self.moves.bind_ortvalue_output(f"short.{i}", self.replay.inputs[name])
+
+    def step(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Run one step: output -> array, without the past."""
+        names = [name for name in self.replay.outputs if name not in self.present]
+        results = self.replay.run(feeds, names)
+        self.mover.run_with_iobinding(self.moves, run_options(str(FIRST)))
+        return results
+
+    def past(self, columns: int) -> dict[str, NDArray[Any]]:
+        """The last columns of the past: input -> array."""
+        arrays = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
+        return {name: array[:, :, array.shape[PAST_AXIS] - columns :].copy() for name, array in arrays.items()}
+
+
+def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
+    """Keys or values [batch, heads, columns so far, width] with zeros to the left of them."""
+    shape = list(array.shape)
+    shape[PAST_AXIS] = columns
+    wide = np.zeros(shape, array.dtype)
+    wide[:, :, columns - array.shape[PAST_AXIS] :] = array
+    return wide
+
+
+def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceSession:
+    """A session that gives each of its inputs without the first column."""
+    (kind,) = kinds
+    long, short = (
+        [helper.make_tensor_value_info(f"{name}.{i}", kind, [None] * 4) for i in range(count)]
+        for name in ("long", "short")
+    )
+    nodes = [helper.make_node("Slice", [f"long.{i}", "one", "end", "axis"], [f"short.{i}"]) for i in range(count)]
+    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": PAST_AXIS}
+    constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in numbers.items()]
+    graph = helper.make_graph(nodes, "move", long, short, constants)
+    provider: Any = "CPUExecutionProvider"
+    if place != CPU:
+        provider = ("CUDAExecutionProvider", {"device_id": str(place[1]), "enable_cuda_graph": "1"})
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    return onnxruntime.InferenceSession(model_bytes(graph), settings, providers=[provider], enable_fallback=0)

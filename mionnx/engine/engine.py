@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
+from mionnx.graph import onnx_file
 from mionnx.machine import memory
 
 Arrays = dict[str, NDArray[Any]]
@@ -171,20 +172,18 @@ class Engine(ABC):
             program.close()
 
 
-def numpy_dtype(element_type: int) -> "np.dtype[Any]":
-    """The numpy dtype of ONNX's number for one."""
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
+def graph_of(model: Path | bytes) -> onnx.ModelProto:
+    """A model that an engine is to open, parsed."""
+    return onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
 
 
 def inputs_of(model: onnx.ModelProto) -> dict[str, Input]:
     """The inputs of a graph, read from the graph itself."""
     defaults = {tensor.name for tensor in model.graph.initializer}
-    tensors = {value.name: value.type.tensor_type for value in model.graph.input}
-    return {
-        name: Input(
-            numpy_dtype(tensor.elem_type),
-            len(tensor.shape.dim) if tensor.HasField("shape") else None,
-            name in defaults,
-        )
-        for name, tensor in tensors.items()
-    }
+    inputs = {}
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        rank = len(tensor.shape.dim) if tensor.HasField("shape") else None
+        inputs[value.name] = Input(dtype, rank, value.name in defaults)
+    return inputs

@@ -17,12 +17,12 @@ import onnxruntime
 
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
+from mionnx.engine.engine import graph_of
 from mionnx.engine.halved_products import HALVES_PREFIX
 from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
 from mionnx.errors import ModelError, RuntimeMissingError
-from mionnx.graph import onnx_file
 
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
 UNSTABLE_FUSIONS = (
@@ -55,7 +55,7 @@ def open_session(
         if isinstance(merged, bytes) and HALVES_PREFIX.encode() in merged:  # which folding computes once
             without = [one for one in without if one != FOLDING]
         return _session(merged if isinstance(merged, bytes) else str(merged), folder, settings, options, without)
-    proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+    proto = graph_of(model)
     if options.provider_name() == PROVIDERS["cuda"]:
         load_cuda()
         move_positions(proto)

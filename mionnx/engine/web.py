@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.engine import Arrays, Engine, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -48,11 +48,9 @@ class WebProgram(Program):
         _ask(self.native, {"open": str(file)})
 
     def close(self) -> None:
-        """End the process."""
         self._finalizer()
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
         with self._alone:
             return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
@@ -73,7 +71,6 @@ class Web(Engine):
     name = "onnxruntime-web"
 
     def missing(self, options: Options) -> str | None:
-        """Whether Node and onnxruntime-web are there."""
         if shutil.which("node") is None:
             return "Node is not installed: install Node 20, then `npm install onnxruntime-web`"
         if node_folder() is None:
@@ -84,11 +81,9 @@ class Web(Engine):
         return None
 
     def lacks(self, options: Options) -> tuple[str, ...]:
-        """bfloat16, which a browser has no arrays of."""
-        return ("bfloat16",)
+        return ("bfloat16",)  # a browser has no arrays of it
 
     def facts(self, options: Options) -> dict[str, str]:
-        """Versions of onnxruntime-web and of Node."""
         node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()
         package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
         return {"onnxruntime-web": package["version"], "node": node, "threads": "1"}
@@ -96,8 +91,7 @@ class Web(Engine):
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> WebProgram:
-        """See `Engine.open`."""
-        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        proto = graph_of(model)
         onnx_file.embed(proto, folder)
         return WebProgram(proto)
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
+from mionnx.engine.cuda_graphs import padded
 from mionnx.engine.engine import Program
-from mionnx.engine.rolling_cache import padded
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel

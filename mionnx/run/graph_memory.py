@@ -5,7 +5,7 @@
 2. When an analysis ends, graphs that no call has used since the last one ended are closed, until all of a pool take at
    most an eighth of the weights' size.
 3. Memory that freed activations leave behind in the engine's arena and in the C library is returned then, if the
-   process has grown by more than that eighth, once no graph has been used for `PAUSE` seconds.
+   process has grown by more than that eighth, once no graph has been used for two seconds.
 
 Pages of mapped weight files stay: the system takes them back where memory is short.
 """
@@ -111,11 +111,11 @@ class IdleMemory:
         self._lock, self._since = RLock(), 0.0
         self._timer: Timer | None = None
 
-    def release(self, allowed: int, release: Callable[[], None], pause: float = 0.0) -> None:
+    def release(self, allowed: int, release: Callable[[], None], later: bool = False) -> None:
         """Return memory of no file if the process has grown by more than the bytes allowed.
 
         Args:
-            pause: seconds without a use of a graph, in this process, that are waited for in another thread.
+            later: wait, in another thread, for a pause in which no graph of this process is used.
         """
         with self._lock:
             waited = 0.0 if self._timer is None else time.monotonic() - self._since
@@ -125,24 +125,24 @@ class IdleMemory:
             now = memory.anonymous()
             if now > self._least + allowed:
                 # The next analysis takes what the last one took: returned in between, it would be fetched again.
-                if pause and waited < LONGEST_WAIT:
+                if later and waited < LONGEST_WAIT:
                     self._since = time.monotonic() - waited
-                    self._wait(allowed, release, pause)
+                    self._wait(allowed, release)
                     return
                 release()
                 self._least = memory.anonymous()
             else:
                 self._least = min(self._least, now)
 
-    def _wait(self, allowed: int, release: Callable[[], None], pause: float) -> None:
+    def _wait(self, allowed: int, release: Callable[[], None]) -> None:
         """Release after a pause; where a graph was used meanwhile, after another one."""
         before = _uses[0]
 
         def end() -> None:
             with self._lock:
                 if self._timer is timer:  # else something else was begun
-                    self.release(allowed, release, pause if _uses[0] != before else 0.0)
+                    self.release(allowed, release, later=_uses[0] != before)
 
-        self._timer = timer = Timer(pause, end)
+        self._timer = timer = Timer(PAUSE, end)
         timer.daemon = True
         timer.start()

@@ -11,7 +11,7 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.call_graph import bind_pass, open_call
-from mionnx.run.graph_memory import NODE, PAUSE, SESSION, idle_limit
+from mionnx.run.graph_memory import NODE, SESSION, idle_limit
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import pass_bytes
@@ -135,4 +135,4 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
     allowed = idle_limit(model.variants.weights)
     for pool in (model.variants, *(part for part in parts if isinstance(part, OpenGraphs))):
         pool.close_idle(allowed)
-    model.idle.release(allowed, model.variants.engine.release, PAUSE if later else 0.0)
+    model.idle.release(allowed, model.variants.engine.release, later)

@@ -159,9 +159,9 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
         held[0] = 100
 
     held[0] = 1000
-    idle.release(10_000, release, 2)
+    idle.release(10_000, release, later=True)
     assert not waiting, "less was added than is allowed"
-    idle.release(10, release, 2)
+    idle.release(10, release, later=True)
     model.forward([3, 4])
     waiting[0]()
     assert (len(waiting), released) == (2, []), "a graph was used meanwhile: another pause"
@@ -170,12 +170,12 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     waiting[1]()
     assert released == [1000]
     held[0] = 2000
-    idle.release(10, release, 2)
+    idle.release(10, release, later=True)
     idle.release(10, release)
     assert released == [1000, 2000], "at once where it is asked for"
     waiting[2]()
     assert released == [1000, 2000], "and once"
     held[0] = 3000
     monkeypatch.setattr("mionnx.run.graph_memory.LONGEST_WAIT", 0)
-    idle.release(10, release, 2)
+    idle.release(10, release, later=True)
     assert released == [1000, 2000, 3000], "it does not wait for ever"
