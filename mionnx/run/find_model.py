@@ -24,8 +24,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
-from mionnx.run.hub import download, download_file
-from mionnx.run.hub_files import names_file
+from mionnx.run.hub import download, download_file, names_file
 from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
 from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped

@@ -1,29 +1,91 @@
-"""`forward_batches`: a forward pass over a list of prompts, in batches of like length."""
+"""`run_pass`: one forward pass; `forward_batches`: that over a list of prompts, in batches of like length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.logit_selection import Logits
+from mionnx.bind.metric_inputs import Feeds, metric_inputs, seed_inputs, with_ids
 from mionnx.bind.spec_rows import SpecRows, differs_by_row
+from mionnx.graph.axes import dynamic_sizes, shape_of
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, in_batches
-from mionnx.run.call_graph import bind_pass
-from mionnx.run.forward_pass import metric_feeds, run_pass
-from mionnx.run.hook_cache import HookCache
+from mionnx.rewrite.plan import METRIC_WEIGHTS
+from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, fitting, in_batches, refuse_all, refuse_too_large
+from mionnx.run.call_graph import bind_pass, open_call
+from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_caches import joined, rows_of
+from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
-from mionnx.run.pass_memory import fitting, refuse_all
+from mionnx.run.other_spelling import has_text, warn_of_spellings
+from mionnx.run.tokenizing import check_token, token_id
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import MetricSpec
 
 T = TypeVar("T")
+
+
+def run_pass(
+    model: OpenModel,
+    bound: BoundSpec,
+    batch: TokenBatch,
+    past: Past | None,
+    *,
+    use_cache: bool,
+    logits: bool,
+    effective: bool = False,
+) -> HookCache:
+    """Run a bound spec on one token batch.
+
+    Args:
+        effective: whether the interventions are known to have an effect.
+    """
+
+    def again(spec: HookSpec) -> HookCache:
+        captured = bind_pass(model.binder, spec, logits=False, use_cache=False)
+        return run_pass(model, captured, batch, past, use_cache=False, logits=False)
+
+    refuse_too_large(bound, batch, use_cache)
+    bound = bound.on(batch)
+    feeds = metric_feeds(model, bound, batch)
+    inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
+    names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
+    results = open_call(model.variants, bound, batch, names).run(names, inputs)
+    if logits:
+        results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
+        _look_at_spelling(model, bound.spec.metric, feeds, results["logits"])
+    return collect(bound, batch, results, use_cache)
+
+
+def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds:
+    """Make the inputs of a bound spec's metric; none if it has none."""
+    metric = bound.spec.metric
+    if metric is None:
+        return {}
+    if metric.of is not None:
+        sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+        point = HookPoint.parse(metric.of)
+        return seed_inputs(metric, shape_of(bound.hooks.dims(point), sizes), bound.hooks.axes(point), batch)
+    metric = with_ids(metric, partial(token_id, model), partial(check_token, model))
+    return metric_inputs(metric, batch, bound.logits, bound.model.metadata.sizes)
+
+
+def _look_at_spelling(model: OpenModel, metric: MetricSpec | None, feeds: Feeds, logits: Any) -> None:
+    """Warn where the model gives more to another spelling of a metric's tokens."""
+    if metric is None or METRIC_WEIGHTS not in feeds or not has_text(tokens := (metric.answer, metric.versus)):
+        return
+    places = feeds[METRIC_WEIGHTS].argmax(axis=1)
+    read = np.asarray(logits)[np.arange(len(places)), places]
+    warn_of_spellings(model, dict(zip(("answer", "versus"), tokens, strict=True)), read)
 
 
 def takes_padding(model: HookedModel) -> bool:

@@ -27,15 +27,13 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.batching import AUTO, BatchSize, check_batch_size, in_batches
-from mionnx.run.decoding import GrowingTexts, Growth, Passes, StepFunctions, check_steps
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size, fitting, in_batches
+from mionnx.run.decoding import Passes, check_steps
 from mionnx.run.forward_batches import in_one_pass, takes_padding
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_functions import HookFunctions
-from mionnx.run.pass_memory import fitting
+from mionnx.run.hook_functions import HookFunctions, StepFunctions
 from mionnx.run.runner import Runner
-from mionnx.run.sampling import Sampling, refuse_seed
-from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
+from mionnx.run.sampling import GrowingTexts, Growth, Sampling, Stopping, refuse_seed, refuse_too_long, stop_texts
 from mionnx.run.streamer import Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec

@@ -12,7 +12,6 @@ from typing import Any
 from mionnx.errors import ModelError, nearest
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, silent
-from mionnx.run.hub_files import below
 
 GATED = (401, 403)  # statuses of HTTP: no token, or one without access
 LONGEST_MESSAGE = 200  # letters of another library's message
@@ -196,3 +195,8 @@ def _first_line(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0][:LONGEST_MESSAGE]
+
+
+def below(folder: str, names: Iterable[str]) -> list[str]:
+    """The paths of a folder's files, from that folder."""
+    return [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")] if folder else [*names]

@@ -21,8 +21,7 @@ from mionnx.machine.typed import typed
 from mionnx.run import find_model, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
-from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass
-from mionnx.run.forward_pass import run_pass
+from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
 from mionnx.run.repository import Version

@@ -10,11 +10,11 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.batching import pass_bytes
 from mionnx.run.call_graph import bind_pass, open_call
 from mionnx.run.graph_memory import NODE, SESSION, idle_limit
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.open_model import OpenModel
-from mionnx.run.pass_memory import pass_bytes
 from mionnx.spec.hook_spec import HookSpec
 
 SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
