@@ -1,4 +1,4 @@
-"""`Passes`: the passes of a generation through the graph; `GrowingTexts`: its rows of text while they grow."""
+"""`Passes`: the passes of a generation through the graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import StepFunctions
 from mionnx.run.open_graphs import OpenGraphs
 from mionnx.run.sampling import GrowingTexts
-from mionnx.run.segment_chain import SegmentChain
 
 ROUND = 64  # columns of keys, past and new, are a multiple of this where steps have one shape
 
@@ -45,8 +44,8 @@ class Passes:
         """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
-        cuts, logits = () if functions is None else functions.names, HookPoint.Logits
-        all_logits = keeps_logits or bound.touches(logits) or logits.name in cuts
+        cut = functions is not None and HookPoint.Logits.name in functions.names
+        all_logits = keeps_logits or bound.touches(HookPoint.Logits) or cut
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
         refuse_too_large(self.bound, batch, use_cache=True)
         self.batch, self.keeps_logits = batch, keeps_logits
@@ -55,8 +54,8 @@ class Passes:
             self.program = program = graph.program
             self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
         else:
-            chain = graphs.chain(self.bound.plan, functions.names)
-            self.weights, self.run = bound.weights, partial(self._segments, chain, functions)
+            self.chain = graphs.chain(self.bound.plan, functions.names)
+            self.weights, self.run = bound.weights, self._run_chain
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)
         self.steady: dict[str, NDArray[Any]] | None = None
@@ -92,10 +91,9 @@ class Passes:
             self.caches.append(HookCache(logits if self.keeps_logits else None, captured, num_layers=layers))
         return logits[:, -1]
 
-    def _segments(
-        self, chain: SegmentChain, functions: StepFunctions, outputs: Sequence[str], inputs: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        return chain.run({*outputs}, inputs, partial(functions.call, self.bound.model, self.batch, self.step))
+    def _run_chain(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.functions is not None
+        return self.chain.run(outputs, feeds, partial(self.functions.call, self.bound.model, self.batch, self.step))
 
     def _values(self) -> dict[str, NDArray[Any]]:
         """Values of interventions; without limits by position, one step's serve all later steps."""
@@ -128,13 +126,7 @@ def rolls(program: Program, bound: BoundSpec, batch: TokenBatch) -> bool:
 
 
 class Rolling:
-    """The steps of one generation, from its second pass on.
-
-    Args:
-        outputs: names to fetch, those of the next past among them.
-        inputs: of the first such step.
-        present_to_past: output -> the input that takes it.
-    """
+    """The steps of one generation, from its second pass on, as calls of one shape."""
 
     def __init__(
         self,
@@ -161,7 +153,6 @@ class Rolling:
         return {**others, "attention_mask": mask}
 
     def step(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
-        """Run one step: output -> array, without the past."""
         others = self._others(inputs, batch)
         return self.cache.step({name: value for name, value in others.items() if name in self.inputs})
 

@@ -38,11 +38,7 @@ def foreign_exporter() -> ModuleType:
 
 
 def exporter_for(folder: Path) -> ModuleType:
-    """The installed exporter that knows a checkpoint.
-
-    Raises:
-        ModelError: its config lies outside the folder, or is no regular file.
-    """
+    """The installed exporter that knows a checkpoint."""
     installed = list(entry_points(group="mionnx.exporters"))
     for entry in installed:
         module = entry.load()
@@ -57,11 +53,7 @@ def exporter_for(folder: Path) -> ModuleType:
 
 
 def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
-    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
-
-    Raises:
-        ExportError: integers of other bits than the checkpoint has.
-    """
+    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for."""
     bits = exporter.packed_bits(folder) if hasattr(exporter, "packed_bits") else None
     if bits is None:
         return dtype
@@ -83,9 +75,6 @@ def export(
     Args:
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
         graph_only: export the config alone, without weights.
-
-    Raises:
-        ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
     """
     exporter = exporter_for(folder)
     if target.exists():
@@ -113,14 +102,12 @@ def write(
     floats = target / FLOATS_FOLDER
     floats.mkdir()
     try:
-        own = (
-            AUTO_DTYPE if exporter.__name__ == foreign_exporter().__name__ else "float32"
-        )  # a foreign file has its own
+        foreign = exporter.__name__ == foreign_exporter().__name__  # such a file has a dtype of its own
         if hasattr(exporter, "export_packed"):
             blocks = _called(exporter.export_packed, folder, floats, progress)
         else:
             blocks = {}
-            _write(exporter, folder, floats, own, progress, function)
+            _write(exporter, folder, floats, AUTO_DTYPE if foreign else "float32", progress, function)
         hooked = HookedModel.open(floats, check="none")
         quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, blocks), progress, blocks)
     finally:

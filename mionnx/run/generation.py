@@ -1,7 +1,7 @@
 """Generation: one prefill, then one token a step from the cache, with a spec's interventions in force at every step.
 
 A step knows its tokens' absolute positions, and the graph selects by position, so that decoding with the cache equals
-one pass over the whole text. Keys, values and states stay where the engine computed them between steps.
+one pass over the whole text.
 """
 
 from __future__ import annotations
@@ -182,10 +182,8 @@ def generate(
     pad = model.check_token(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     tokenizer = model.tokenizer if model.has_tokenizer else None
     functions = StepFunctions(model.hooked, fwd_hooks)
-    growth = Growth(sampling, stopping, tokenizer, pad, seed)
-    request = _Request(
-        _windowed(model, hooks or HookSpec(), window), growth, output_logits, functions if functions.names else None
-    )
+    growth, spec = Growth(sampling, stopping, tokenizer, pad, seed), _windowed(model, hooks or HookSpec(), window)
+    request = _Request(spec, growth, output_logits, functions if functions.names else None)
     stopping.refuse_unreached(request.spec)
     check_batch_size(batch_size)
     if isinstance(batch_size, int):
@@ -214,19 +212,14 @@ def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a generation.
-
-    Attributes:
-        rows: the numbers of the prompts in their list; None for all of it.
-        checked: whether `check_steps` has seen the spec on the whole list.
-    """
+    """The arguments of a generation."""
 
     spec: HookSpec
     growth: Growth
     output_logits: bool
     functions: StepFunctions | None = None
-    rows: list[int] | None = None
-    checked: bool = False
+    rows: list[int] | None = None  # the numbers of the prompts in their list; None for all of it
+    checked: bool = False  # whether `check_steps` has seen the spec on the whole list
 
 
 def _continued(

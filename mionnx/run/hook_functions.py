@@ -59,14 +59,7 @@ class Hook:
 
 
 def select(model: HookedModel, what: Where) -> list[str]:
-    """Names of the hook points that an expression selects and a function can change.
-
-    Args:
-        what: a name, glob, `HookPoint`, or predicate of the name.
-
-    Raises:
-        HookError: no hook point, with the nearest name; or only values that are derived from others.
-    """
+    """Names of the hook points that a name, glob, `HookPoint` or predicate selects and a function can change."""
     if not (isinstance(what, HookPoint | str) or callable(what)):
         raise HookError(f"a hook is named by a name, a glob, a HookPoint or a function of the name, not by {what!r}")
     names = resolve(HookChoice(what), [str(point) for point in model.hook_points()])
@@ -82,16 +75,11 @@ def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]
     if not isinstance(fwd_hooks, Iterable):
         raise HookError(f"hooks are pairs (hook, function), got {fwd_hooks!r}")
     for entry in fwd_hooks:
-        what, function = _pair(entry)
-        for name in select(model, what):
-            functions.setdefault(name, []).append(function)
+        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2 or not callable(entry[1]):
+            raise HookError(f"hooks are pairs (hook, function), got {entry!r}")
+        for name in select(model, entry[0]):
+            functions.setdefault(name, []).append(entry[1])
     return {name: functions[name] for name in sorted(functions, key=model.order.__getitem__)}
-
-
-def _pair(entry: Any) -> tuple[Where, HookFunction]:
-    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2 or not callable(entry[1]):
-        raise HookError(f"hooks are pairs (hook, function), got {entry!r}")
-    return entry[0], entry[1]
 
 
 def shape_text(model: HookedModel, name: str, value: NDArray[Any]) -> str:
@@ -148,11 +136,7 @@ def _name_of(function: HookFunction) -> str:
 def replacement(
     model: HookedModel, hook: Hook, function: HookFunction, returned: Any, old: NDArray[Any]
 ) -> NDArray[Any]:
-    """A function's result, in the dtype of the value that it replaces.
-
-    Raises:
-        InterventionError: another shape, no fractions, or numbers beyond the dtype.
-    """
+    """A function's result, in the dtype of the value that it replaces."""
     where = f"{_name_of(function)} at {hook.name}"
     try:
         result = to_array(returned)
@@ -167,22 +151,19 @@ def replacement(
         raise InterventionError(
             f"{where} returned shape {list(result.shape)}; the value is {shape_text(model, hook.name, old)}"
         )
+    flags = result.flags
+    own = flags.c_contiguous and flags.writeable and flags.owndata  # the next function may write into it
     with np.errstate(over="ignore"):
-        cast = np.array(result, old.dtype, order="C", copy=result.dtype != old.dtype or not _own(result))
+        cast = np.array(result, old.dtype, order="C", copy=result.dtype != old.dtype or not own)
     if not np.array_equal(np.isinf(cast), np.isinf(result)):
         raise InterventionError(f"{where} returned a number beyond the range of the model's {old.dtype}")
     return cast
 
 
-def _own(array: NDArray[Any]) -> bool:
-    """Whether the next function may write into an array: contiguous, writable and no view."""
-    return bool(array.flags.c_contiguous and array.flags.writeable and array.flags.owndata)
-
-
 def _refuse_numbers(
     model: HookedModel, batch: TokenBatch, hook: Hook, function: HookFunction, value: NDArray[Any]
 ) -> None:
-    """Refuse NaN and infinities, which would spread to everything after them."""
+    """Refuse NaN and infinities, which would spread to everything after them, and scores without any key."""
     scores = hook.point.variant == SCORES
     if not np.isfinite(value).all():
         wrong = np.isnan(value) | (value == np.inf) if scores else ~np.isfinite(value)
@@ -192,13 +173,10 @@ def _refuse_numbers(
                 f"after {_name_of(function)} at {hook.name} the value {shape_text(model, hook.name, value)} is "
                 f"{value[tuple(at)]} at {at}" + ("; scores may be -inf" if scores else "")
             )
-    if scores:
-        _refuse_blind(batch, hook, function, value)
-
-
-def _refuse_blind(batch: TokenBatch, hook: Hook, function: HookFunction, scores: NDArray[Any]) -> None:
-    """Refuse a query without any key: it would attend to all keys alike, later ones included."""
-    blind = (scores <= np.finfo(scores.dtype).min).all(axis=-1) & batch.real[:, None, :]
+    if not scores:
+        return
+    # A query without any key would attend to all keys alike, later ones included.
+    blind = (value <= np.finfo(value.dtype).min).all(axis=-1) & batch.real[:, None, :]
     if blind.any():
         row, head, query = np.argwhere(blind)[0].tolist()
         raise InterventionError(
@@ -210,27 +188,17 @@ def _refuse_blind(batch: TokenBatch, hook: Hook, function: HookFunction, scores:
 def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[str]) -> set[str]:
     """Find hooked values that no returned value, and no other function's, is computed from.
 
-    Args:
-        hooks: names of the hook points with functions.
-        returned: outputs of the graph and captured hook points. If there are none, functions only read, and their
-            changes are theirs to know: nothing is refused.
+    If nothing is returned, functions only read, and their changes are theirs to know: none is dead.
     """
-    ends = {_source(name) for name in returned}
+    ends = {str(HookPoint.parse(name).source) for name in returned}
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE_VARIANT]
-    if not returned or not doubtful or any(_of_a_splice(name) for name in returned):
+    spliced = any(HookPoint.parse(name).variant == "Custom" and "hook_" in name for name in returned)
+    if not returned or not doubtful or spliced:
         return set()
     flow = Dataflow(model.proto)
     return {
         name for name in doubtful if name not in ends and flow.descendants([name]).isdisjoint({*ends, *hooks} - {name})
     }
-
-
-def _of_a_splice(name: str) -> bool:
-    return HookPoint.parse(name).variant == "Custom" and "hook_" in name
-
-
-def _source(name: str) -> str:
-    return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:

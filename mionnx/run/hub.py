@@ -12,6 +12,7 @@ from mionnx.graph.embedded_weights import read_light
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, LARGEST_GRAPH
 from mionnx.graph.onnx_file import external_files
+from mionnx.machine.caller import caller_level
 from mionnx.run.repository import Repository, below
 from mionnx.run.source_path import is_hooked
 
@@ -39,11 +40,8 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
     Returns:
         the model's folder in the Hub's cache, or its `.pth` or GGUF file there.
-
-    Raises:
-        ModelError: no weights, several files that are a model each, or a damaged graph or index.
     """
-    names = repository.names()
+    names = [*repository.sizes]
     checkpoint = None if chosen else checkpoint_of(names)
     graphs = [name for name in names if name.endswith(".onnx")]
     alone = [name for name in names if name.endswith(SINGLE) and "/" not in name]
@@ -55,9 +53,14 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
     if checkpoint:
         _fetch_checkpoint(repository, folder, names)
     elif chosen or graphs:
-        _fetch_graph(repository, choose(graphs))
+        graph = choose(graphs)
+        repository.fetch(_weights(repository.fetch([graph]), graph))
         if not chosen and len(graphs) > 1:
-            _say_choice(repository.name, choose(graphs), graphs)
+            warnings.warn(
+                f"{repository.name} holds {len(graphs)} ONNX files, and {graph} is taken; mionnx adopt "
+                f"{repository.name} --file NAME -o FOLDER takes another: {', '.join(sorted({*graphs} - {graph}))}",
+                stacklevel=caller_level(),
+            )
     else:
         return _fetch_alone(repository, alone)
     return folder
@@ -65,7 +68,7 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
 def download_file(repository: Repository, file: str) -> Path:
     """Download one file that is a model by itself; with a `.pth` file its vocabulary."""
-    names = repository.names()
+    names = [*repository.sizes]
     if file not in names:
         files = [name for name in names if name.endswith(SINGLE)]
         has = f"it has {', '.join(files) or 'none'}{nearest(file, files)}"
@@ -96,19 +99,6 @@ def _fetch_checkpoint(repository: Repository, folder: Path, names: list[str]) ->
         repository.fetch(f"{module}/{name}" for name in small_files(inner))
         files += [f"{module}/{name}" for name in shards(folder / module, inner)]
     repository.fetch(files)
-
-
-def _fetch_graph(repository: Repository, graph: str) -> None:
-    folder = repository.fetch([graph])
-    repository.fetch(_weights(folder, graph))
-
-
-def _say_choice(name: str, graph: str, graphs: list[str]) -> None:
-    warnings.warn(
-        f"{name} holds {len(graphs)} ONNX files, and {graph} is taken; mionnx adopt {name} --file NAME -o FOLDER "
-        f"takes another: {', '.join(sorted({*graphs} - {graph}))}",
-        stacklevel=2,
-    )
 
 
 def _weights(folder: Path, graph: str) -> list[str]:

@@ -54,18 +54,13 @@ class Sampling:
                 raise InputError(f"{name} must be {limits.get(name, 'above 0')}, got {value}")
 
     def scores(self, logits: Floats, text: NDArray[np.int64]) -> Floats:
-        """The processed logits of one row.
-
-        Args:
-            text: the ids of the row so far, padding left out; read for a repetition penalty only.
-        """
+        """The processed logits of one row whose ids so far are `text`; read for a repetition penalty only."""
         scores = penalised(logits, text, self.repetition_penalty)
         if not self.do_sample:
             return scores
         return nucleus(top(scores / self.temperature, self.top_k), self.top_p)
 
     def choose(self, logits: Floats, text: NDArray[np.int64], random: np.random.Generator) -> int:
-        """The next token of one row; see `scores`."""
         scores = self.scores(logits, text)
         if not self.do_sample:
             return int(np.argmax(scores))
@@ -143,11 +138,7 @@ class Stopping:
 
 
 def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) -> None:
-    """Refuse a generation beyond the positions of the model or the memory of the machine.
-
-    Args:
-        name: of the parameter that asks for it.
-    """
+    """Refuse a generation beyond the positions of the model or the memory of the machine; `name` asks for it."""
     sizes, length = metadata.sizes, int(batch.lengths.max())
     longest = length + int(new) - 1  # the last token is never read
     if sizes.max_positions is not None and longest > sizes.max_positions:
@@ -189,12 +180,10 @@ class Growth:
 
 
 class GrowingTexts:
-    """The rows of text while they grow."""
+    """The rows of text while they grow, from prompts on; their numbers tell them apart for a seed."""
 
     def __init__(self, batch: TokenBatch, growth: Growth, rows: Sequence[int]) -> None:
-        """Begin with prompts; `rows` are their numbers, by which a seed tells them apart."""
-        self.sampling, self.stopping, self.tokenizer = growth.sampling, growth.stopping, growth.tokenizer
-        self.pad = growth.pad
+        self.growth = growth
         self.prompts = [row[real] for row, real in zip(batch.input_ids, batch.real, strict=True)]
         self.new: list[list[int]] = [[] for _ in self.prompts]
         self.ended = [False] * len(self.prompts)
@@ -204,29 +193,28 @@ class GrowingTexts:
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended."""
         return all(self.ended)
 
     def take(self, logits: NDArray[Any]) -> NDArray[np.int64]:
         """Choose a token for every row that has not ended; the others get padding."""
         for row, (new, ended) in enumerate(zip(self.new, self.ended, strict=True)):
             if ended:
-                self.last[row] = self.pad
+                self.last[row] = self.growth.pad
                 continue
             token = self._choose(logits[row].astype(np.float64), row)
             new.append(token)
             self.last[row] = token
-            self.ended[row] = self.stopping.ends(new, self.tokenizer)
+            self.ended[row] = self.growth.stopping.ends(new, self.growth.tokenizer)
         return self.last.copy()
 
-    def _choose(self, logits: NDArray[np.float64], row: int) -> int:
+    def _choose(self, logits: Floats, row: int) -> int:
+        sampling, stopping = self.growth.sampling, self.growth.stopping
         if np.isnan(logits).any():
             raise InputError(f"the logits of row {row} have NaN after {len(self.new[row])} new tokens")
-        if len(self.new[row]) < self.stopping.min_new_tokens:
-            logits[list(self.stopping.eos_token_ids)] = -np.inf
-        penalised = self.sampling.repetition_penalty != 1
-        text = [*self.prompts[row].tolist(), *self.new[row]] if penalised else []
-        return self.sampling.choose(logits, np.array(text, np.int64), self.random[row])
+        if len(self.new[row]) < stopping.min_new_tokens:
+            logits[list(stopping.eos_token_ids)] = -np.inf
+        text = [*self.prompts[row].tolist(), *self.new[row]] if sampling.repetition_penalty != 1 else []
+        return sampling.choose(logits, np.array(text, np.int64), self.random[row])
 
 
 @typed(InputError)
@@ -262,11 +250,7 @@ def refuse_seed(seed: int | None) -> None:
 
 
 def logit_vector(logits: ArrayLike) -> Floats:
-    """The logits of one position, [vocab], in float64.
-
-    Raises:
-        InputError: another shape, NaN, or no finite largest one.
-    """
+    """Check the logits of one position, [vocab], and give them in float64."""
     try:
         array = np.asarray(to_array(logits), np.float64)
     except (TypeError, ValueError) as error:
