@@ -22,30 +22,20 @@ Operator = tuple[str, str]  # domain, name
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a program.
-
-    Attributes:
-        rank: number of axes; None if the graph does not say.
-    """
+    """One input of a program."""
 
     dtype: "np.dtype[Any]"
-    rank: int | None
+    rank: int | None  # number of axes; None if the graph does not say
     optional: bool = False
 
 
 class Program(ABC):
-    """One graph, open in one engine; threads may run it at the same time.
-
-    Attributes:
-        inputs: everything that can be fed, by name.
-        shares_weights: whether other programs use the same memory for their weights.
-        rolls: whether `rolling` gives anything.
-    """
+    """One graph, open in one engine; threads may run it at the same time."""
 
     native: Any
-    inputs: Mapping[str, Input]
-    shares_weights: bool = False
-    rolls: bool = False
+    inputs: Mapping[str, Input]  # everything that can be fed, by name
+    shares_weights: bool = False  # whether other programs use the same memory for their weights
+    rolls: bool = False  # whether `rolling` gives anything
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
@@ -82,18 +72,12 @@ class Program(ABC):
 
 
 class Engine(ABC):
-    """Something that runs ONNX graphs.
-
-    Attributes:
-        settings: the fields of `Options` that it has, besides those of every engine.
-        packages: the distributions that bring it, for the record of a comparison.
-        casts: whether a graph can give its outputs in every dtype that it casts to.
-    """
+    """Something that runs ONNX graphs."""
 
     name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ()
-    packages: ClassVar[tuple[str, ...]] = ()
-    casts: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ()  # the fields of `Options` that it has, besides those of every engine
+    packages: ClassVar[tuple[str, ...]] = ()  # the distributions that bring it, for the record of a comparison
+    casts: ClassVar[bool] = False  # whether a graph can give its outputs in every dtype that it casts to
 
     @abstractmethod
     def missing(self, options: Options) -> str | None:
@@ -149,12 +133,8 @@ class Engine(ABC):
         """Write a model as the engine optimises it, with operators of its own.
 
         Args:
-            model: the bytes of a model whose external data lie in `folder`.
             data: name of a file beside it for the weights.
             packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
-
-        Raises:
-            InputError: the engine writes none.
         """
         raise InputError(f"engine={self.name!r} writes no optimised graphs")
 

@@ -74,8 +74,9 @@ def _elsewhere(
     without: Sequence[str],
 ) -> onnxruntime.InferenceSession:
     """Open a session on another provider than the CPU, and on no other."""
-    name, cuda = options.provider_name(), options.provider_name() == PROVIDERS["cuda"]
-    weights = _weights(proto, folder, options) if cuda and not settings.optimized_model_filepath else {}
+    name = options.provider_name()
+    cuda = name == PROVIDERS["cuda"] and not settings.optimized_model_filepath
+    weights = _weights(proto, folder, options) if cuda else {}
     for weight, value in weights.items():
         settings.add_initializer(weight, value)
     try:
@@ -126,23 +127,14 @@ def _session(
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 
 
-def _library_folders() -> list[Path]:
-    """Folders of the packages `nvidia-*` that hold libraries."""
-    package = find_spec("nvidia")
-    roots = [Path(root) for root in package.submodule_search_locations or ()] if package else []
-    return sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")})
-
-
 @cache
 def load_cuda() -> None:
-    """Load the libraries of CUDA and cuDNN that pip installs, torch's included.
-
-    `onnxruntime.preload_dlls` looks for them beside onnxruntime itself and where the system does; here all folders of
-    Python's path are looked through, so that torch's serve an onnxruntime-gpu that lies elsewhere. Weights take no more
-    memory than they need then.
-    """
+    """Load the libraries of CUDA and cuDNN that pip installs, torch's included."""
+    package = find_spec("nvidia")
+    roots = [Path(root) for root in package.submodule_search_locations or ()] if package else []
     with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
-        for folder in _library_folders():
+        # By itself it looks beside onnxruntime, where torch's libraries need not lie.
+        for folder in sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")}):
             onnxruntime.preload_dlls(directory=str(folder))
     state = onnxruntime.capi.onnxruntime_pybind11_state
     if hasattr(state, "set_arena_extend_strategy"):  # by default an arena takes up to twice as much

@@ -41,13 +41,10 @@ def batches_of(
 ) -> Iterator[list[int]]:
     """Group rows into batches, the shortest first.
 
-    A batch ends before a row that would make most of it padding: of 999 short rows and one long one, the long one
-    stands alone.
-
     Args:
         batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
         padded: whether rows of unequal length may be in one batch.
-        fitting: of "auto", tokens of the longest row -> rows of a batch that memory has room for.
+        fitting: tokens of the longest row -> rows of a batch that memory has room for; read for "auto".
 
     Returns:
         the indices of each batch's rows.
@@ -59,7 +56,12 @@ def batches_of(
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         length = lengths[row]
-        most = _most(length, fitting) if isinstance(batch_size, str) else batch_size
+        if isinstance(batch_size, str):
+            most = PER_BATCH // max(1, length)
+            most = max(1, most if fitting is None else min(most, fitting(length)))
+        else:
+            most = batch_size
+        # Of 999 short rows and one long one, which would make most of their batch padding, the long one stands alone.
         sparse = 2 * (tokens + length) < (len(batch) + 1) * length
         if batch and (len(batch) >= most or sparse or (not padded and length != lengths[batch[0]])):
             yield batch
@@ -68,11 +70,6 @@ def batches_of(
         tokens += length
     if batch:
         yield batch
-
-
-def _most(length: int, fitting: Fitting | None) -> int:
-    most = PER_BATCH // max(1, length)
-    return max(1, most if fitting is None else min(most, fitting(length)))
 
 
 def in_batches(
@@ -85,7 +82,7 @@ def in_batches(
     fitting: Fitting | None = None,
     progress: bool | None = None,
 ) -> list[T]:
-    """Run rows in batches of like length.
+    """Run rows in batches of like length; an error names the rows of its batch.
 
     Args:
         batch_size: most rows of a batch, or "auto"; None for one batch of all.
@@ -95,9 +92,6 @@ def in_batches(
 
     Returns:
         the results, in the order of `lengths`.
-
-    Raises:
-        MIError: as `run` raises it, with the rows of the batch named.
 
     Example:
         in_batches([3, 900, 4], "auto", lambda rows: [row * 10 for row in rows], stage="tens")  # [0, 10, 20]
@@ -180,10 +174,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
 
 
 def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting:
-    """The number of rows of a length with room in a quarter of the free memory.
-
-    It counts what the rows leave, and roughly what a layer holds while it is computed.
-    """
+    """The number of rows of a length with room in a quarter of the free memory."""
     room = SHARE * memory.available()
 
     def rows(length: int) -> int:

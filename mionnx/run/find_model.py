@@ -19,16 +19,25 @@ from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
-from mionnx.machine.leftovers import new_folder, temporary_folder
+from mionnx.machine.leftovers import new_folder, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
-from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
+from mionnx.run.exporting import MADE, NEEDED, copy_links, dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download, download_file, names_file
-from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
 from mionnx.run.repository import MAIN, Repository, Version
-from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
+from mionnx.run.source_path import (
+    PACKAGED,
+    file_in,
+    folder_in,
+    is_hooked,
+    local_path,
+    missing,
+    mistyped,
+    packaged_model,
+    shipped_models,
+)
 
 LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
@@ -146,6 +155,44 @@ def hub_folder(
         )
     source = Repository(name, version, progress, missing(name, names))
     return download(source, lambda files: foreign_exporter().pick(files, file, name), file is not None, weights)
+
+
+def adopt(
+    source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
+) -> Any:
+    """Write a foreign ONNX file as a hooked model.
+
+    Args:
+        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
+        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
+
+    Returns:
+        `exporters.adopt.assemble.Adopted`: the file, hook points, expanded operators, laws and notes.
+    """
+    if target.exists():
+        raise ExportError(f"{target} exists already")
+    remove_leftovers(target.parent, holding=MADE)
+    try:
+        with new_folder(target, ExportError) as partial:
+            at = part_of(source, version) if source.exists() else hub_folder(str(source), file, version, progress)
+            adopted = foreign_exporter().adopt(at, partial, file, progress)
+            if copy:
+                copy_links(partial, progress)
+            return adopted
+    except ImportError as error:
+        raise ExportError(NEEDED.get(str(error.name), f"adopting needs {error.name}")) from error
+
+
+def check_laws(folder: Path) -> Any:
+    """Run a hooked model once and compare it with the laws of a decoder.
+
+    Returns:
+        a list of `exporters.adopt.self_check.LawResult`.
+    """
+    try:
+        return foreign_exporter().check(folder)
+    except ImportError as error:
+        raise ExportError(NEEDED.get(str(error.name), f"checking needs {error.name}")) from error
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:

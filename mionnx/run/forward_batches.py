@@ -26,8 +26,7 @@ from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_caches import joined, rows_of
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
-from mionnx.run.other_spelling import has_text, warn_of_spellings
-from mionnx.run.tokenizing import check_token, token_id
+from mionnx.run.tokenizing import check_token, has_text, token_id, warn_of_spellings
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import MetricSpec
 

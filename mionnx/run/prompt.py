@@ -24,11 +24,7 @@ CLASSES = ("position", "token")  # classes of tokens
 
 @dataclass(frozen=True)
 class PromptText:
-    """One tokenised prompt.
-
-    Attributes:
-        ids: [seq], int64.
-    """
+    """One tokenised prompt."""
 
     ids: Ids
     tokens: list[str]
@@ -122,14 +118,7 @@ def is_stream(value: Any) -> bool:
 
 
 def streams_of(value: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
-    """Check vectors of the residual stream.
-
-    Returns:
-        [..., hidden].
-
-    Raises:
-        InputError: another width, no numbers, NaN or infinities.
-    """
+    """Check vectors of the residual stream, [..., hidden]."""
     try:
         vectors = to_array(value)
     except ValueError as error:
@@ -150,13 +139,7 @@ def check_by(by: Any) -> None:
 
 
 def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None) -> Ids:
-    """The class of each token of one text, int64 [seq].
-
-    Args:
-        by: None, "position", "token", or a function: ids [seq] -> integers [seq].
-        ids: [seq].
-        positions: [seq], counted from 0 if left out.
-    """
+    """The class of each token of one text, int64 [seq]; positions [seq] are counted from 0 if left out."""
     if by is None:
         return np.zeros(len(ids), np.int64)
     if by == "token":

@@ -18,7 +18,7 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, make_token_batch
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.run import find_model, model_dtype, spec_graphs, tokenizing
+from mionnx.run import exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
@@ -52,7 +52,7 @@ class Runner(OpenModel):
         cls,
         source: str | Path,
         *,
-        dtype: str = model_dtype.DEFAULT,
+        dtype: str = exporting.DEFAULT,
         provider: str = "cpu",
         threads: int = 0,
         fast: bool = False,
@@ -113,17 +113,17 @@ class Runner(OpenModel):
             fused=fused,
             accuracy_level=accuracy_level,
         )
-        model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
-        refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
+        exporting.check_name(dtype)  # refused before a checkpoint is exported, as what follows
+        refuse_unpacked_blocks(str(source), dtype in exporting.BLOCKS, options)
         opener = ready_engine(options)
         lacking, where = opener.lacks(options), opener.title(options)
-        refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
+        refuse = partial(exporting.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
-        model_dtype.refuse_other(hooked, dtype)
+        exporting.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)
         model = cls(hooked, options)
-        model.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
+        model.source = str(source), None if isinstance(dtype, exporting.Unsaid) else dtype
         return model
 
     @takes_encoding

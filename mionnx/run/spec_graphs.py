@@ -31,13 +31,12 @@ def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outp
     Raises:
         HookError, InterventionError: the spec does not fit the model.
     """
-    spec, carried = hooks or HookSpec(), outputs is not None and outputs.carried
-    bound = (
-        bind_pass(model.binder, spec, True, False)
-        if outputs is None
-        else model.binder.bind(spec, outputs, differentiated=True)
-    )
-    return open_call(model.variants, bound, outputs=bound.outputs(carried))
+    spec = hooks or HookSpec()
+    if outputs is None:
+        bound = bind_pass(model.binder, spec, True, False)
+    else:
+        bound = model.binder.bind(spec, outputs, differentiated=True)
+    return open_call(model.variants, bound, outputs=bound.outputs(outputs is not None and outputs.carried))
 
 
 @typed()
