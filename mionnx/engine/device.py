@@ -56,11 +56,6 @@ class DeviceArray:
 Value = NDArray[Any] | DeviceArray
 
 
-def place_of(provider: str, device_id: int) -> Device:
-    """Device of an execution provider."""
-    return (DEVICES[provider], device_id) if provider in DEVICES else CPU
-
-
 def put(value: Any, place: Device) -> onnxruntime.OrtValue:
     """Copy a value to a device as an `OrtValue`; on the CPU it shares the array's memory."""
     if isinstance(value, DeviceArray | onnxruntime.OrtValue):
@@ -125,25 +120,16 @@ def run_at(
         if place == CPU:  # one call, instead of a binding for each name
             results = session.run_with_ort_values(list(outputs), values, run_options())
         else:
-            results = _run_bound(session, outputs, values, place)
+            binding = session.io_binding()
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in outputs:
+                binding.bind_output(name, *place)
+            session.run_with_iobinding(binding, run_options())
+            results = binding.get_outputs()
         return {name: DeviceArray(value, place) for name, value in zip(outputs, results, strict=True)}
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
-
-
-def _run_bound(
-    session: onnxruntime.InferenceSession,
-    outputs: Sequence[str],
-    feeds: Mapping[str, onnxruntime.OrtValue],
-    place: Device,
-) -> list[onnxruntime.OrtValue]:
-    binding = session.io_binding()
-    for name, value in feeds.items():
-        binding.bind_ortvalue_input(name, value)
-    for name in outputs:
-        binding.bind_output(name, *place)
-    session.run_with_iobinding(binding, run_options())
-    return list(binding.get_outputs())
 
 
 @cache

@@ -157,17 +157,12 @@ def _joined(tensors: Sequence[onnx.TensorProto]) -> onnx.TensorProto:
 
 @dataclass(frozen=True)
 class Turned:
-    """A `Split`, and the nodes that make heads of each of its outputs.
-
-    Attributes:
-        reshapes, transposes: indices, in the order of the outputs.
-        sizes: heads of each; none where all have as many.
-    """
+    """A `Split`, and the nodes that make heads of each of its outputs, by their indices."""
 
     split: int
     reshapes: tuple[int, ...]
     transposes: tuple[int, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # heads of each; none where all have as many
 
 
 def merge_heads(model: onnx.ModelProto) -> int:
@@ -203,7 +198,9 @@ def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks
     transposes = [None if i is None else _only_reader(flow, flow.nodes[i].output[0], "Transpose") for i in reshapes]
     pairs = [(i, j) for i, j in zip(reshapes, transposes, strict=True) if i is not None and j is not None]
     ways = {(flow.nodes[i].input[1], *(str(one) for k in (i, j) for one in flow.nodes[k].attribute)) for i, j in pairs}
-    if len(pairs) < len(split.output) or len(ways) > 1 or _perm(flow.nodes[pairs[0][1]]) != TURN:
+    if len(pairs) < len(split.output) or len(ways) > 1:
+        return None
+    if [*next((one.ints for one in flow.nodes[pairs[0][1]].attribute if one.name == "perm"), [])] != TURN:
         return None
     heads, width = _end(flow, flow.nodes[pairs[0][0]].input[1], tensors)
     # The names say that these are heads of the product's tokens: what else a foreign graph makes is left alone.
@@ -237,10 +234,6 @@ def _array(name: str, tensors: dict[str, onnx.TensorProto]) -> NDArray[np.int64]
     tensor = tensors.get(name)
     external = tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL
     return None if tensor is None or external else numpy_helper.to_array(tensor).reshape(-1)
-
-
-def _perm(node: onnx.NodeProto) -> list[int]:
-    return next((list(one.ints) for one in node.attribute if one.name == "perm"), [])
 
 
 def _together(nodes: Sequence[onnx.NodeProto], turned: Turned) -> tuple[onnx.NodeProto, ...]:

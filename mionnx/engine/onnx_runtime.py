@@ -192,7 +192,9 @@ class OnnxRuntime(Engine):
         open_session(model, folder, settings, options)
 
     def release(self) -> None:
-        shrink_arena()
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry(SHRINK, "cpu:0")
+        _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
         memory.release()
 
     @contextmanager
@@ -246,13 +248,6 @@ def share_arena(settings: onnxruntime.SessionOptions) -> None:
     _arenas.get("arena", _register_arena)
     settings.add_session_config_entry("session.use_env_allocators", "1")
     settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-
-
-def shrink_arena() -> None:
-    """Return the memory of the arena that no value lies in."""
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry(SHRINK, "cpu:0")
-    _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
 
 
 _arenas: Once[str, Any] = Once()  # one of each a process, whichever thread asks first

@@ -112,14 +112,12 @@ def _session(
     without: Sequence[str],
     cuda_graphs: bool = True,
 ) -> onnxruntime.InferenceSession:
-    settings_of_provider = {
-        key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH
-    }
+    provider = {key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH}
     try:
         return onnxruntime.InferenceSession(
             model,
             settings,
-            providers=[(options.provider_name(), settings_of_provider)],
+            providers=[(options.provider_name(), provider)],
             disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
             enable_fallback=0,
         )

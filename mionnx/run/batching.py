@@ -107,21 +107,11 @@ def in_batches(
             except MIError as error:
                 if len(batches) == 1:
                     raise
-                raise type(error)(f"{rows_text(rows)} of {count}: {error}") from error
-            show(stage_text(stage, batches), len(results), count)
+                named = ", ".join(map(str, rows[:NAMED])) + f" and {len(rows) - NAMED} more" * (len(rows) > NAMED)
+                raise type(error)(f"row{'s' * (len(rows) > 1)} {named} of {count}: {error}") from error
+            largest = max(map(len, batches), default=0)
+            show(f"{stage} ({len(batches)} batches of up to {largest} rows)", len(results), count)
     return [results[row] for row in range(count)]
-
-
-def stage_text(stage: str, batches: Sequence[Sequence[int]]) -> str:
-    """A stage's name with the sizes of its batches: "forward (8 batches of up to 341 rows)"."""
-    return f"{stage} ({len(batches)} batches of up to {max(map(len, batches), default=0)} rows)"
-
-
-def rows_text(rows: Sequence[int]) -> str:
-    """Rows for messages: "row 3", "rows 3, 5, 8, 9 and 12 more"."""
-    named = ", ".join(map(str, rows[:NAMED]))
-    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-    return f"row{'s' * (len(rows) > 1)} {named}{more}"
 
 
 def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = False) -> None:

@@ -115,12 +115,10 @@ class Passes:
 
 
 def rolls(program: Program, bound: BoundSpec, batch: TokenBatch) -> bool:
-    """Whether the steps from here on can be calls of one shape.
-
-    What has an axis of keys is another shape at every step, and its columns are those of the text.
-    """
+    """Whether the steps from here on can be calls of one shape."""
     if not program.rolls or bound.model.metadata.recurrent or batch.final_lengths is None:
         return False
+    # What has an axis of keys is another shape at every step, and its columns are those of the text.
     axes = [*(edit.axes for edit, _ in bound.edits), *(capture.node.axes for capture in bound.captures)]
     return not any("seq_k" in one for one in axes)
 
@@ -166,10 +164,7 @@ def check_steps(bound: BoundSpec, batch: TokenBatch, keeps_logits: bool) -> None
     final_lengths = batch.final_lengths
     if final_lengths is not None and (final_lengths > batch.lengths).any():
         bound.values(batch.next_step(np.zeros(batch.batch, np.int64)))
-    bound.refuse_idle(batch, True, None if keeps_logits else _read_positions(batch))
-
-
-def _read_positions(batch: TokenBatch) -> dict[int, range]:
-    """Row -> positions whose logits a generation reads: the prompt's last and all after it."""
-    ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
-    return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
+    # A generation reads the logits of the prompt's last position and of all after it.
+    ends = batch.lengths if final_lengths is None else final_lengths
+    positions = {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
+    bound.refuse_idle(batch, True, None if keeps_logits else positions)

@@ -5,7 +5,7 @@ A dtype that cannot be is refused before an export begins.
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -152,7 +152,7 @@ def write(
 ) -> None:
     """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32."""
     if dtype not in BLOCKS:
-        _write(exporter, folder, target, dtype, progress, function)
+        _call(exporter, function, folder, target, dtype, progress)
         return
     if function != "export":
         raise ExportError(f"{folder}: a graph without weights has none to be {dtype}: leave out the dtype")
@@ -161,10 +161,10 @@ def write(
     try:
         foreign = exporter.__name__ == foreign_exporter().__name__  # such a file has a dtype of its own
         if hasattr(exporter, "export_packed"):
-            blocks = _called(exporter.export_packed, folder, floats, progress)
+            blocks = _call(exporter, "export_packed", folder, floats, progress)
         else:
             blocks = {}
-            _write(exporter, folder, floats, AUTO_DTYPE if foreign else "float32", progress, function)
+            _call(exporter, function, folder, floats, AUTO_DTYPE if foreign else "float32", progress)
         hooked = HookedModel.open(floats, check="none")
         quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, blocks), progress, blocks)
     finally:
@@ -177,27 +177,21 @@ def _settings(
     """Settings of the blocks of a checkpoint; one of integers is left as it is."""
     settings = BLOCKS[dtype]
     if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
-        one = next(iter(blocks.values()), None)
-        form: dict[str, Any] = {}
-        if one is not None:
-            form = {"block_size": one.block_size, "symmetric": not one.zero_points}
-        return replace(settings, keep=("*",), embedding=False, unembedding=False, **form)
+        for one in blocks.values():  # all have the form of the first
+            settings = replace(settings, block_size=one.block_size, symmetric=not one.zero_points)
+            break
+        return replace(settings, keep=("*",), embedding=False, unembedding=False)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
         names = {tensor.name for tensor in hooked.proto.graph.initializer}
         return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings
 
 
-def _write(
-    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
-) -> None:
+def _call(exporter: ModuleType, function: str, folder: Path, *arguments: Any) -> Any:
+    """Call a function of an exporter, and say in one sentence why it fails."""
     export = getattr(exporter, function, None)
     if export is None:
         raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
-    _called(export, folder, target, dtype, progress)
-
-
-def _called(export: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     try:
         with boundary(ExportError, f"cannot export {folder}"):
             return export(folder, *arguments)

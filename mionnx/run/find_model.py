@@ -167,7 +167,7 @@ def adopt(
         copy: give the folder weight files of its own, where otherwise they are the source's under another name.
 
     Returns:
-        `exporters.adopt.assemble.Adopted`: the file, hook points, expanded operators, laws and notes.
+        `exporters.adopt.assemble.Adopted`.
     """
     if target.exists():
         raise ExportError(f"{target} exists already")
@@ -184,11 +184,7 @@ def adopt(
 
 
 def check_laws(folder: Path) -> Any:
-    """Run a hooked model once and compare it with the laws of a decoder.
-
-    Returns:
-        a list of `exporters.adopt.self_check.LawResult`.
-    """
+    """Run a hooked model once and compare it with the laws of a decoder: `exporters.adopt.self_check.LawResult`s."""
     try:
         return foreign_exporter().check(folder)
     except ImportError as error:
@@ -223,10 +219,7 @@ def _key(facts: Any) -> str:
 
 
 def _in_store(name: str, make: Callable[[Path], None]) -> Path:
-    """A model's folder in the store, made if need be.
-
-    Where the store cannot be written, it is a temporary folder that lasts as long as this process.
-    """
+    """A model's folder in the store, or a temporary one where that cannot be written, made if need be."""
     otherwise = "the model goes into a temporary folder that lasts as long as this process"
 
     def into_the_store(folder: Path) -> None:
@@ -260,10 +253,8 @@ def _disk_is_full(error: BaseException | None) -> bool:
 
 
 def _linked(folder: Path) -> Path:
-    """A folder of hard links to the files of a hooked model in the Hub's cache.
-
-    ONNX Runtime follows no link out of a folder.
-    """
+    """A folder of hard links to the files of a hooked model in the Hub's cache."""
+    # ONNX Runtime follows no symbolic link out of a folder.
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
 
     def make(target: Path) -> None:

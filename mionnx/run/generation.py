@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.spec_rows import SpecRows, differs_by_row
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
@@ -228,8 +227,7 @@ def _continued(
     """Continue the prompts of one batch."""
     rows = range(batch.batch) if request.rows is None else request.rows
     functions = None if request.functions is None else request.functions.of_rows(rows)
-    cuts = () if functions is None else functions.names
-    bound = model.binder.bind(request.spec, cuts=cuts)
+    bound = model.binder.bind(request.spec, cuts=() if functions is None else functions.names)
     passes = Passes(model.variants, bound, batch, past, request.output_logits, request.checked, functions)
     texts = GrowingTexts(batch, request.growth, rows)
     if stream is not None:
@@ -266,7 +264,14 @@ def _in_batches(
 ) -> Generation:
     """Continue a list of prompts in batches; see `generate`."""
     bound = model.binder.bind(request.spec, Outputs(last=True))
-    _refuse_per_step(bound, request.output_logits, streamer)
+    if streamer is not None:
+        raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
+    if bound.captures or request.output_logits:
+        raise InputError(
+            "captures and logits of a generation are those of its steps, which batches do not share: leave out "
+            "batch_size=, or give the finished texts to forward, `forward(made.ids, spec, prompt_length=[...], "
+            "batch_size=...)`, which has the same values"
+        )
     past, stopping, hooked = choose_past(model.hooked, cache, None), request.growth.stopping, model.hooked
     shared = past if past is not None and past.batch == 1 else None
     ids = model.ids(tokens)
@@ -290,19 +295,7 @@ def _in_batches(
     return _generation_of(prompts.ids, new, request.growth)
 
 
-def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> None:
-    """Refuse results of single steps, which several batches do not share."""
-    if streamer is not None:
-        raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
-    if bound.captures or output_logits:
-        raise InputError(
-            "captures and logits of a generation are those of its steps, which batches do not share: leave out "
-            "batch_size=, or give the finished texts to forward, `forward(made.ids, spec, prompt_length=[...], "
-            "batch_size=...)`, which has the same values"
-        )
-
-
-def _end_tokens(model: Runner, token_ids: int | Sequence[int] | None) -> tuple[int, ...]:
+def _end_tokens(model: Runner, token_ids: Integers) -> tuple[int, ...]:
     tokens = model.hooked.end_tokens() if token_ids is None else token_ids
     return tuple(model.check_token(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
 

@@ -119,7 +119,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
-        return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
+        return self._of((plan, hooks), lambda: open_segments(self._opening_of(plan), plan, hooks, self.engine), tokens)
 
     def _of(self, key: Plan | Cut, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
@@ -214,9 +214,6 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         model = one.model if isinstance(one.model, bytes) else None
         cost = min(one.cost, SHARING) if program.shares_weights else one.cost
         return OpenGraph(plan, program, one.report, model, cost, one.options)
-
-    def _open_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
-        return open_segments(self._opening_of(plan), plan, hooks, self.engine)
 
     def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""

@@ -71,7 +71,10 @@ def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
 def local_path(source: str | Path) -> Path | None:
     """The folder or model file that a path means; None if nothing is there."""
     if not isinstance(source, str | os.PathLike):
-        raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{_instead(source)}")
+        instead = ": it is a model already" if hasattr(source, "hook_points") else ""
+        if hasattr(source, "state_dict"):
+            instead = ": a model in memory has to be saved first, model.save_pretrained(FOLDER), and FOLDER be given"
+        raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{instead}")
     if not os.fspath(source):
         raise ModelError("source is empty: give a folder or a Hub id")
     path = Path(source)
@@ -83,12 +86,6 @@ def local_path(source: str | Path) -> Path | None:
     except (OSError, RuntimeError) as error:  # a name too long; no such user's home
         name = str(source)
         raise ModelError(f"{name[:60]}{' ...' if len(name) > 60 else ''} is no path: {error.args[-1]}") from error
-
-
-def _instead(source: object) -> str:
-    if hasattr(source, "state_dict"):
-        return ": a model in memory has to be saved first, model.save_pretrained(FOLDER), and FOLDER be given"
-    return ": it is a model already" if hasattr(source, "hook_points") else ""
 
 
 def _file(path: Path) -> Path:

@@ -74,7 +74,9 @@ def try_all(model: HookedModel) -> dict[str, str]:
     if model.stock is None:
         return {}
     trial = Trial(model, model.stock)
-    return {described(kind): problem(model, kind, trial) for kind in range(KINDS) if _possible(model, kind)}
+    kinds = [kind for kind in range(KINDS) if model.has_cache or not kind & PAST_BIT]
+    kinds = [kind for kind in kinds if kind & (PAST_BIT | SEVERAL_BIT) or not kind & PADDED_BIT]  # nothing before it
+    return {described(kind): problem(model, kind, trial) for kind in kinds}
 
 
 def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
@@ -105,11 +107,6 @@ def _judged(model: HookedModel, kind: int, trial: "Trial | None") -> str:
             stacklevel=caller_level(),
         )
     return verdict
-
-
-def _possible(model: HookedModel, kind: int) -> bool:
-    """Whether there are such calls: before one token without a past, none are padded."""
-    return not (kind & PADDED_BIT and not kind & (PAST_BIT | SEVERAL_BIT)) and (model.has_cache or not kind & PAST_BIT)
 
 
 class Trial:

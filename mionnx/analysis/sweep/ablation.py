@@ -128,7 +128,7 @@ def mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = N
     """Mean of each head and feature over the tokens of some prompts, of each class apart.
 
     Args:
-        by: classes of tokens; see `token_classes.classes_of`.
+        by: classes of tokens; see `prompt.classes_of`.
 
     Returns:
         a function that makes the donors, and a digest of the prompts and classes.
