@@ -1,11 +1,4 @@
-"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on; decoding in such calls.
-
-1. The past of a `RollingCache` has a fixed number of columns and is filled from the right: the columns to the left of
-   the text are padding, which the attention mask hides. What is added at the right pushes the leftmost column out.
-2. A step is two graphs: the model's reads the past and writes it, one column longer; the other moves all but the first
-   column back to where the past is read.
-3. Keys are rotated by their positions, not by their columns; causal and windowed masks count columns from the right.
-"""
+"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on; decoding in such calls."""
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -31,12 +24,7 @@ def shapes_of(outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> tupl
 
 
 class CudaGraphs:
-    """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape.
-
-    A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
-    of that shape, and results are copied out of them: one thread at a time. On other providers the same is an ordinary
-    run.
-    """
+    """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape, one thread at a time."""
 
     LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
 
@@ -77,7 +65,7 @@ class CudaGraphs:
 
 
 class Replay:
-    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
+    """All calls of one shape: a CUDA graph reads and writes the same addresses every time."""
 
     def __init__(
         self,
@@ -98,11 +86,7 @@ class Replay:
             self.binding.bind_ortvalue_output(name, value)
 
     def run(self, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Write into the input buffers and run.
-
-        Args:
-            outputs: names of those to copy to the CPU; all if left out.
-        """
+        """Write into the input buffers, run, and copy some outputs to the CPU; all if they are left out."""
         self.write(arrays)
         self.session.run_with_iobinding(self.binding, self.options)
         names = self.outputs if outputs is None else outputs
@@ -118,10 +102,10 @@ class Replay:
 
 
 class RollingCache:
-    """A program with a past of a fixed number of columns; see `Program.rolling`.
+    """A program with a past of a fixed number of columns, filled from the right; see `Program.rolling`.
 
-    Attributes:
-        free: its program's caches of this shape that no generation uses.
+    What is added at the right pushes the leftmost column out: padding, which the attention mask hides. Keys are rotated
+    by their positions, not by their columns; causal and windowed masks count columns from the right.
     """
 
     def __init__(
@@ -134,7 +118,10 @@ class RollingCache:
         number: int,
         free: list["RollingCache"],
     ) -> None:
-        self.place, self.present, self.free = place, present, free
+        self.place, self.present = place, present
+        self.free = free  # its program's caches of this shape that no generation uses
+        # A step is two graphs: the model's reads the past and writes it, one column longer; the other moves all but the
+        # first column back to where the past is read.
         self.replay = Replay(session, outputs, feeds, place, number)
         self.mover = _mover({self.replay.outputs[name].element_type() for name in present}, len(present), place)
         self.moves = self.mover.io_binding()

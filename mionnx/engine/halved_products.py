@@ -1,10 +1,10 @@
 """Products with weights of 8 bits, computed in floats, as two products with weights of 4 bits.
 
-1. ONNX Runtime (1.32) has no kernel on the CPU for 8 bits in floats: each call makes floats of all blocks first (213 ms
-   for SmolLM2's unembedding and one token). For 4 bits it has one (7 ms for both halves).
-2. A number q of 8 bits is 16 h + l, its zero point 16 a + b: scale (q - zero) = 16 scale (h - a) + scale (l - b). The
-   weights are the same numbers, to the last bit; a sum differs in its last bits.
-3. The halves are made by nodes that constant folding computes once, when the session is opened: it must be on.
+ONNX Runtime (1.32) has no kernel on the CPU for 8 bits in floats: each call makes floats of all blocks first (213 ms
+for SmolLM2's unembedding and one token). For 4 bits it has one (7 ms for both halves).
+
+A number q of 8 bits is 16 h + l, its zero point 16 a + b: scale (q - zero) = 16 scale (h - a) + scale (l - b). The
+weights are the same numbers, to the last bit; a sum differs in its last bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.packed_weight import LEVEL, attributes
 
-PRODUCT = "MatMulNBits"
+BLOCK_PRODUCT = "MatMulNBits"
 HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves
 WEIGHT, SCALE, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
 END = np.iinfo(np.int64).max
@@ -62,7 +62,7 @@ def halve_products(model: onnx.ModelProto) -> int:
 
 def _fits(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> bool:
     """Whether a product of 8 bits in floats has constant blocks and whole zero points."""
-    if node.op_type != PRODUCT or (settings := attributes(node)).get("bits", 4) != 8:
+    if node.op_type != BLOCK_PRODUCT or (settings := attributes(node)).get("bits", 4) != 8:
         return False
     inputs = _inputs(node)
     constant = all(not name or name in tensors for name in inputs[WEIGHT:ORDER])
@@ -80,7 +80,7 @@ def _name(constant: str) -> str:
 
 
 class _Halves:
-    """The nodes in place of one product."""
+    """The nodes instead of one product; constant folding computes the halves once, when the session is opened."""
 
     def __init__(self, node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], graph: onnx.GraphProto) -> None:
         self.prefix, self.graph, self.nodes = f"{node.output[0]}.halves", graph, list[onnx.NodeProto]()
@@ -136,7 +136,7 @@ class _Halves:
     def _product(self, node: onnx.NodeProto, parts: list[str], name: str) -> str:
         output = f"{self.prefix}.{name}"
         inputs = [node.input[0], *(parts if any(parts[2:]) else parts[:2])]
-        product = helper.make_node(PRODUCT, inputs, [output], output, domain=DOMAIN)
+        product = helper.make_node(BLOCK_PRODUCT, inputs, [output], output, domain=DOMAIN)
         product.attribute.extend(entry for entry in node.attribute if entry.name != "bits")
         product.attribute.append(helper.make_attribute("bits", 4))
         self.nodes.append(product)

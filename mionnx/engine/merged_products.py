@@ -1,14 +1,8 @@
-"""Products with blocks that read the same value, as one product, and their heads moved together: fewer nodes.
-
-1. Queries, keys and values, or the two halves of a gated MLP, are products of one value. Where the blocks of their
-   weights lie one after another in the file, they are the blocks of one larger weight, and nothing is copied.
-2. A `Split` gives the values their names back. Every column is computed from the same numbers in the same order, at
-   level 4 and where a kernel's tile holds columns of one product only: the bits are the same.
-3. Queries, keys and values of one product would be split, reshaped to heads of the same width and turned alike. The
-   product is reshaped and turned once instead, and the `Split` comes last, along the heads.
+"""Products with blocks that read the same value, as one product, and their heads moved together.
 
 Decoding a small model is bound by the number of nodes: SmolLM2 has 121 products instead of 211, and 4 nodes less in
-each layer.
+each layer. Queries, keys and values, or the two halves of a gated MLP, are products of one value. Where the blocks of
+their weights lie one after another in the file, they are the blocks of one larger weight, and nothing is copied.
 """
 
 import os
@@ -25,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mionnx.engine.engine import graph_of
-from mionnx.engine.halved_products import PRODUCT, constants_of, halve_products, replace_nodes
+from mionnx.engine.halved_products import BLOCK_PRODUCT, constants_of, halve_products, replace_nodes
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.packed_weight import LEVEL, attributes
@@ -68,7 +62,7 @@ class Place:
 
 def with_merged(model: Path | bytes) -> Path | bytes:
     """A model with products and heads merged, or halved; as it is given where none is."""
-    if not (_mentions(model) if isinstance(model, Path) else PRODUCT.encode() in model):
+    if not (_mentions(model) if isinstance(model, Path) else BLOCK_PRODUCT.encode() in model):
         return model
     proto = graph_of(model)
     changes = halve_products(proto), merge_products(proto), merge_heads(proto)
@@ -81,7 +75,7 @@ def _mentions(path: Path) -> bool:
         if not os.fstat(file.fileno()).st_size:
             return False
         with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
-            return mapped.find(PRODUCT.encode()) >= 0
+            return mapped.find(BLOCK_PRODUCT.encode()) >= 0
 
 
 def merge_products(model: onnx.ModelProto) -> int:
@@ -103,9 +97,11 @@ def merge_products(model: onnx.ModelProto) -> int:
 
 def _places(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> list[Place] | None:
     """Places of the parts of a product's weight; None of a node that is not merged."""
-    if node.op_type != PRODUCT or len(node.input) > MOST_INPUTS or not all(node.input):
+    if node.op_type != BLOCK_PRODUCT or len(node.input) > MOST_INPUTS or not all(node.input):
         return None
     settings = attributes(node)
+    # At level 4, and where a kernel's tile holds columns of one product only, every column is computed from the same
+    # numbers in the same order: the bits are the same.
     if settings.get(LEVEL, 0) != ROUNDING_LEVEL or settings[COLUMN_COUNT] % TILE:
         return None
     places = [Place.of(tensors[name]) if name in tensors else None for name in node.input[WEIGHT_INPUTS]]
@@ -166,11 +162,7 @@ class Turned:
 
 
 def merge_heads(model: onnx.ModelProto) -> int:
-    """Reshape and turn the parts of a product as one value, in place; return the number of such products.
-
-    Args:
-        model: in blocks, with a `Split` behind each product that is several.
-    """
+    """Reshape and turn a product once, with the `Split` of its heads last, in place; return how many were."""
     flow, tensors = Dataflow(model), {tensor.name: tensor for tensor in model.graph.initializer}
     ranks = {entry.name: len(entry.type.tensor_type.shape.dim) for entry in model.graph.value_info}
     splits = [at for at, node in enumerate(flow.nodes) if node.op_type == "Split"]

@@ -47,10 +47,10 @@ class OrtProgram(Program):
 
     def __init__(self, session: onnxruntime.InferenceSession, options: Options) -> None:
         self.native, self.options, self.place = session, options, options.place
-        required = {entry.name: _input(entry, False) for entry in session.get_inputs()}
-        self.inputs = required | {entry.name: _input(entry, True) for entry in session.get_overridable_initializers()}
-        dtypes = [entry.dtype for entry in self.inputs.values()]
-        dtypes += [_dtype(entry.type) for entry in session.get_outputs()]
+        inputs = [(entry, False) for entry in session.get_inputs()]
+        inputs += [(entry, True) for entry in session.get_overridable_initializers()]
+        self.inputs = {one.name: Input(_dtype(one.type), len(one.shape), optional) for one, optional in inputs}
+        dtypes = [_dtype(entry.type) for entry in (*(one for one, _ in inputs), *session.get_outputs())]
         self._bfloat16 = ml_dtypes.bfloat16 in dtypes
         self.rolls = options.cuda_graphs
         self._rolling: dict[Any, list[RollingCache]] = {}
@@ -99,10 +99,6 @@ class OrtProgram(Program):
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         return {name: device.DeviceArray(device.put(array, self.place), self.place) for name, array in arrays.items()}
-
-
-def _input(entry: Any, optional: bool) -> Input:
-    return Input(_dtype(entry.type), len(entry.shape), optional)
 
 
 def _dtype(kind: str) -> "np.dtype[Any]":

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from mionnx.engine.engine import Arrays, Engine, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
@@ -51,9 +50,25 @@ class WebProgram(Program):
         self._finalizer()
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
+        tensors, start, scratch = [], 0, Path(self._scratch.name)
         with self._alone:
-            return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
+            with (scratch / "feeds").open("wb") as file:
+                for name, value in feeds.items():
+                    if name not in self.inputs:
+                        continue
+                    array = np.asarray(value)
+                    data = np.ascontiguousarray(array).tobytes()
+                    place = {"start": start, "end": start + len(data)}
+                    tensors.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
+                    file.write(data)
+                    start += len(data)
+            files = {"run": str(scratch / "feeds"), "out": str(scratch / "out")}
+            entries = _ask(self.native, {**files, "feeds": tensors, "names": list(outputs)})["found"]
+            data = (scratch / "out").read_bytes()
+        return {
+            one["name"]: np.frombuffer(data[one["start"] : one["end"]], one["type"]).reshape(one["dims"])
+            for one in entries
+        }
 
 
 def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[str]") -> None:
@@ -112,22 +127,3 @@ def _ask(node: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str
                 raise ModelError(f"onnxruntime-web: {answer['error']}")
             return answer
     raise ModelError(f"onnxruntime-web ended: {node.stderr.read()[-500:]}")
-
-
-def _run(node: "subprocess.Popen[str]", scratch: Path, feeds: Arrays, names: list[str]) -> Arrays:
-    tensors, start = [], 0
-    with (scratch / "feeds").open("wb") as file:
-        for name, array in feeds.items():
-            data = np.ascontiguousarray(array).tobytes()
-            place = {"start": start, "end": start + len(data)}
-            tensors.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
-            file.write(data)
-            start += len(data)
-    question = {"run": str(scratch / "feeds"), "feeds": tensors, "out": str(scratch / "out"), "names": names}
-    entries = _ask(node, question)["found"]
-    data = (scratch / "out").read_bytes()
-    return {entry["name"]: _array(entry, data) for entry in entries}
-
-
-def _array(entry: Mapping[str, Any], data: bytes) -> NDArray[Any]:
-    return np.frombuffer(data[entry["start"] : entry["end"]], entry["type"]).reshape(entry["dims"])

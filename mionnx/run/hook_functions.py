@@ -103,29 +103,19 @@ class StepFunctions:
         return functions
 
     def call(self, model: HookedModel, batch: TokenBatch, step: int, name: str, value: NDArray[Any]) -> NDArray[Any]:
-        """The value at a hook point after its functions."""
-        hook = replace(self._hooks[name], step=step, positions=batch.token_positions)
-        return apply_functions(model, batch, hook, self.functions[name], value)
-
-
-def apply_functions(
-    model: HookedModel, batch: TokenBatch, hook: Hook, functions: list[HookFunction], value: NDArray[Any]
-) -> NDArray[Any]:
-    """Call the functions at one hook point in order, each on the result of the one before.
-
-    Scores and patterns of padding stay as they are, whatever a function leaves there.
-    """
-    spared = None
-    if batch.padded and KEYS in (axes := hook.point.axes or ()):  # a text alone has no keys of padding to read
-        spared = ~of_texts(batch, axes), value.copy()
-    for function in functions:
-        returned = function(value, hook=hook)
-        if returned is not None and returned is not value:
-            value = replacement(model, hook, function, returned, value)
-        if spared is not None:
-            value = np.where(spared[0], spared[1], value)
-        _refuse_numbers(model, batch, hook, function, value)
-    return value
+        """The value at a hook point after its functions, each called on the result of the one before."""
+        hook, spared = replace(self._hooks[name], step=step, positions=batch.token_positions), None
+        # Scores and patterns of padding stay as they are; a text alone has no keys of padding.
+        if batch.padded and KEYS in (axes := hook.point.axes or ()):
+            spared = ~of_texts(batch, axes), value.copy()
+        for function in self.functions[name]:
+            returned = function(value, hook=hook)
+            if returned is not None and returned is not value:
+                value = replacement(model, hook, function, returned, value)
+            if spared is not None:
+                value = np.where(spared[0], spared[1], value)
+            _refuse_numbers(model, batch, hook, function, value)
+        return value
 
 
 def _name_of(function: HookFunction) -> str:

@@ -54,7 +54,7 @@ class OpenGraph:
     Attributes:
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
-        feeds: inputs that tell what it is used for, where calls of several kinds share it.
+        feeds: inputs that say what it is used for, where calls of several kinds share it.
     """
 
     plan: Plan

@@ -15,12 +15,11 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past, make_token_batch
+from mionnx.inputs.token_batch import Past
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run import exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
@@ -179,12 +178,11 @@ class Runner(OpenModel):
         check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        ids, sizes = self.ids(tokens), self.hooked.metadata.sizes
+        ids = self.ids(tokens)
         request = ListRequest(ids, spec, batch_size, attention_mask, past, prompt_length, logits, use_cache)
         if isinstance(batch_size, int):
             return forward_batches(self, request)
-        bound = bind_pass(self.binder, spec, logits, use_cache)
-        batch = make_token_batch(ids, attention_mask, past, sizes, prompt_length)
+        bound, batch = request.bound(self), request.batch(self)
         if not in_one_pass(bound, batch, batch_size, use_cache):
             return forward_batches(self, request)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

@@ -35,19 +35,13 @@ Between = Callable[[str, NDArray[Any]], NDArray[Any]]  # (hook, value): what the
 
 @dataclass(frozen=True)
 class Segment:
-    """One graph of a chain.
-
-    Attributes:
-        inputs: names of all that is fed to it: inputs of the whole graph, hooked values, what crossed a cut.
-        hooks: the hooked values that it makes, in execution order; none in the last segment.
-        others: what else it makes for later segments or as an output of the whole graph.
-    """
+    """One graph of a chain."""
 
     model: onnx_file.ModelProto
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # names of all that is fed: inputs of the whole graph, hooked values, what crossed a cut
     defaults: tuple[str, ...]
-    hooks: tuple[str, ...]
-    others: tuple[str, ...]
+    hooks: tuple[str, ...]  # the hooked values that it makes, in execution order; none in the last segment
+    others: tuple[str, ...]  # what else it makes, for later segments or as an output of the whole graph
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -94,20 +88,14 @@ class SegmentChain:
 
 @dataclass(frozen=True)
 class GraphOpening:
-    """Model, folder and options with which an engine opens a plan.
+    """Model, folder and options with which an engine opens a plan."""
 
-    Attributes:
-        model: its bytes, weights not included; the file of the untouched graph.
-        cost: approximate bytes of memory.
-        optimised: whether the engine has optimised it already, as a base.
-    """
-
-    model: bytes | Path
+    model: bytes | Path  # without weights; the file of the untouched graph
     folder: Path
     options: Options
     report: Report
-    cost: int
-    optimised: bool = False
+    cost: int  # approximate bytes of memory
+    optimised: bool = False  # whether the engine has optimised it already, as a base
 
 
 def open_segments(opening: GraphOpening, plan: Plan, hooks: tuple[str, ...], engine: Engine) -> SegmentChain:

@@ -217,16 +217,16 @@ class Segments:
             "position_ids": np.broadcast_to(np.arange(rows.start, total), ids.shape),
         }
         for name in program.inputs:
-            if name.startswith(f"{KEYS_AND_VALUES.past}."):
-                feeds[name] = self._past(name, rows)
+            if not name.startswith(f"{KEYS_AND_VALUES.past}."):
+                continue
+            if rows.start:
+                past = rows.past[name][:, :, : rows.start]
+                feeds[name] = np.broadcast_to(past, (rows.count, *past.shape[1:]))
+            else:
+                shape = self.model.metadata.past_shapes(rows.count, 0)[name]
+                feeds[name] = np.zeros(shape, self.model.past_dtype)
         if self.model.metadata.recurrent:
             sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
             start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
             feeds |= {name: np.asarray(value) for name, value in start.items()}
         return feeds
-
-    def _past(self, name: str, rows: Rows) -> NDArray[Any]:
-        if not rows.start:
-            return np.zeros(self.model.metadata.past_shapes(rows.count, 0)[name], self.model.past_dtype)
-        past = rows.past[name][:, :, : rows.start]
-        return np.broadcast_to(past, (rows.count, *past.shape[1:]))
