@@ -21,7 +21,7 @@ from scipy.special import log_softmax
 from tables import present
 
 from mionnx import HookSpec, MIModel
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 WINDOW, WINDOWS = 250, 8
 SHOWN = 128  # tokens of the window in which all hook points are compared

@@ -58,15 +58,15 @@ from mionnx.machine.dialects import unknown_import
 from mionnx.model import MIModel
 from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
-from mionnx.run.accuracy import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook
-from mionnx.run.layer_loops import LayerLoopWarning
+from mionnx.run.open_graphs import LayerLoopWarning
 from mionnx.run.open_graphs import OpenGraph as Compiled
-from mionnx.run.other_spelling import OtherSpellingWarning
+from mionnx.run.open_model import DynamicRoundingWarning
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
+from mionnx.run.tokenizing import OtherSpellingWarning
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

@@ -18,8 +18,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import shown
-from mionnx.run import adopt as adoption
-from mionnx.run import exporting, find_model, model_dtype
+from mionnx.run import exporting, find_model, stock_calls
 from mionnx.view import Table
 
 CHECKPOINT = opening("dtype", argument="source", help="Folder of a Hugging Face checkpoint, a GGUF file, or a Hub id.")
@@ -53,7 +52,7 @@ def export(
         raise typer.BadParameter("--graph-only goes with --folder FOLDER: there are no weights to copy or lie beside")
     if (folder is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --folder FOLDER, with or without --copy, or --in-place")
-    dtype, begin = opening.settings.get("dtype", model_dtype.DEFAULT), time.monotonic()
+    dtype, begin = opening.settings.get("dtype", exporting.DEFAULT), time.monotonic()
     with shown() as progress:
         checkpoint = find_model.checkpoint_folder(
             opening.source, file, opening.version, progress, weights=not graph_only
@@ -103,10 +102,10 @@ def adopt(
     begin, source = time.monotonic(), Path(opening.source)
     facts: dict[str, Any] = {}
     if folder is None:
-        laws = adoption.check_laws(source)
+        laws = find_model.check_laws(source)
     else:
         with shown() as progress:
-            adopted = adoption.adopt(source, folder, file, progress, copy, opening.version)
+            adopted = find_model.adopt(source, folder, file, progress, copy, opening.version)
         laws = adopted.laws
         facts = {
             "folder": str(folder),
@@ -119,7 +118,7 @@ def adopt(
     names = ("law", "layer", "difference", "holds")
     facts["laws"] = [{name: getattr(law, name) for name in names} for law in laws]
     if calls:
-        facts["calls"] = adoption.try_calls(source if folder is None else folder)
+        facts["calls"] = stock_calls.try_all(HookedModel.open(source if folder is None else folder))
     facts["seconds"] = round(time.monotonic() - begin, 2)
     output.deliver(laws, facts, _adopted(facts, laws))
     if broken := [law.law for law in laws if not law.holds]:

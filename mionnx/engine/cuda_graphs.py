@@ -1,4 +1,4 @@
-"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on."""
+"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on; decoding in such calls."""
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -6,20 +6,25 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
+from onnx import helper
 
-from mionnx.engine.device import CPU, Device, copied, empty, fetch, put, run_at, run_options
+from mionnx.engine.device import CPU, Device, copied, empty, fetch, model_bytes, put, run_at, run_options
 from mionnx.errors import ModelError
+
+PAST_AXIS = 2  # the axis of keys and values, [batch, heads, columns, width]
+FIRST = 1  # id of the only CUDA graph of the session that moves columns
+
+
+def shapes_of(outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> tuple[Any, ...]:
+    """What calls of one CUDA graph have in common: names, shapes and dtypes."""
+    return (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in feeds.items()))
 
 
 class CudaGraphs:
-    """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape.
-
-    A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
-    of that shape, and results are copied out of them: one thread at a time. On other providers the same is an ordinary
-    run.
-    """
+    """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape, one thread at a time."""
 
     LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
 
@@ -38,9 +43,8 @@ class CudaGraphs:
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         """Replay a call, or record it first; results are arrays."""
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
         with self._alone:
-            return self._replayed(key, outputs, arrays)
+            return self._replayed(shapes_of(outputs, arrays), outputs, arrays)
 
     def _replayed(
         self, key: Any, outputs: Sequence[str], arrays: Mapping[str, NDArray[Any]]
@@ -61,7 +65,7 @@ class CudaGraphs:
 
 
 class Replay:
-    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
+    """All calls of one shape: a CUDA graph reads and writes the same addresses every time."""
 
     def __init__(
         self,
@@ -82,11 +86,7 @@ class Replay:
             self.binding.bind_ortvalue_output(name, value)
 
     def run(self, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Write into the input buffers and run.
-
-        Args:
-            outputs: names of those to copy to the CPU; all if left out.
-        """
+        """Write into the input buffers, run, and copy some outputs to the CPU; all if they are left out."""
         self.write(arrays)
         self.session.run_with_iobinding(self.binding, self.options)
         names = self.outputs if outputs is None else outputs
@@ -99,3 +99,72 @@ class Replay:
                 copied(put(array, CPU), self.place, self.inputs[name])
             else:
                 self.inputs[name].update_inplace(np.asarray(array, order="C"))
+
+
+class RollingCache:
+    """A program with a past of a fixed number of columns, filled from the right; see `Program.rolling`.
+
+    What is added at the right pushes the leftmost column out: padding, which the attention mask hides. Keys are rotated
+    by their positions, not by their columns; causal and windowed masks count columns from the right.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        outputs: Sequence[str],
+        feeds: Mapping[str, NDArray[Any]],
+        present: Mapping[str, str],
+        place: Device,
+        number: int,
+        free: list["RollingCache"],
+    ) -> None:
+        self.place, self.present = place, present
+        self.free = free  # its program's caches of this shape that no generation uses
+        # A step is two graphs: the model's reads the past and writes it, one column longer; the other moves all but the
+        # first column back to where the past is read.
+        self.replay = Replay(session, outputs, feeds, place, number)
+        self.mover = _mover({self.replay.outputs[name].element_type() for name in present}, len(present), place)
+        self.moves = self.mover.io_binding()
+        for i, (output, name) in enumerate(present.items()):
+            self.moves.bind_ortvalue_input(f"long.{i}", self.replay.outputs[output])
+            self.moves.bind_ortvalue_output(f"short.{i}", self.replay.inputs[name])
+
+    def step(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Run one step: output -> array, without the past."""
+        names = [name for name in self.replay.outputs if name not in self.present]
+        results = self.replay.run(feeds, names)
+        self.mover.run_with_iobinding(self.moves, run_options(str(FIRST)))
+        return results
+
+    def past(self, columns: int) -> dict[str, NDArray[Any]]:
+        """The last columns of the past: input -> array."""
+        arrays = {name: fetch(self.replay.inputs[name], self.place) for name in self.present.values()}
+        return {name: array[:, :, array.shape[PAST_AXIS] - columns :].copy() for name, array in arrays.items()}
+
+
+def padded(array: NDArray[Any], columns: int) -> NDArray[Any]:
+    """Keys or values [batch, heads, columns so far, width] with zeros to the left of them."""
+    shape = list(array.shape)
+    shape[PAST_AXIS] = columns
+    wide = np.zeros(shape, array.dtype)
+    wide[:, :, columns - array.shape[PAST_AXIS] :] = array
+    return wide
+
+
+def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceSession:
+    """A session that gives each of its inputs without the first column."""
+    (kind,) = kinds
+    long, short = (
+        [helper.make_tensor_value_info(f"{name}.{i}", kind, [None] * 4) for i in range(count)]
+        for name in ("long", "short")
+    )
+    nodes = [helper.make_node("Slice", [f"long.{i}", "one", "end", "axis"], [f"short.{i}"]) for i in range(count)]
+    numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": PAST_AXIS}
+    constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in numbers.items()]
+    graph = helper.make_graph(nodes, "move", long, short, constants)
+    provider: Any = "CPUExecutionProvider"
+    if place != CPU:
+        provider = ("CUDAExecutionProvider", {"device_id": str(place[1]), "enable_cuda_graph": "1"})
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    return onnxruntime.InferenceSession(model_bytes(graph), settings, providers=[provider], enable_fallback=0)

@@ -1,8 +1,6 @@
-"""Arrays on a device: copied there, kept there between runs, and fetched when they are read.
+"""Arrays on a device: copied there, fed again uncopied, and fetched when they are read.
 
-On the CPU a result is an array. On any other device it is a `DeviceArray`: it stays there, is fed again uncopied, and
-becomes an array when it is read. bfloat16, which ONNX Runtime does not translate from and to numpy, is
-translated here.
+bfloat16, which ONNX Runtime does not translate from and to numpy, is translated here.
 """
 
 import ctypes
@@ -33,17 +31,14 @@ class DeviceArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
         return tuple(self.value.shape())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of its numbers."""
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.value.element_type()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
         return int(self.value.tensor_size_in_bytes())
 
     @cached_property
@@ -59,11 +54,6 @@ class DeviceArray:
 
 
 Value = NDArray[Any] | DeviceArray
-
-
-def place_of(provider: str, device_id: int) -> Device:
-    """Device of an execution provider."""
-    return (DEVICES[provider], device_id) if provider in DEVICES else CPU
 
 
 def put(value: Any, place: Device) -> onnxruntime.OrtValue:
@@ -95,13 +85,8 @@ def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime
 def copied(
     value: onnxruntime.OrtValue, place: Device, target: onnxruntime.OrtValue | None = None
 ) -> onnxruntime.OrtValue:
-    """Copy a bfloat16 value by a graph of one Identity.
-
-    ONNX Runtime has no other way for this dtype in Python.
-
-    Args:
-        target: what it is copied into; new memory on the CPU if it is left out.
-    """
+    """Copy a bfloat16 value into another, or to new memory on the CPU."""
+    # ONNX Runtime has no other way than a graph of one Identity for this dtype in Python.
     binding = _copier(place).io_binding()
     binding.bind_ortvalue_input("from", value)
     if target is None:
@@ -116,9 +101,14 @@ def copied(
 def _copier(place: Device) -> onnxruntime.InferenceSession:
     ends = [onnx.helper.make_tensor_value_info(name, BFLOAT16, None) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "copy", ends[:1], ends[1:])
-    model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
     provider: Any = "CPUExecutionProvider" if place == CPU else ("CUDAExecutionProvider", {"device_id": str(place[1])})
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=[provider])
+    return onnxruntime.InferenceSession(model_bytes(body), providers=[provider])
+
+
+def model_bytes(graph: onnx.GraphProto) -> bytes:
+    """A graph of a few standard operators as a model."""
+    opset = onnx.helper.make_opsetid("", 21)
+    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10).SerializeToString()
 
 
 def run_at(
@@ -127,32 +117,19 @@ def run_at(
     """Run a session; results stay on the device."""
     try:
         values = {name: put(value, place) for name, value in feeds.items()}
-        results = _run_here(session, outputs, values) if place == CPU else _run_bound(session, outputs, values, place)
+        if place == CPU:  # one call, instead of a binding for each name
+            results = session.run_with_ort_values(list(outputs), values, run_options())
+        else:
+            binding = session.io_binding()
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in outputs:
+                binding.bind_output(name, *place)
+            session.run_with_iobinding(binding, run_options())
+            results = binding.get_outputs()
         return {name: DeviceArray(value, place) for name, value in zip(outputs, results, strict=True)}
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
-
-
-def _run_here(
-    session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, onnxruntime.OrtValue]
-) -> list[onnxruntime.OrtValue]:
-    """Run a session with results on the CPU: one call, in place of a binding for each name."""
-    return list(session.run_with_ort_values(list(outputs), feeds, run_options()))
-
-
-def _run_bound(
-    session: onnxruntime.InferenceSession,
-    outputs: Sequence[str],
-    feeds: Mapping[str, onnxruntime.OrtValue],
-    place: Device,
-) -> list[onnxruntime.OrtValue]:
-    binding = session.io_binding()
-    for name, value in feeds.items():
-        binding.bind_ortvalue_input(name, value)
-    for name in outputs:
-        binding.bind_output(name, *place)
-    session.run_with_iobinding(binding, run_options())
-    return list(binding.get_outputs())
 
 
 @cache

@@ -1,13 +1,4 @@
-"""A graph made ready for a device: what the CPU would hand to it is computed there.
-
-1. ONNX Runtime computes shapes on the CPU, and an exporter adds the length of the past, a shape, to the positions of a
-call: one number that is copied to the device at every run, and for which CUDA graphs are refused. `Range` reads
-numbers of the CPU and writes on the device, so that `Range(0, n, 1) + past` becomes `Range(past, past + n, 1)`: the
-same integers.
-2. Folding constants would transpose weights on the CPU whenever a session is opened, each into a copy of its own. A
-weight that is an input with a default is no constant: the transposition becomes a part of the product, and the weight
-can be shared.
-"""
+"""A graph made ready for a device: what the CPU would hand to it is computed there."""
 
 import math
 
@@ -18,7 +9,7 @@ from onnx import helper, numpy_helper
 from mionnx.graph.dataflow import Dataflow
 
 SHAPES = ("Shape", "Size", "Constant")
-WHOLE = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+INTEGERS = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
 LARGE = 64  # numbers, above which an initializer is no part of a shape
 
 
@@ -38,13 +29,14 @@ def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) 
 
 
 def move_positions(model: onnx.ModelProto) -> int:
-    """Let `Range(0, n, 1) + past` be made on the device, in place.
+    """Let `Range(0, n, 1) + past` be made on the device, in place; return the number of such sums.
 
-    Returns:
-        the number of sums that were.
+    ONNX Runtime computes shapes on the CPU, the length of the past among them: one number that is copied to the device
+    at every run, and for which CUDA graphs are refused. `Range` reads numbers of the CPU and writes on the device, so
+    that `Range(past, past + n, 1)` are the same integers.
     """
     flow, shapes = Dataflow(model), shape_values(model.graph)
-    constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in WHOLE}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in INTEGERS}
     moved = 0
     for node in flow.nodes:
         ends = _positions(node, flow, shapes, constants) if node.op_type == "Add" else None
@@ -61,10 +53,10 @@ def move_positions(model: onnx.ModelProto) -> int:
 
 
 def keep_transposed(model: onnx.ModelProto) -> int:
-    """Let weights that are transposed be inputs with defaults, in place.
+    """Let weights that are transposed be inputs with defaults, in place; return their number.
 
-    Returns:
-        the number of these weights.
+    Folding constants would transpose them on the CPU whenever a session is opened, each into a copy of its own. An
+    input is no constant: the transposition becomes a part of the product, and the weight can be shared.
     """
     turned = {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
     inputs = {entry.name for entry in model.graph.input}
@@ -83,17 +75,13 @@ def _positions(
 ) -> tuple[onnx.NodeProto, str] | None:
     """The `Range` and the past of a sum of the two; None for any other sum."""
     for first, other in (tuple(node.input), tuple(node.input)[::-1]):
-        counted = flow.producer(first)
-        if counted is None or counted.op_type != "Range" or not _is_scalar(flow.producer(other)) or other not in shapes:
+        counted, length = flow.producer(first), flow.producer(other)
+        if counted is None or counted.op_type != "Range" or length is None or other not in shapes:
             continue
-        if [_number(counted.input[i], flow, constants) for i in (0, 2)] == [0, 1]:
+        # torch's exporter writes one dimension without axes as a Squeeze
+        if length.op_type == "Squeeze" and [_number(counted.input[i], flow, constants) for i in (0, 2)] == [0, 1]:
             return counted, other
     return None
-
-
-def _is_scalar(node: onnx.NodeProto | None) -> bool:
-    """Whether a value is one dimension without axes, as torch's exporter writes it."""
-    return node is not None and node.op_type == "Squeeze"
 
 
 def _number(name: str, flow: Dataflow, constants: dict[str, onnx.TensorProto]) -> int | None:
@@ -102,7 +90,7 @@ def _number(name: str, flow: Dataflow, constants: dict[str, onnx.TensorProto]) -
     tensor = constants.get(name)
     if node is not None and node.op_type == "Constant" and node.attribute[0].HasField("t"):
         tensor = node.attribute[0].t
-    if tensor is None or tensor.data_type not in WHOLE or tensor.data_location == onnx.TensorProto.EXTERNAL:
+    if tensor is None or tensor.data_type not in INTEGERS or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return None
     array = numpy_helper.to_array(tensor)
     return int(array) if array.shape == () and np.issubdtype(array.dtype, np.integer) else None

@@ -1,8 +1,4 @@
-"""Weights on a device, once for all sessions; by itself each session would hold a copy of its own.
-
-ONNX Runtime takes an initializer from its user if the user owns the memory. The memory of an `OrtValue` is its own, and
-of one that came through DLPack it is the other's: so each weight goes there and back.
-"""
+"""Weights on a device, once for all sessions; by itself each session would hold a copy of its own."""
 
 import weakref
 from collections.abc import Mapping
@@ -25,12 +21,10 @@ SHARED_DTYPES = (
     onnx.TensorProto.UINT8,
 )
 # Operators with kernels on CUDA in all of these dtypes: a weight that a node on the CPU reads has to lie there.
-READERS = frozenset(
-    (
-        *("MatMul", "Gemm", "Transpose", "Gather", "Add", "Mul", "LayerNormalization", "RMSNormalization"),
-        *("MatMulNBits", "GatherBlockQuantized"),
-    )
-)
+READERS = {
+    *("MatMul", "Gemm", "Transpose", "Gather", "Add", "Mul", "LayerNormalization", "RMSNormalization"),
+    *("MatMulNBits", "GatherBlockQuantized"),
+}
 _held: "weakref.WeakValueDictionary[Any, onnxruntime.OrtValue]" = weakref.WeakValueDictionary()
 _alone = Lock()
 
@@ -86,6 +80,8 @@ def _read(file: Path, where: tuple[int, int], tensor: onnx.TensorProto) -> NDArr
 
 def _borrowed(array: NDArray[Any], place: Device) -> onnxruntime.OrtValue:
     """An array on a device, as a value without memory of its own; it keeps the owner."""
+    # ONNX Runtime takes an initializer from its user if the user owns the memory. The memory of an `OrtValue` is its
+    # own, and of one that came through DLPack it is the other's: so each weight goes there and back.
     owner = put(array, place)
     value = onnxruntime.OrtValue.from_dlpack(owner)
     value.owner = owner

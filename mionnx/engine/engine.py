@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
+from mionnx.graph import onnx_file
 from mionnx.machine import memory
 
 Arrays = dict[str, NDArray[Any]]
@@ -21,30 +22,20 @@ Operator = tuple[str, str]  # domain, name
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a program.
-
-    Attributes:
-        rank: number of axes; None if the graph does not say.
-    """
+    """One input of a program."""
 
     dtype: "np.dtype[Any]"
-    rank: int | None
+    rank: int | None  # number of axes; None if the graph does not say
     optional: bool = False
 
 
 class Program(ABC):
-    """One graph, open in one engine; threads may run it at the same time.
-
-    Attributes:
-        inputs: everything that can be fed, by name.
-        shares_weights: whether other programs use the same memory for their weights.
-        rolls: whether `rolling` gives anything.
-    """
+    """One graph, open in one engine; threads may run it at the same time."""
 
     native: Any
-    inputs: Mapping[str, Input]
-    shares_weights: bool = False
-    rolls: bool = False
+    inputs: Mapping[str, Input]  # everything that can be fed, by name
+    shares_weights: bool = False  # whether other programs use the same memory for their weights
+    rolls: bool = False  # whether `rolling` gives anything
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
@@ -81,18 +72,12 @@ class Program(ABC):
 
 
 class Engine(ABC):
-    """Something that runs ONNX graphs.
-
-    Attributes:
-        settings: the fields of `Options` that it has, besides those of every engine.
-        packages: the distributions that bring it, for the record of a comparison.
-        casts: whether a graph can give its outputs in every dtype that it casts to.
-    """
+    """Something that runs ONNX graphs."""
 
     name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ()
-    packages: ClassVar[tuple[str, ...]] = ()
-    casts: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ()  # the fields of `Options` that it has, besides those of every engine
+    packages: ClassVar[tuple[str, ...]] = ()  # the distributions that bring it, for the record of a comparison
+    casts: ClassVar[bool] = False  # whether a graph can give its outputs in every dtype that it casts to
 
     @abstractmethod
     def missing(self, options: Options) -> str | None:
@@ -148,12 +133,8 @@ class Engine(ABC):
         """Write a model as the engine optimises it, with operators of its own.
 
         Args:
-            model: the bytes of a model whose external data lie in `folder`.
             data: name of a file beside it for the weights.
             packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
-
-        Raises:
-            InputError: the engine writes none.
         """
         raise InputError(f"engine={self.name!r} writes no optimised graphs")
 
@@ -171,20 +152,18 @@ class Engine(ABC):
             program.close()
 
 
-def numpy_dtype(element_type: int) -> "np.dtype[Any]":
-    """The numpy dtype of ONNX's number for one."""
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
+def graph_of(model: Path | bytes) -> onnx.ModelProto:
+    """A model that an engine is to open, parsed."""
+    return onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
 
 
 def inputs_of(model: onnx.ModelProto) -> dict[str, Input]:
     """The inputs of a graph, read from the graph itself."""
     defaults = {tensor.name for tensor in model.graph.initializer}
-    tensors = {value.name: value.type.tensor_type for value in model.graph.input}
-    return {
-        name: Input(
-            numpy_dtype(tensor.elem_type),
-            len(tensor.shape.dim) if tensor.HasField("shape") else None,
-            name in defaults,
-        )
-        for name, tensor in tensors.items()
-    }
+    inputs = {}
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        rank = len(tensor.shape.dim) if tensor.HasField("shape") else None
+        inputs[value.name] = Input(dtype, rank, value.name in defaults)
+    return inputs

@@ -16,11 +16,7 @@ COMMON = ("engine", "max_graphs", "max_bytes")  # settings of the pool of open g
 
 
 def engine_of(options: Options) -> Engine:
-    """The engine that some options name.
-
-    Raises:
-        InputError: no such engine, or a setting that it does not have.
-    """
+    """The engine that some options name, which has all of their settings."""
     engine = ENGINES.get(options.engine)
     if engine is None:
         raise InputError(
@@ -38,11 +34,7 @@ def engine_of(options: Options) -> Engine:
 
 
 def ready_engine(options: Options) -> Engine:
-    """As `engine_of`, and it can run on this machine.
-
-    Raises:
-        RuntimeMissingError: the engine, or its provider, is not installed; the message says what would install it.
-    """
+    """As `engine_of`, and it can run on this machine."""
     engine = engine_of(options)
     if why := engine.missing(options):
         raise RuntimeMissingError(why)

@@ -1,45 +1,44 @@
-"""Products with blocks that read the same value, as one product: fewer and larger calls of the kernel.
+"""Products with blocks that read the same value, as one product, and their heads moved together.
 
-1. Queries, keys and values, or the two halves of a gated MLP, are products of one value. Where the blocks of their
-   weights lie one after another in the file, they are the blocks of one larger weight, and nothing is copied.
-2. A `Split` gives the values their names back. Every column is computed from the same numbers in the same order, at
-   level 4 and where a kernel's tile holds columns of one product only: the bits are the same.
-3. Decoding a small model is bound by the number of calls: SmolLM2 has 121 products in place of 211.
+Decoding a small model is bound by the number of nodes: SmolLM2 has 121 products instead of 211, and 4 nodes less in
+each layer. Queries, keys and values, or the two halves of a gated MLP, are products of one value. Where the blocks of
+their weights lie one after another in the file, they are the blocks of one larger weight, and nothing is copied.
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from mionnx.engine.halved_products import halve_products
-from mionnx.engine.merged_heads import merge_heads
-from mionnx.graph import onnx_file
+from mionnx.engine.engine import graph_of
+from mionnx.engine.halved_products import BLOCK_PRODUCT, constants_of, halve_products, replace_nodes
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.packed_weight import LEVEL, attributes
 
-PRODUCT, COLUMN_COUNT = "MatMulNBits", "N"
+COLUMN_COUNT = "N"
 WEIGHT_INPUTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points
 PLACE_KEYS = {"location", "offset", "length"}  # others tell of packed weights
 MOST_INPUTS = 4  # inputs of a product that has no bias and no order
 TILE = 16  # columns that a kernel computes together, at most
+COLUMN_AXIS = 2  # axis of what a product makes: batch, seq, columns
+HEADS_AXIS, SHAPE_AXES = 2, 4  # before heads are turned: batch, seq, heads, width
+TURN = [0, 2, 1, 3]
+HEAD_NAMES = re.compile(r"blocks\.\d+\.attn\.hook_[qkv]")
+INFERRED = -1  # in a shape: as many as there are
 
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes of a tensor in a file.
-
-    Attributes:
-        begin, end: the first of the bytes, and the first after them.
-        tail: sizes of all axes but the first.
-    """
+    """Bytes of a tensor in a file, without those at `end`, and the sizes of all its axes but the first."""
 
     file: str
     begin: int
@@ -63,34 +62,25 @@ class Place:
 
 def with_merged(model: Path | bytes) -> Path | bytes:
     """A model with products and heads merged, or halved; as it is given where none is."""
-    if isinstance(model, Path):
-        with model.open("rb") as file:
-            if not _mentioned(file):
-                return model
-    elif PRODUCT.encode() not in model:
+    if not (_mentions(model) if isinstance(model, Path) else BLOCK_PRODUCT.encode() in model):
         return model
-    proto = onnx_file.read(model) if isinstance(model, Path) else onnx_file.parse(model)
+    proto = graph_of(model)
     changes = halve_products(proto), merge_products(proto), merge_heads(proto)
     return proto.SerializeToString() if any(changes) else model
 
 
-def _mentioned(file: BinaryIO) -> bool:
+def _mentions(path: Path) -> bool:
     """Whether a file has the operator's name; mapped, as its weights may lie inside."""
-    if not os.fstat(file.fileno()).st_size:
-        return False
-    with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
-        return mapped.find(PRODUCT.encode()) >= 0
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return False
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+            return mapped.find(BLOCK_PRODUCT.encode()) >= 0
 
 
 def merge_products(model: onnx.ModelProto) -> int:
-    """Merge products of one value whose weights lie one after another, in place.
-
-    Returns:
-        the number of products that are parts of a larger one now.
-    """
-    graph = model.graph
-    inputs = {entry.name for entry in graph.input}
-    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
+    """Merge products of one value whose weights lie one after another, in place; return how many have become parts."""
+    graph, tensors = model.graph, constants_of(model.graph)
     groups: dict[tuple[object, ...], list[tuple[int, list[Place]]]] = defaultdict(list)
     for at, node in enumerate(graph.node):
         places = _places(node, tensors)
@@ -98,21 +88,20 @@ def merge_products(model: onnx.ModelProto) -> int:
             settings = {name: value for name, value in attributes(node).items() if name != COLUMN_COUNT}
             groups[node.input[0], len(places), *sorted(settings.items())].append((at, places))
     runs = [run for group in groups.values() for run in _runs(group)]
-    merged = {min(run): _merged([graph.node[at] for at in run], tensors, graph) for run in runs}
-    gone = {at for run in runs for at in run}
-    nodes = [one for at, node in enumerate(graph.node) for one in merged.get(at, () if at in gone else (node,))]
+    parts: dict[int, tuple[onnx.NodeProto, ...]] = {at: () for run in runs for at in run}
+    parts |= {min(run): _merged([graph.node[at] for at in run], tensors, graph) for run in runs}
     if runs:
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(copies)
-    return len(gone)
+        replace_nodes(graph, parts)
+    return sum(map(len, runs))
 
 
 def _places(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> list[Place] | None:
     """Places of the parts of a product's weight; None of a node that is not merged."""
-    if node.op_type != PRODUCT or len(node.input) > MOST_INPUTS or not all(node.input):
+    if node.op_type != BLOCK_PRODUCT or len(node.input) > MOST_INPUTS or not all(node.input):
         return None
     settings = attributes(node)
+    # At level 4, and where a kernel's tile holds columns of one product only, every column is computed from the same
+    # numbers in the same order: the bits are the same.
     if settings.get(LEVEL, 0) != ROUNDING_LEVEL or settings[COLUMN_COUNT] % TILE:
         return None
     places = [Place.of(tensors[name]) if name in tensors else None for name in node.input[WEIGHT_INPUTS]]
@@ -160,3 +149,95 @@ def _joined(tensors: Sequence[onnx.TensorProto]) -> onnx.TensorProto:
         if item.key == "length":
             item.value = str(sum(lengths))
     return joined
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A `Split`, and the nodes that make heads of each of its outputs, by their indices."""
+
+    split: int
+    reshapes: tuple[int, ...]
+    transposes: tuple[int, ...]
+    sizes: tuple[int, ...]  # heads of each; none where all have as many
+
+
+def merge_heads(model: onnx.ModelProto) -> int:
+    """Reshape and turn a product once, with the `Split` of its heads last, in place; return how many were."""
+    flow, tensors = Dataflow(model), {tensor.name: tensor for tensor in model.graph.initializer}
+    ranks = {entry.name: len(entry.type.tensor_type.shape.dim) for entry in model.graph.value_info}
+    splits = [at for at, node in enumerate(flow.nodes) if node.op_type == "Split"]
+    heads = [turned for at in splits if (turned := _turned(flow, at, tensors, ranks)) is not None]
+    if heads:
+        gone: dict[int, tuple[onnx.NodeProto, ...]] = {
+            at: () for one in heads for at in (one.split, *one.reshapes, *one.transposes)
+        }
+        merged = {min(one.reshapes): _together(flow.nodes, one) for one in heads}
+        sizes = [(merged[min(one.reshapes)][-1].input[1], one.sizes) for one in heads if one.sizes]
+        replace_nodes(model.graph, gone | merged)
+        counts = (numpy_helper.from_array(np.array(each, np.int64), name) for name, each in sizes)
+        model.graph.initializer.extend(counts)
+    return len(heads)
+
+
+def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks: dict[str, int]) -> Turned | None:
+    """A `Split` of [batch, seq, columns] whose outputs become heads only; None of any other."""
+    split = flow.nodes[at]
+    columns = _array(split.input[1], tensors) if len(split.input) > 1 else np.zeros(0, np.int64)
+    dimensions = {ranks[name] for name in split.output if name in ranks}
+    if columns is None or dimensions != {COLUMN_AXIS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMN_AXIS):
+        return None
+    reshapes = [_only_reader(flow, name, "Reshape") for name in split.output]
+    transposes = [None if i is None else _only_reader(flow, flow.nodes[i].output[0], "Transpose") for i in reshapes]
+    pairs = [(i, j) for i, j in zip(reshapes, transposes, strict=True) if i is not None and j is not None]
+    ways = {(flow.nodes[i].input[1], *(str(one) for k in (i, j) for one in flow.nodes[k].attribute)) for i, j in pairs}
+    if len(pairs) < len(split.output) or len(ways) > 1:
+        return None
+    if [*next((one.ints for one in flow.nodes[pairs[0][1]].attribute if one.name == "perm"), [])] != TURN:
+        return None
+    heads, width = _end(flow, flow.nodes[pairs[0][0]].input[1], tensors)
+    # The names say that these are heads of the product's tokens: what else a foreign graph makes is left alone.
+    named = all(HEAD_NAMES.fullmatch(flow.nodes[j].output[0]) for _, j in pairs)
+    if not named or heads != INFERRED or width < 1:
+        return None
+    sizes = tuple(int(count) // width for count in columns)
+    return Turned(at, tuple(i for i, _ in pairs), tuple(j for _, j in pairs), sizes)
+
+
+def _only_reader(flow: Dataflow, name: str, op_type: str) -> int | None:
+    """The node that reads a value as its first input, if it is the only one and of this type."""
+    readers = flow.consumers[name]
+    if len(readers) != 1 or any(entry.name == name for entry in flow.proto.graph.output):
+        return None
+    node = flow.nodes[readers[0]]
+    return readers[0] if node.op_type == op_type and node.input[0] == name and name not in node.input[1:] else None
+
+
+def _end(flow: Dataflow, shape: str, tensors: dict[str, onnx.TensorProto]) -> tuple[int, int]:
+    """The last two numbers of a shape; zeros where they are not constant."""
+    node = flow.producer(shape)
+    names = [shape] if node is None else list(node.input[HEADS_AXIS:]) if node.op_type == "Concat" else []
+    arrays = [_array(name, tensors) for name in names]
+    numbers = [int(number) for array in arrays if array is not None for number in array]
+    constant = len(numbers) == (SHAPE_AXES if node is None else len(names))
+    return (numbers[-2], numbers[-1]) if constant and len(numbers) > 1 else (0, 0)
+
+
+def _array(name: str, tensors: dict[str, onnx.TensorProto]) -> NDArray[np.int64] | None:
+    tensor = tensors.get(name)
+    external = tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL
+    return None if tensor is None or external else numpy_helper.to_array(tensor).reshape(-1)
+
+
+def _together(nodes: Sequence[onnx.NodeProto], turned: Turned) -> tuple[onnx.NodeProto, ...]:
+    """One `Reshape`, one `Transpose` and the `Split` behind them."""
+    places = turned.reshapes[0], turned.transposes[0], turned.split
+    reshape, transpose, split = (onnx.NodeProto.FromString(nodes[at].SerializeToString()) for at in places)
+    name = split.output[0]
+    reshape.input[0], reshape.output[0] = split.input[0], f"{name}.heads"
+    transpose.input[0], transpose.output[0] = reshape.output[0], f"{name}.turned"
+    split.input[:] = [transpose.output[0], *([f"{name}.head_counts"] if turned.sizes else [])]
+    split.output[:] = [nodes[at].output[0] for at in turned.transposes]
+    for attribute in split.attribute:
+        if attribute.name == "axis":
+            attribute.i = TURN.index(HEADS_AXIS)
+    return reshape, transpose, split

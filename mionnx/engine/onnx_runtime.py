@@ -12,12 +12,10 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from mionnx.engine import device
-from mionnx.engine.cuda_graphs import CudaGraphs
+from mionnx.engine.cuda_graphs import CudaGraphs, RollingCache, shapes_of
 from mionnx.engine.engine import Arrays, Engine, Input, Operator, Program
-from mionnx.engine.kernels import without_kernel
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options, known_providers
-from mionnx.engine.placement import RECORD_ASSIGNMENT, providers_of
-from mionnx.engine.rolling_cache import RollingCache
+from mionnx.engine.placement import RECORD_ASSIGNMENT, providers_of, without_kernel
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
@@ -49,10 +47,10 @@ class OrtProgram(Program):
 
     def __init__(self, session: onnxruntime.InferenceSession, options: Options) -> None:
         self.native, self.options, self.place = session, options, options.place
-        required = {entry.name: _input(entry, False) for entry in session.get_inputs()}
-        self.inputs = required | {entry.name: _input(entry, True) for entry in session.get_overridable_initializers()}
-        dtypes = [entry.dtype for entry in self.inputs.values()]
-        dtypes += [_dtype(entry.type) for entry in session.get_outputs()]
+        inputs = [(entry, False) for entry in session.get_inputs()]
+        inputs += [(entry, True) for entry in session.get_overridable_initializers()]
+        self.inputs = {one.name: Input(_dtype(one.type), len(one.shape), optional) for one, optional in inputs}
+        dtypes = [_dtype(entry.type) for entry in (*(one for one, _ in inputs), *session.get_outputs())]
         self._bfloat16 = ml_dtypes.bfloat16 in dtypes
         self.rolls = options.cuda_graphs
         self._rolling: dict[Any, list[RollingCache]] = {}
@@ -62,7 +60,6 @@ class OrtProgram(Program):
         return {name: value for name, value in feeds.items() if name in self.inputs}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in self._read(feeds).items()}
         if self._bfloat16:
             results = device.run_at(self.native, outputs, arrays, device.CPU)
@@ -74,16 +71,13 @@ class OrtProgram(Program):
         return dict(zip(outputs, values, strict=True))
 
     def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, device.DeviceArray]:
-        """See `Program.run_on_device`; the CPU is such a device too."""
         return device.run_at(self.native, outputs, self._read(feeds), self.place)
 
     @once_property
     def cuda_graphs(self) -> CudaGraphs:
-        """The calls of this session that are CUDA graphs."""
         return CudaGraphs(self.native, self.place)
 
     def compute(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Program.compute`."""
         if self.options.cuda_graphs:
             return dict(self.cuda_graphs.run(outputs, self._read(feeds)))
         return dict(self.run(outputs, feeds) if self.place == device.CPU else self.run_on_device(outputs, feeds))
@@ -91,10 +85,8 @@ class OrtProgram(Program):
     def rolling(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]
     ) -> RollingCache:
-        """See `Program.rolling`."""
         arrays = self._read(feeds)
-        shapes = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
-        free = self._rolling.setdefault(shapes, [])
+        free = self._rolling.setdefault(shapes_of(outputs, arrays), [])
         try:
             with suppress(IndexError):
                 cache = free.pop()  # of a generation that is over: its CUDA graph is there
@@ -106,12 +98,7 @@ class OrtProgram(Program):
             raise ModelError(f"ONNX Runtime failed while decoding with CUDA graphs: {error}") from error
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-        """See `Program.resident`."""
         return {name: device.DeviceArray(device.put(array, self.place), self.place) for name, array in arrays.items()}
-
-
-def _input(entry: Any, optional: bool) -> Input:
-    return Input(_dtype(entry.type), len(entry.shape), optional)
 
 
 def _dtype(kind: str) -> "np.dtype[Any]":
@@ -135,7 +122,6 @@ class OnnxRuntime(Engine):
     )
 
     def missing(self, options: Options) -> str | None:
-        """Why the provider cannot be had."""
         try:
             options.provider_name()
         except RuntimeMissingError as error:
@@ -146,20 +132,17 @@ class OnnxRuntime(Engine):
         return None
 
     def lacks(self, options: Options) -> tuple[str, ...]:
-        """bfloat16 on the CPU: ONNX Runtime has no product of two matrices there."""
+        # It has no product of two matrices in bfloat16 on the CPU.
         return ("bfloat16",) if options.full_provider == PROVIDERS["cpu"] else ()
 
     def packs(self, options: Options) -> bool:
-        """On the CPU alone."""
         return options.full_provider == PROVIDERS["cpu"]
 
     def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
-        """All of its own on the CPU; on another provider those that it has kernels for."""
         provider = options.full_provider
         return provider == PROVIDERS["cpu"] or not without_kernel(operators, provider, dtype)
 
     def facts(self, options: Options) -> dict[str, str]:
-        """Version, provider, level and threads."""
         return {
             "onnxruntime": str(onnxruntime.__version__),
             "provider": options.provider_name(),
@@ -168,7 +151,6 @@ class OnnxRuntime(Engine):
         }
 
     def source(self, options: Options) -> str:
-        """See `Engine.source`."""
         providers = [(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})]
         level, disabled = OPTIMISATION[options.level].name, list(UNSTABLE_FUSIONS)
         return SOURCE.format(threads=options.threads, level=level, providers=providers, disabled=disabled)
@@ -176,7 +158,6 @@ class OnnxRuntime(Engine):
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> OrtProgram:
-        """See `Engine.open`."""
         settings = _settings(folder, options)
         if not spinning:
             settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -186,7 +167,6 @@ class OnnxRuntime(Engine):
         return _program(model, folder, settings, options, optimised)
 
     def open_to_try(self, model: Path | bytes, folder: Path) -> OrtProgram:
-        """See `Engine.open_to_try`."""
         options = Options(level="none", prepack=False)
         settings = _settings(folder, options)
         settings.log_severity_level = 4
@@ -195,7 +175,6 @@ class OnnxRuntime(Engine):
     def write_optimised(
         self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
     ) -> None:
-        """See `Engine.write_optimised`."""
         settings = _settings(folder, options)
         settings.optimized_model_filepath = str(path)
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
@@ -209,17 +188,16 @@ class OnnxRuntime(Engine):
         open_session(model, folder, settings, options)
 
     def release(self) -> None:
-        """See `Engine.release`."""
-        shrink_arena()
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry(SHRINK, "cpu:0")
+        _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
         memory.release()
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
-        """See `Engine.opened_alone`: ONNX Runtime gives the CPU what a provider does not take."""
-        settings = _settings(folder, options)
-        program = _program(model, folder, settings, options)
+        program = self.open(model, folder, options)
         name, providers = options.provider_name(), providers_of(program.native)
-        if providers and name not in providers:
+        if providers and name not in providers:  # ONNX Runtime gives the CPU what a provider does not take
             others = ", ".join(sorted(providers))
             raise ModelError(f"{name} takes no part of this model: ONNX Runtime gave it to {others}")
         yield program
@@ -232,11 +210,11 @@ def _program(
     options: Options,
     optimised: bool = False,
 ) -> OrtProgram:
-    if options.prepack is False:
+    unpacked = options.prepack is False
+    if unpacked:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-    unpacked = options.prepack is False and not optimised
-    session = open_session(model, folder, settings, options, [FOLDING] if unpacked else [])
-    if options.prepack is not False:
+    session = open_session(model, folder, settings, options, [FOLDING] if unpacked and not optimised else [])
+    if not unpacked:
         memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
     return OrtProgram(session, options)
 
@@ -268,13 +246,6 @@ def share_arena(settings: onnxruntime.SessionOptions) -> None:
     settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
 
 
-def shrink_arena() -> None:
-    """Return the memory of the arena that no value lies in."""
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry(SHRINK, "cpu:0")
-    _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
-
-
 _arenas: Once[str, Any] = Once()  # one of each a process, whichever thread asks first
 
 
@@ -288,8 +259,7 @@ def _shrinker() -> onnxruntime.InferenceSession:
     """A session of one node, run only to shrink the arena at its end."""
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "shrink", ends[:1], ends[1:])
-    model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = 1
     share_arena(settings)
-    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(device.model_bytes(body), settings, providers=["CPUExecutionProvider"])

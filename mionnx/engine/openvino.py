@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from mionnx.engine.engine import Arrays, Engine, Input, Program, inputs_of
+from mionnx.engine.engine import Arrays, Engine, Input, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -43,23 +43,19 @@ class OpenVinoProgram(Program):
         self._outputs = {name: port for port in compiled.outputs for name in port.names}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
         arrays |= {name: value for name, value in self.defaults.items() if name not in arrays and name in self.inputs}
         try:
-            request = self._request()
+            try:
+                request = self._idle.pop()
+            except IndexError:  # all are running, in other threads
+                request = self.native.create_infer_request()
             results = request.infer(arrays, share_inputs=True, share_outputs=True)
             values = {name: np.array(results[self._outputs[name]]) for name in outputs}
             self._idle.append(request)
             return values
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"OpenVINO failed while running the model: {error}") from error
-
-    def _request(self) -> Any:
-        try:
-            return self._idle.pop()
-        except IndexError:  # all are running, in other threads
-            return self.native.create_infer_request()
 
 
 class OpenVino(Engine):
@@ -75,29 +71,24 @@ class OpenVino(Engine):
         self._linking = Lock()
 
     def missing(self, options: Options) -> str | None:
-        """Whether OpenVINO is installed."""
         return None if find_spec("openvino") else "OpenVINO is not installed: pip install openvino"
 
     def lacks(self, options: Options) -> tuple[str, ...]:
-        """bfloat16, which OpenVINO neither takes nor gives in Python."""
-        return ("bfloat16",)
+        return ("bfloat16",)  # it neither takes nor gives it in Python
 
     def facts(self, options: Options) -> dict[str, str]:
-        """Version and options."""
         return {"openvino": version("openvino"), **{key: str(value) for key, value in _settings(options).items()}}
 
     def source(self, options: Options) -> str:
-        """See `Engine.source`."""
         compiled = f'openvino.Core().compile_model(path, "CPU", {_settings(options)!r})'
         return f"import openvino\n\nmodel = {compiled}\nreturn model(feeds)[model.output(0)]"
 
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> OpenVinoProgram:
-        """See `Engine.open`."""
         import openvino
 
-        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        proto = graph_of(model)
         if any(value.type.tensor_type.elem_type == BFLOAT16 for value in (*proto.graph.input, *proto.graph.output)):
             raise ModelError("OpenVINO takes and gives no bfloat16 in Python: use engine='onnxruntime', or float32")
         inputs, defaults = inputs_of(proto), _take_defaults(proto)
@@ -121,7 +112,7 @@ class OpenVino(Engine):
         for name in onnx_file.locations(proto):
             source, target = (folder / name).resolve(), Path(scratch.name) / name
             try:
-                if not (target.exists() and _same(source, target)):
+                if not (target.exists() and _state(source) == _state(target)):
                     target.unlink(missing_ok=True)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     _link(source, target)
@@ -155,9 +146,8 @@ def _declare_counts(proto: onnx.ModelProto) -> None:
             value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, [1]))
 
 
-def _same(source: Path, target: Path) -> bool:
-    one, other = source.stat(), target.stat()
-    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+def _state(file: Path) -> tuple[int, int]:
+    return file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _link(source: Path, target: Path) -> None:
@@ -165,4 +155,4 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
+        shutil.copy2(source, target)  # with its time of change, by which it is known again

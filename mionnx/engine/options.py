@@ -22,28 +22,12 @@ DEVICE_ID = "device_id"
 KNOWN: dict[str, tuple[str, ...]] = {
     "CPUExecutionProvider": (),
     "CUDAExecutionProvider": (
-        DEVICE_ID,
-        "arena_extend_strategy",
-        "cudnn_conv1d_pad_to_nc1d",
-        "cudnn_conv_algo_search",
-        "cudnn_conv_use_max_workspace",
-        "do_copy_in_default_stream",
-        "enable_cuda_graph",
-        "enable_skip_layer_norm_strict_mode",
-        "fuse_conv_bias",
-        "gpu_external_alloc",
-        "gpu_external_empty_cache",
-        "gpu_external_free",
-        "gpu_mem_limit",
-        "has_user_compute_stream",
-        "prefer_nhwc",
-        "sdpa_kernel",
-        "tunable_op_enable",
-        "tunable_op_max_tuning_duration_ms",
-        "tunable_op_tuning_enable",
-        "use_ep_level_unified_stream",
-        "use_tf32",
-        "user_compute_stream",
+        *(DEVICE_ID, "arena_extend_strategy", "cudnn_conv1d_pad_to_nc1d", "cudnn_conv_algo_search"),
+        *("cudnn_conv_use_max_workspace", "do_copy_in_default_stream", CUDA_GRAPH),
+        *("enable_skip_layer_norm_strict_mode", "fuse_conv_bias", "gpu_external_alloc", "gpu_external_empty_cache"),
+        *("gpu_external_free", "gpu_mem_limit", "has_user_compute_stream", "prefer_nhwc", "sdpa_kernel"),
+        *("tunable_op_enable", "tunable_op_max_tuning_duration_ms", "tunable_op_tuning_enable"),
+        *("use_ep_level_unified_stream", TF32, "user_compute_stream"),
     ),
 }
 
@@ -114,8 +98,7 @@ class Options:
             is tried beside the hooked one at the first call of a kind, once for all processes. Without, all specs
             compute in the same standard nodes, and a capture changes no bit of the logits.
         accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits, which
-            is faster; rows of a padded batch then differ by as much as the rounding costs (`mionnx.run.accuracy`).
-            None: as the file says.
+            is faster; rows of a padded batch then differ by as much as the rounding costs. None: as the file says.
     """
 
     provider: str = "cpu"
@@ -135,7 +118,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.level not in OPTIMISATION_LEVELS:
             raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(OPTIMISATION_LEVELS)}")
-        self._check_numbers()
+        at_least("max_graphs", self.max_graphs, 1)
+        at_least("max_bytes", self.max_bytes, 0)
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise InputError(f"threads must be 0 (the engine chooses) to {MOST_THREADS}, got {self.threads}")
         if self.accuracy_level not in ACCURACY_LEVELS:
             raise InputError(f"accuracy_level={self.accuracy_level}; 0 (floats), 4 (8 bits), or None, the file's own")
         if CUDA_GRAPH in self.provider_options:
@@ -145,12 +131,6 @@ class Options:
         if self.engine == ONNX_RUNTIME:
             check_provider_options(self.full_provider, self.provider_options)
 
-    def _check_numbers(self) -> None:
-        at_least("max_graphs", self.max_graphs, 1)
-        at_least("max_bytes", self.max_bytes, 0)
-        if not 0 <= self.threads <= MOST_THREADS:
-            raise InputError(f"threads must be 0 (the engine chooses) to {MOST_THREADS}, got {self.threads}")
-
     @property
     def full_provider(self) -> str:
         """The provider's full name, installed or not."""
@@ -159,7 +139,8 @@ class Options:
     @property
     def place(self) -> device.Device:
         """The device that computes the results."""
-        return device.place_of(self.full_provider, self.device_id)
+        kind = device.DEVICES.get(self.full_provider)
+        return device.CPU if kind is None else (kind, self.device_id)
 
     @property
     def of_provider(self) -> dict[str, str]:

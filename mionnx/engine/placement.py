@@ -1,11 +1,14 @@
-"""The nodes of a graph left to the CPU by another provider, and a warning.
+"""Kernels that an execution provider has, the nodes of a graph that it leaves to the CPU, and a warning.
 
 ONNX Runtime computes shapes on the CPU by design, which costs nothing. Any other node there has no kernel in the
 provider: what it reads is copied to the CPU, what it makes back, at every run, and CUDA graphs are refused.
 """
 
+import ctypes
 import warnings
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ import onnx
 import onnxruntime
 
 from mionnx.engine.device_graph import shape_values
-from mionnx.engine.kernels import has_kernel
+from mionnx.engine.engine import Operator
 from mionnx.machine.caller import caller_level
 
 RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 CPU_PROVIDER = "CPUExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
 CONTROL = ("If", "Loop", "Scan")
 SHOWN_OPERATORS = 5  # operators that a message names
 
@@ -35,18 +39,14 @@ def providers_of(session: onnxruntime.InferenceSession) -> dict[str, list[Any]]:
 
 
 def left_to_cpu(session: onnxruntime.InferenceSession, model: onnx.ModelProto, provider: str) -> list[tuple[str, str]]:
-    """Operator and name of each node on the CPU that computes more than shapes.
-
-    Args:
-        session: opened with `RECORD`.
-    """
-    named = {node.name: node for node in _nodes(model.graph) if node.name}
-    shapes = shape_values(model.graph)
+    """Operator and name of each node on the CPU that computes more than shapes; of a session that records them."""
+    nodes = {node.name: node for node in _nodes(model.graph) if node.name}
+    shapes, kernels = shape_values(model.graph), _kernels(provider)
     operators = []
     for one in providers_of(session).get(CPU_PROVIDER, []):
-        node = named.get(one.name)
+        node = nodes.get(one.name)
         if node is None:  # made by an optimisation, of shapes too
-            computes = not has_kernel((one.domain, one.op_type), provider)
+            computes = bool(kernels) and (one.domain, one.op_type) not in kernels
         else:
             computes = not shapes.issuperset(name for name in node.output if name)
         if computes:
@@ -88,3 +88,31 @@ def why_no_cuda_graph(session: onnxruntime.InferenceSession, model: onnx.ModelPr
     return (
         f"{named(nodes)} {'is control flow' if control else 'runs on the CPU'}" if nodes else "values move to the CPU"
     )
+
+
+def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> list[Operator]:
+    """Those of some operators that a provider does not compute in a dtype."""
+    kernels = _kernels(provider)
+    kind = f"tensor({'float' if dtype == 'float32' else dtype})"
+    return [one for one in operators if not any(kind in kinds or not kinds for kinds in kernels.get(one, ()))]
+
+
+@cache
+def _kernels(provider: str) -> dict[Operator, list[frozenset[str]]]:
+    """Operator -> for each kernel of a provider, the types of its first parameter, if any."""
+    kernels: dict[Operator, list[frozenset[str]]] = {}
+    for one in _definitions():
+        if one.provider == provider:
+            kinds = one.type_constraints.get("T", ())
+            kernels.setdefault((one.domain, one.op_name), []).append(frozenset(kinds))
+    return kernels
+
+
+def _definitions() -> list[Any]:
+    """The kernels of all providers; empty where this build does not tell."""
+    if TENSORRT in onnxruntime.get_available_providers():
+        try:
+            ctypes.CDLL("libnvinfer.so.10")
+        except OSError:  # onnxruntime-gpu without TensorRT: the call would end the process
+            return []
+    return list(getattr(onnxruntime.capi.onnxruntime_pybind11_state, "get_all_opkernel_def", list)())

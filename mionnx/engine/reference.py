@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.engine import Arrays, Engine, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -19,14 +19,13 @@ from mionnx.graph.validate import graphs
 
 
 class ReferenceProgram(Program):
-    """An evaluator."""
+    """An evaluator of onnx's."""
 
     def __init__(self, evaluator: ReferenceEvaluator, model: onnx.ModelProto) -> None:
         self.native, self.inputs = evaluator, inputs_of(model)
         self._alone = Lock()  # its operators keep attributes of the last run
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
         try:
             with self._alone:
@@ -46,11 +45,9 @@ class Reference(Engine):
     packages = ("onnx",)
 
     def missing(self, options: Options) -> str | None:
-        """Nothing: onnx is a part of every installation."""
-        return None
+        return None  # onnx is a part of every installation
 
     def refuses(self, model: onnx.ModelProto) -> str | None:
-        """Whether the graph has an operator that onnx's evaluator does not implement."""
         for graph in graphs(model):
             for node in graph.node:
                 if node.op_type == "Scan" and any(any(item.ints) for item in node.attribute if "axes" in item.name):
@@ -60,18 +57,15 @@ class Reference(Engine):
         return None
 
     def facts(self, options: Options) -> dict[str, str]:
-        """Versions."""
         return {"onnx": onnx.__version__, "numpy": np.__version__}
 
     def source(self, options: Options) -> str:
-        """See `Engine.source`."""
         return "from onnx.reference import ReferenceEvaluator\n\nreturn ReferenceEvaluator(path).run(None, feeds)[0]"
 
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> ReferenceProgram:
-        """See `Engine.open`."""
-        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        proto = graph_of(model)
         if why := self.refuses(proto):
             raise ModelError(why)
         in_floats(proto, folder)

@@ -17,12 +17,12 @@ import onnxruntime
 
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
+from mionnx.engine.engine import graph_of
 from mionnx.engine.halved_products import HALVES_PREFIX
 from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
 from mionnx.errors import ModelError, RuntimeMissingError
-from mionnx.graph import onnx_file
 
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
 UNSTABLE_FUSIONS = (
@@ -55,7 +55,7 @@ def open_session(
         if isinstance(merged, bytes) and HALVES_PREFIX.encode() in merged:  # which folding computes once
             without = [one for one in without if one != FOLDING]
         return _session(merged if isinstance(merged, bytes) else str(merged), folder, settings, options, without)
-    proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+    proto = graph_of(model)
     if options.provider_name() == PROVIDERS["cuda"]:
         load_cuda()
         move_positions(proto)
@@ -74,8 +74,9 @@ def _elsewhere(
     without: Sequence[str],
 ) -> onnxruntime.InferenceSession:
     """Open a session on another provider than the CPU, and on no other."""
-    name, cuda = options.provider_name(), options.provider_name() == PROVIDERS["cuda"]
-    weights = _weights(proto, folder, options) if cuda and not settings.optimized_model_filepath else {}
+    name = options.provider_name()
+    cuda = name == PROVIDERS["cuda"] and not settings.optimized_model_filepath
+    weights = _weights(proto, folder, options) if cuda else {}
     for weight, value in weights.items():
         settings.add_initializer(weight, value)
     try:
@@ -111,14 +112,12 @@ def _session(
     without: Sequence[str],
     cuda_graphs: bool = True,
 ) -> onnxruntime.InferenceSession:
-    settings_of_provider = {
-        key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH
-    }
+    provider = {key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH}
     try:
         return onnxruntime.InferenceSession(
             model,
             settings,
-            providers=[(options.provider_name(), settings_of_provider)],
+            providers=[(options.provider_name(), provider)],
             disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
             enable_fallback=0,
         )
@@ -126,23 +125,14 @@ def _session(
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 
 
-def _library_folders() -> list[Path]:
-    """Folders of the packages `nvidia-*` that hold libraries."""
-    package = find_spec("nvidia")
-    roots = [Path(root) for root in package.submodule_search_locations or ()] if package else []
-    return sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")})
-
-
 @cache
 def load_cuda() -> None:
-    """Load the libraries of CUDA and cuDNN that pip installs, torch's included.
-
-    `onnxruntime.preload_dlls` looks for them beside onnxruntime itself and where the system does; here all folders of
-    Python's path are looked through, so that torch's serve an onnxruntime-gpu that lies elsewhere. Weights take no more
-    memory than they need then.
-    """
+    """Load the libraries of CUDA and cuDNN that pip installs, torch's included."""
+    package = find_spec("nvidia")
+    roots = [Path(root) for root in package.submodule_search_locations or ()] if package else []
     with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
-        for folder in _library_folders():
+        # By itself it looks beside onnxruntime, where torch's libraries need not lie.
+        for folder in sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")}):
             onnxruntime.preload_dlls(directory=str(folder))
     state = onnxruntime.capi.onnxruntime_pybind11_state
     if hasattr(state, "set_arena_extend_strategy"):  # by default an arena takes up to twice as much

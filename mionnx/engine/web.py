@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
-from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.engine import Arrays, Engine, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -48,14 +47,28 @@ class WebProgram(Program):
         _ask(self.native, {"open": str(file)})
 
     def close(self) -> None:
-        """End the process."""
         self._finalizer()
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """See `Program.run`."""
-        arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
+        tensors, start, scratch = [], 0, Path(self._scratch.name)
         with self._alone:
-            return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
+            with (scratch / "feeds").open("wb") as file:
+                for name, value in feeds.items():
+                    if name not in self.inputs:
+                        continue
+                    array = np.asarray(value)
+                    data = np.ascontiguousarray(array).tobytes()
+                    place = {"start": start, "end": start + len(data)}
+                    tensors.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
+                    file.write(data)
+                    start += len(data)
+            files = {"run": str(scratch / "feeds"), "out": str(scratch / "out")}
+            entries = _ask(self.native, {**files, "feeds": tensors, "names": list(outputs)})["found"]
+            data = (scratch / "out").read_bytes()
+        return {
+            one["name"]: np.frombuffer(data[one["start"] : one["end"]], one["type"]).reshape(one["dims"])
+            for one in entries
+        }
 
 
 def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[str]") -> None:
@@ -73,7 +86,6 @@ class Web(Engine):
     name = "onnxruntime-web"
 
     def missing(self, options: Options) -> str | None:
-        """Whether Node and onnxruntime-web are there."""
         if shutil.which("node") is None:
             return "Node is not installed: install Node 20, then `npm install onnxruntime-web`"
         if node_folder() is None:
@@ -84,11 +96,9 @@ class Web(Engine):
         return None
 
     def lacks(self, options: Options) -> tuple[str, ...]:
-        """bfloat16, which a browser has no arrays of."""
-        return ("bfloat16",)
+        return ("bfloat16",)  # a browser has no arrays of it
 
     def facts(self, options: Options) -> dict[str, str]:
-        """Versions of onnxruntime-web and of Node."""
         node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()
         package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
         return {"onnxruntime-web": package["version"], "node": node, "threads": "1"}
@@ -96,8 +106,7 @@ class Web(Engine):
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> WebProgram:
-        """See `Engine.open`."""
-        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        proto = graph_of(model)
         onnx_file.embed(proto, folder)
         return WebProgram(proto)
 
@@ -118,22 +127,3 @@ def _ask(node: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str
                 raise ModelError(f"onnxruntime-web: {answer['error']}")
             return answer
     raise ModelError(f"onnxruntime-web ended: {node.stderr.read()[-500:]}")
-
-
-def _run(node: "subprocess.Popen[str]", scratch: Path, feeds: Arrays, names: list[str]) -> Arrays:
-    tensors, start = [], 0
-    with (scratch / "feeds").open("wb") as file:
-        for name, array in feeds.items():
-            data = np.ascontiguousarray(array).tobytes()
-            place = {"start": start, "end": start + len(data)}
-            tensors.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
-            file.write(data)
-            start += len(data)
-    question = {"run": str(scratch / "feeds"), "feeds": tensors, "out": str(scratch / "out"), "names": names}
-    entries = _ask(node, question)["found"]
-    data = (scratch / "out").read_bytes()
-    return {entry["name"]: _array(entry, data) for entry in entries}
-
-
-def _array(entry: Mapping[str, Any], data: bytes) -> NDArray[Any]:
-    return np.frombuffer(data[entry["start"] : entry["end"]], entry["type"]).reshape(entry["dims"])

@@ -23,7 +23,7 @@ from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.manifest import file_facts, manifest_of
 from mionnx.playground.npm_files import vendor
-from mionnx.run.packaged_models import shipped_models
+from mionnx.run.source_path import shipped_models
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

@@ -1,14 +1,28 @@
-"""Batches of rows of unequal length: those of like length run together, results come in the order given."""
+"""Batches of rows of unequal length: those of like length run together, as many as fit into memory.
 
+The memory of a pass is estimated from its captures; results that do not fit are refused.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import TypeVar
 
+import numpy as np
+
+from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine import memory
 from mionnx.machine.progress import shown, silence
 
 AUTO = "auto"
 PER_BATCH = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
 NAMED = 4  # rows of a batch that a message names
+LARGE = 2**26  # bytes of a pass for which nobody needs to ask
+SMALL_CAPTURES = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
+SHARE = 0.25  # of the free memory that one batch may take
+STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
 
 BatchSize = int | str | None
 Fitting = Callable[[int], int]  # tokens of the longest row of a batch -> rows that it may have
@@ -27,13 +41,10 @@ def batches_of(
 ) -> Iterator[list[int]]:
     """Group rows into batches, the shortest first.
 
-    A batch ends before a row that would make most of it padding: of 999 short rows and one long one, the long one
-    stands alone.
-
     Args:
         batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
         padded: whether rows of unequal length may be in one batch.
-        fitting: of "auto", tokens of the longest row -> rows of a batch that memory has room for.
+        fitting: tokens of the longest row -> rows of a batch that memory has room for; read for "auto".
 
     Returns:
         the indices of each batch's rows.
@@ -45,7 +56,12 @@ def batches_of(
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         length = lengths[row]
-        most = _most(length, fitting) if isinstance(batch_size, str) else batch_size
+        if isinstance(batch_size, str):
+            most = PER_BATCH // max(1, length)
+            most = max(1, most if fitting is None else min(most, fitting(length)))
+        else:
+            most = batch_size
+        # Of 999 short rows and one long one, which would make most of their batch padding, the long one stands alone.
         sparse = 2 * (tokens + length) < (len(batch) + 1) * length
         if batch and (len(batch) >= most or sparse or (not padded and length != lengths[batch[0]])):
             yield batch
@@ -54,11 +70,6 @@ def batches_of(
         tokens += length
     if batch:
         yield batch
-
-
-def _most(length: int, fitting: Fitting | None) -> int:
-    most = PER_BATCH // max(1, length)
-    return max(1, most if fitting is None else min(most, fitting(length)))
 
 
 def in_batches(
@@ -71,7 +82,7 @@ def in_batches(
     fitting: Fitting | None = None,
     progress: bool | None = None,
 ) -> list[T]:
-    """Run rows in batches of like length.
+    """Run rows in batches of like length; an error names the rows of its batch.
 
     Args:
         batch_size: most rows of a batch, or "auto"; None for one batch of all.
@@ -81,9 +92,6 @@ def in_batches(
 
     Returns:
         the results, in the order of `lengths`.
-
-    Raises:
-        MIError: as `run` raises it, with the rows of the batch named.
 
     Example:
         in_batches([3, 900, 4], "auto", lambda rows: [row * 10 for row in rows], stage="tens")  # [0, 10, 20]
@@ -99,18 +107,80 @@ def in_batches(
             except MIError as error:
                 if len(batches) == 1:
                     raise
-                raise type(error)(f"{rows_text(rows)} of {count}: {error}") from error
-            show(stage_text(stage, batches), len(results), count)
+                named = ", ".join(map(str, rows[:NAMED])) + f" and {len(rows) - NAMED} more" * (len(rows) > NAMED)
+                raise type(error)(f"row{'s' * (len(rows) > 1)} {named} of {count}: {error}") from error
+            largest = max(map(len, batches), default=0)
+            show(f"{stage} ({len(batches)} batches of up to {largest} rows)", len(results), count)
     return [results[row] for row in range(count)]
 
 
-def stage_text(stage: str, batches: Sequence[Sequence[int]]) -> str:
-    """A stage's name with the sizes of its batches: "forward (8 batches of up to 341 rows)"."""
-    return f"{stage} ({len(batches)} batches of up to {max(map(len, batches), default=0)} rows)"
+def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = False) -> None:
+    """Refuse a pass that memory does not hold."""
+    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
+    if peak > SMALL_CAPTURES and peak > (free := memory.available()):
+        raise InputError(
+            f"the captures of this spec need {memory.format_bytes(peak)}, and "
+            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
+        )
+    need = pass_bytes(bound, batch.batch, batch.seq, batch.total, use_cache)
+    if need > LARGE and need > (free := memory.available()):
+        scores = layer_bytes(bound, batch.seq, batch.total)
+        results = kept_bytes(bound, batch.seq, batch.total - batch.seq, use_cache)
+        raise InputError(
+            f"a pass over {batch.batch} x {batch.seq} tokens needs some {memory.format_bytes(need)} "
+            f"({memory.format_bytes(batch.batch * scores)} while its longest layer is computed, "
+            f"{memory.format_bytes(batch.batch * results)} of captures, logits, keys and values), and "
+            f"{memory.format_bytes(free)} of memory are free: give the text in pieces (use_cache=True, then cache=), "
+            "smaller batches (batch_size=), ask for Logits(positions=-1) or logits=False, or capture less"
+        )
 
 
-def rows_text(rows: Sequence[int]) -> str:
-    """Rows for messages: "row 3", "rows 3, 5, 8, 9 and 12 more"."""
-    named = ", ".join(map(str, rows[:NAMED]))
-    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-    return f"row{'s' * (len(rows) > 1)} {named}{more}"
+def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bool = False) -> int:
+    """Approximate bytes of one pass: the longest layer while it is computed, and what is kept."""
+    gathered = bound.estimate(batch, seq, total)
+    results = batch * kept_bytes(bound, seq, total - seq, use_cache)
+    return batch * layer_bytes(bound, seq, total) + results + gathered.peak - gathered.total
+
+
+def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
+    """Bytes of one row's longest layer, about: streams, and the scores of all heads."""
+    sizes = bound.model.metadata.sizes
+    scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
+    return 4 * seq * (STREAMS * sizes.hidden_size + scores)
+
+
+def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
+    """Bytes that one row leaves: captures, gradients, logits, keys and values."""
+    model, part = bound.model, bound.logits
+    number = np.dtype(model.past_dtype).itemsize
+    size = bound.estimate(1, length, past + length).total
+    if bound.plan.outputs.logits:
+        every = not bound.plan.outputs.last and (part is None or part.positions is None)
+        positions = length if every else 1 if part is None else len(part.positions_)
+        size += number * positions * model.metadata.sizes.vocab_size
+    if use_cache and not model.metadata.recurrent:
+        size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))
+    return size
+
+
+def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting:
+    """The number of rows of a length with room in a quarter of the free memory."""
+    room = SHARE * memory.available()
+
+    def rows(length: int) -> int:
+        layer = layer_bytes(bound, length, past + length)
+        return int(room // (layer + 2 * kept_bytes(bound, length, past, use_cache)))
+
+    return rows
+
+
+def refuse_all(bound: BoundSpec, lengths: Sequence[int], past: int = 0, use_cache: bool = False) -> None:
+    """Refuse a list of rows whose results memory does not hold together."""
+    each = Counter(lengths).items()
+    size = sum(count * kept_bytes(bound, length, past, use_cache) for length, count in each)
+    if size > SMALL_CAPTURES and size > (free := memory.available()):
+        raise InputError(
+            f"the results of {len(lengths)} rows need {memory.format_bytes(size)}, and {memory.format_bytes(free)} of "
+            "memory are free: capture positions=, ask for Logits(positions=-1) or logits=False, or write activations "
+            "to disk with harvest"
+        )

@@ -1,14 +1,9 @@
 """From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`.
 
 1. A spec that touches nothing runs an adopted file's own graph, for the kinds of calls in which it gives what the
-   hooked graph gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes in place of the file's
+   hooked graph gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes instead of the file's
    operators.
-2. Otherwise the file's fused operators stand where nothing inside them is touched. Fused attention takes lengths from
-   the number of ones in the mask: padding is not where it looks for it, and with a past it takes one row or one token
-   at a time. Such calls run the standard nodes instead, which are right for all.
-3. Passes and generations of a model of blocks share one graph, for the engine packs all blocks for each. A pass gives
-   the logits of all positions, a generation those of the last: an input says from which column on there are logits.
-   What comes before the head is not touched, so the bits are the same.
+2. Otherwise the file's fused operators stand where nothing inside them is touched.
 """
 
 from collections.abc import Sequence
@@ -61,6 +56,8 @@ def open_call(
     tokens = 0 if batch is None or continues else batch.batch * batch.seq
     if not (model.in_blocks and _shares(plan) and graphs.engine.packs(options)):
         return graphs.get(plan, tokens)
+    # The engine packs all blocks for each graph: passes and generations share one. An input says from which column on
+    # there are logits; what comes before the head is not touched, so the bits are the same.
     begin = np.array([-1 if plan.outputs.last else 0])
     graph = graphs.get(replace(plan, outputs=replace(plan.outputs, last=False, begins=True)), tokens)
     return replace(graph, feeds={LOGIT_BEGIN: begin})
@@ -82,10 +79,7 @@ def with_fused(
     *,
     continues: bool = False,
 ) -> Plan:
-    """The plan with those operators of its file that are right for a call.
-
-    The engine must compute them too.
-    """
+    """The plan with those operators of its file that are right for a call, if the engine computes them."""
     metadata = model.metadata
     if not (options.fused and (metadata.fused or metadata.stock)) or plan.starts or plan.gradients:
         return plan
@@ -110,18 +104,19 @@ def _stock_serves(model: HookedModel, batch: TokenBatch | None, continues: bool)
 
 
 def kind_of(batch: TokenBatch) -> int | None:
-    """The kind of a call, by the flags of `stock_graph`; None if it is of none that are tried.
-
-    That is padding behind a text, or so much before it that a call holds nothing else.
-    """
+    """The kind of a call, by the flags of `stock_graph`; None if it is of none that are tried."""
     kind = stock_graph.ROWS_BIT * (batch.batch > 1) | stock_graph.PAST_BIT * (batch.total > batch.seq)
     kind |= stock_graph.SEVERAL_BIT * (batch.seq > 1)
     mask = batch.attention_mask
     if mask.all():
         return kind
+    # None: padding behind a text, or so much before it that a call holds nothing else
     return kind | stock_graph.PADDED_BIT if (mask[:, 1:] >= mask[:, :-1]).all() else None
 
 
 def _attends(batch: TokenBatch) -> bool:
+    """Whether fused attention is right for a call; standard nodes are for all."""
+    # It takes lengths from the number of ones in the mask: padding is not where it looks for it, and with a past it
+    # takes one row or one token at a time.
     past = batch.total - batch.seq
     return not batch.padded and (past == 0 or batch.seq == 1 or batch.batch == 1)

@@ -1,25 +1,34 @@
-"""Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point."""
+"""Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point.
+
+A dtype that cannot be is refused before an export begins.
+"""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mionnx.errors import ExportError, boundary, install
+from safetensors import SafetensorError, safe_open
+
+from mionnx.errors import ExportError, InputError, boundary, install, nearest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.metadata import DTYPE_NAMES
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.quantise.settings import Quantisation
-from mionnx.run.model_dtype import AUTO_DTYPE, Unsaid
 from mionnx.run.source_path import advice, is_hooked
 
+AUTO_DTYPE = "auto"
+DTYPE_CHOICES = (*DTYPE_NAMES, *BLOCKS)
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in safetensors
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
 FLOATS_FOLDER = ".floats"  # folder of the model that is quantised, while it is
 FOREIGN, FOREIGN_MODULE = "onnx", "exporters.adopt"  # entry point of the exporter of foreign ONNX files
@@ -30,6 +39,54 @@ NEEDED = {
 }
 
 
+class Unsaid(str):
+    """A default that nobody wrote: a hooked model's own dtype comes before it."""
+
+    __slots__ = ()
+
+
+DEFAULT = Unsaid("float32")
+
+
+def check_name(dtype: str) -> None:
+    """Refuse a dtype that no model has."""
+    if dtype not in (*DTYPE_CHOICES, AUTO_DTYPE):
+        near = nearest(dtype, [*DTYPE_CHOICES, AUTO_DTYPE])
+        raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPE_CHOICES)}, {AUTO_DTYPE}{near}")
+
+
+def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where: str) -> None:
+    """Refuse to export a checkpoint in a dtype that its engine does not compute in."""
+    kind = stored_dtype(folder) if dtype == AUTO_DTYPE else dtype
+    if kind in lacking:
+        own = f", the dtype of {folder}" if dtype == AUTO_DTYPE else ""
+        left = " or ".join(name for name in DTYPE_NAMES if name not in lacking)
+        raise InputError(f"dtype={dtype!r}{own}: {where} does not compute in {kind}; use {left}, or provider='cuda'")
+
+
+def refuse_other(hooked: HookedModel, dtype: str) -> None:
+    """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported."""
+    own = hooked.metadata.weight_dtype
+    if not isinstance(dtype, Unsaid) and dtype not in (AUTO_DTYPE, own):
+        raise InputError(
+            f"dtype={dtype!r}, but {hooked.folder} is a hooked model in {own} already: leave dtype out, or export its "
+            f"checkpoint with dtype={dtype!r}"
+        )
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype of most tensors in a checkpoint's safetensors files; None without such files."""
+    counts: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np") as tensors:
+                counts.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118 - it is no dictionary
+        except (OSError, SafetensorError):
+            return None  # refused by the exporter, which says what is wrong with the file
+    kinds = [STORED[name] for name, _ in counts.most_common() if name in STORED]
+    return kinds[0] if kinds else None
+
+
 def foreign_exporter() -> ModuleType:
     """The exporter of foreign ONNX files."""
     for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
@@ -38,11 +95,7 @@ def foreign_exporter() -> ModuleType:
 
 
 def exporter_for(folder: Path) -> ModuleType:
-    """The installed exporter that knows a checkpoint.
-
-    Raises:
-        ModelError: its config lies outside the folder, or is no regular file.
-    """
+    """The installed exporter that knows a checkpoint."""
     installed = list(entry_points(group="mionnx.exporters"))
     for entry in installed:
         module = entry.load()
@@ -57,11 +110,7 @@ def exporter_for(folder: Path) -> ModuleType:
 
 
 def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
-    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
-
-    Raises:
-        ExportError: integers of other bits than the checkpoint has.
-    """
+    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for."""
     bits = exporter.packed_bits(folder) if hasattr(exporter, "packed_bits") else None
     if bits is None:
         return dtype
@@ -83,9 +132,6 @@ def export(
     Args:
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
         graph_only: export the config alone, without weights.
-
-    Raises:
-        ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
     """
     exporter = exporter_for(folder)
     if target.exists():
@@ -106,21 +152,19 @@ def write(
 ) -> None:
     """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32."""
     if dtype not in BLOCKS:
-        _write(exporter, folder, target, dtype, progress, function)
+        _call(exporter, function, folder, target, dtype, progress)
         return
     if function != "export":
         raise ExportError(f"{folder}: a graph without weights has none to be {dtype}: leave out the dtype")
     floats = target / FLOATS_FOLDER
     floats.mkdir()
     try:
-        own = (
-            AUTO_DTYPE if exporter.__name__ == foreign_exporter().__name__ else "float32"
-        )  # a foreign file has its own
+        foreign = exporter.__name__ == foreign_exporter().__name__  # such a file has a dtype of its own
         if hasattr(exporter, "export_packed"):
-            blocks = _called(exporter.export_packed, folder, floats, progress)
+            blocks = _call(exporter, "export_packed", folder, floats, progress)
         else:
             blocks = {}
-            _write(exporter, folder, floats, own, progress, function)
+            _call(exporter, function, folder, floats, AUTO_DTYPE if foreign else "float32", progress)
         hooked = HookedModel.open(floats, check="none")
         quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, blocks), progress, blocks)
     finally:
@@ -133,27 +177,21 @@ def _settings(
     """Settings of the blocks of a checkpoint; one of integers is left as it is."""
     settings = BLOCKS[dtype]
     if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
-        one = next(iter(blocks.values()), None)
-        form: dict[str, Any] = {}
-        if one is not None:
-            form = {"block_size": one.block_size, "symmetric": not one.zero_points}
-        return replace(settings, keep=("*",), embedding=False, unembedding=False, **form)
+        for one in blocks.values():  # all have the form of the first
+            settings = replace(settings, block_size=one.block_size, symmetric=not one.zero_points)
+            break
+        return replace(settings, keep=("*",), embedding=False, unembedding=False)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
         names = {tensor.name for tensor in hooked.proto.graph.initializer}
         return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings
 
 
-def _write(
-    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
-) -> None:
+def _call(exporter: ModuleType, function: str, folder: Path, *arguments: Any) -> Any:
+    """Call a function of an exporter, and say in one sentence why it fails."""
     export = getattr(exporter, function, None)
     if export is None:
         raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
-    _called(export, folder, target, dtype, progress)
-
-
-def _called(export: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     try:
         with boundary(ExportError, f"cannot export {folder}"):
             return export(folder, *arguments)

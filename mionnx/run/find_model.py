@@ -4,10 +4,11 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -18,17 +19,25 @@ from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
-from mionnx.machine.leftovers import new_folder, temporary_folder
+from mionnx.machine.leftovers import new_folder, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
-from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
-from mionnx.run.hub import download, download_file
-from mionnx.run.hub_files import names_file
-from mionnx.run.packaged_models import PACKAGED, packaged_model, shipped_models
+from mionnx.run.exporting import MADE, NEEDED, copy_links, dtype_of, exporter_for, foreign_exporter, write
+from mionnx.run.hub import download, download_file, names_file
 from mionnx.run.repository import MAIN, Repository, Version
-from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
+from mionnx.run.source_path import (
+    PACKAGED,
+    file_in,
+    folder_in,
+    is_hooked,
+    local_path,
+    missing,
+    mistyped,
+    packaged_model,
+    shipped_models,
+)
 
 LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
@@ -53,8 +62,7 @@ def find_model(
 ) -> Path:
     """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
-    Args:
-        refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
+    `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
@@ -77,15 +85,9 @@ def open_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> HookedModel:
-    """Find a model and open it.
+    """Find a model and open it; see `find_model` and `HookedModel.open`.
 
     An export in the store that is damaged is made again, unless another process uses it, and that is said.
-
-    Args:
-        check: how its weights are compared with what was exported, see `HookedModel.open`.
-
-    Raises:
-        ModelError: nothing there, or damaged.
     """
     folder = find_model(source, dtype, progress, refuse, version)
     try:
@@ -106,14 +108,13 @@ def checkpoint_folder(
     progress: Progress = silent,
     weights: bool = True,
 ) -> Path:
-    """The folder or file of a path, a shipped model's name or a Hub id.
+    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be.
 
-    A `.pth`, `.onnx` or `.gguf` file is a model by itself. A folder goes before a shipped model of its name. Models of
-    the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
+    A folder goes before a shipped model of its name.
 
     Args:
         file: the name of the file, where the folder or repository has several models.
-        version: of a repository of the Hub; its folder also of a folder here.
+        version: a repository's of the Hub; its subfolder also a folder's here.
         weights: download weights; without them it is what a graph alone is made of.
     """
     name = str(source)
@@ -137,26 +138,57 @@ def hub_folder(
     """The folder or single file of a model of the Hub, downloaded if need be.
 
     Args:
-        name: of its repository, or of a GGUF or `.pth` file in it.
+        name: USER/REPOSITORY, or that and a GGUF or `.pth` file in it.
         file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-
-    Raises:
-        ModelError: there is no such model, none can be had, or a folder here was mistyped.
     """
-    one, names = names_file(name), [*shipped_models(), *PACKAGED]
-    if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
+    names = [*shipped_models(), *PACKAGED]
+    if names_file(name):
+        repository, _, single = name.rpartition("/")
+        return download_file(Repository(repository, version, progress, missing(name, names)), single)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
         raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, names)}")
-    meant = None if one or version.revision else mistyped(name, names)
+    meant = None if version.revision else mistyped(name, names)
     if meant is not None:
         raise ModelError(
             f"{name} is no folder with a model: nothing is there; did you mean {meant!r}? With revision='main' it is "
             "looked for on the Hugging Face Hub"
         )
-    repository, _, single = name.rpartition("/") if one else (name, "", "")
-    source = Repository(repository, version, progress, missing(name, names))
-    if one:
-        return download_file(source, single)
+    source = Repository(name, version, progress, missing(name, names))
     return download(source, lambda files: foreign_exporter().pick(files, file, name), file is not None, weights)
+
+
+def adopt(
+    source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
+) -> Any:
+    """Write a foreign ONNX file as a hooked model.
+
+    Args:
+        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
+        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
+
+    Returns:
+        `exporters.adopt.assemble.Adopted`.
+    """
+    if target.exists():
+        raise ExportError(f"{target} exists already")
+    remove_leftovers(target.parent, holding=MADE)
+    try:
+        with new_folder(target, ExportError) as partial:
+            at = part_of(source, version) if source.exists() else hub_folder(str(source), file, version, progress)
+            adopted = foreign_exporter().adopt(at, partial, file, progress)
+            if copy:
+                copy_links(partial, progress)
+            return adopted
+    except ImportError as error:
+        raise ExportError(NEEDED.get(str(error.name), f"adopting needs {error.name}")) from error
+
+
+def check_laws(folder: Path) -> Any:
+    """Run a hooked model once and compare it with the laws of a decoder: `exporters.adopt.self_check.LawResult`s."""
+    try:
+        return foreign_exporter().check(folder)
+    except ImportError as error:
+        raise ExportError(NEEDED.get(str(error.name), f"checking needs {error.name}")) from error
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
@@ -169,21 +201,25 @@ def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
 
 def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
     """A hooked model of floats as one of blocks, in the store."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([str(folder.resolve()), facts, dtype, source_digest("mionnx.quantise", *EXPORTING)])
-    key = hashlib.sha256(text.encode()).hexdigest()[:KEY]
+    files = [path for path in folder.iterdir() if path.is_file()]
+    key = _key([str(folder.resolve()), _states(files), dtype, source_digest("mionnx.quantise", *EXPORTING)])
     hooked = HookedModel.open(folder)
     return _in_store(
         f"{hooked.name[:LONGEST_NAME]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
     )
 
 
-def _in_store(name: str, make: Callable[[Path], None]) -> Path:
-    """A model's folder in the store, made if need be.
+def _states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files, by which a changed one is noticed."""
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
 
-    Where the store cannot be written, it is a temporary folder that lasts as long as this process.
-    """
+
+def _key(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:KEY]
+
+
+def _in_store(name: str, make: Callable[[Path], None]) -> Path:
+    """A model's folder in the store, or a temporary one where that cannot be written, made if need be."""
     otherwise = "the model goes into a temporary folder that lasts as long as this process"
 
     def into_the_store(folder: Path) -> None:
@@ -217,12 +253,9 @@ def _disk_is_full(error: BaseException | None) -> bool:
 
 
 def _linked(folder: Path) -> Path:
-    """A folder of hard links to the files of a hooked model in the Hub's cache.
-
-    ONNX Runtime follows no link out of a folder.
-    """
+    """A folder of hard links to the files of a hooked model in the Hub's cache."""
+    # ONNX Runtime follows no symbolic link out of a folder.
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
-    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:KEY]
 
     def make(target: Path) -> None:
         try:
@@ -231,17 +264,17 @@ def _linked(folder: Path) -> Path:
         except OSError as error:
             raise ModelError(f"cannot link or copy the files of {folder}: {error}") from error
 
+    key = _key({name: str(path) for name, path in files.items()})
     return _in_store(f"{folder.name[:LONGEST_NAME]}-{key}", make)
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     """Key of an export: the checkpoint's files and the exporter's sources."""
-    files = sorted(path for path in [*folder.glob("*"), *folder.glob("onnx/*")] if path.is_file())
-    beside = "*" if folder.suffix == ".onnx" else "rwkv_vocab*.txt"  # weights and config of a foreign graph
-    files += (
-        [] if folder.is_dir() else [folder, *(path for path in sorted(folder.parent.glob(beside)) if path.is_file())]
-    )
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    if folder.is_dir():
+        files = [*folder.glob("*"), *folder.glob("onnx/*")]
+    else:
+        beside = "*" if folder.suffix == ".onnx" else "rwkv_vocab*.txt"  # weights and config of a foreign graph
+        files = [folder, *folder.parent.glob(beside)]
     rooms = (*EXPORTING, "mionnx.quantise") if dtype in BLOCKS else EXPORTING
-    text = json.dumps([str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *rooms)])
-    return hashlib.sha256(text.encode()).hexdigest()[:KEY]
+    digest = source_digest(exporter.__name__.partition(".")[0], *rooms)
+    return _key([str(folder.resolve()), _states(path for path in files if path.is_file()), dtype, digest])

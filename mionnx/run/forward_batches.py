@@ -1,29 +1,86 @@
-"""`forward_batches`: a forward pass over a list of prompts, in batches of like length."""
+"""`run_pass`: one forward pass; `forward_batches`: that over a list of prompts, in batches of like length."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.logit_selection import Logits
+from mionnx.bind.metric_inputs import Feeds, metric_inputs, seed_inputs, with_ids
 from mionnx.bind.spec_rows import SpecRows, differs_by_row
+from mionnx.graph.axes import dynamic_sizes, shape_of
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
-from mionnx.inputs.prompt_list import PromptList, read_prompts
+from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, in_batches
-from mionnx.run.call_graph import bind_pass
-from mionnx.run.forward_pass import metric_feeds, run_pass
-from mionnx.run.hook_cache import HookCache
+from mionnx.rewrite.plan import METRIC_WEIGHTS
+from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, fitting, in_batches, refuse_all, refuse_too_large
+from mionnx.run.call_graph import bind_pass, open_call
+from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_caches import joined, rows_of
+from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
-from mionnx.run.pass_memory import fitting, refuse_all
+from mionnx.run.tokenizing import check_token, has_text, token_id, warn_of_spellings
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import MetricSpec
 
 T = TypeVar("T")
+
+
+def run_pass(
+    model: OpenModel,
+    bound: BoundSpec,
+    batch: TokenBatch,
+    past: Past | None,
+    *,
+    use_cache: bool,
+    logits: bool,
+    effective: bool = False,
+) -> HookCache:
+    """Run a bound spec on one token batch; `effective` where its interventions are known to have an effect."""
+
+    def again(spec: HookSpec) -> HookCache:
+        captured = bind_pass(model.binder, spec, logits=False, use_cache=False)
+        return run_pass(model, captured, batch, past, use_cache=False, logits=False)
+
+    refuse_too_large(bound, batch, use_cache)
+    bound = bound.on(batch)
+    feeds = metric_feeds(model, bound, batch)
+    inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
+    names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
+    results = open_call(model.variants, bound, batch, names).run(names, inputs)
+    if logits:
+        results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
+        _look_at_spelling(model, bound.spec.metric, feeds, results["logits"])
+    return collect(bound, batch, results, use_cache)
+
+
+def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds:
+    """Make the inputs of a bound spec's metric; none if it has none."""
+    metric = bound.spec.metric
+    if metric is None:
+        return {}
+    if metric.of is not None:
+        sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+        point = HookPoint.parse(metric.of)
+        return seed_inputs(metric, shape_of(bound.hooks.dims(point), sizes), bound.hooks.axes(point), batch)
+    metric = with_ids(metric, partial(token_id, model), partial(check_token, model))
+    return metric_inputs(metric, batch, bound.logits, bound.model.metadata.sizes)
+
+
+def _look_at_spelling(model: OpenModel, metric: MetricSpec | None, feeds: Feeds, logits: Any) -> None:
+    """Warn where the model gives more to another spelling of a metric's tokens."""
+    if metric is None or METRIC_WEIGHTS not in feeds or not has_text(tokens := (metric.answer, metric.versus)):
+        return
+    places = feeds[METRIC_WEIGHTS].argmax(axis=1)
+    read = np.asarray(logits)[np.arange(len(places)), places]
+    warn_of_spellings(model, dict(zip(("answer", "versus"), tokens, strict=True)), read)
 
 
 def takes_padding(model: HookedModel) -> bool:
@@ -33,13 +90,7 @@ def takes_padding(model: HookedModel) -> bool:
 
 @dataclass(frozen=True)
 class ListRequest:
-    """A pass over a list of prompts.
-
-    Attributes:
-        tokens, attention_mask, past, prompt_length, logits, use_cache: as `Runner.forward` takes them.
-        spec: captures and interventions; its values, positions, tokens and limits of rows are those of the list.
-        batch_size: most rows of a batch, or "auto"; None for one batch.
-    """
+    """A pass over a list of prompts, with the arguments of `Runner.forward`."""
 
     tokens: Any
     spec: HookSpec
@@ -49,6 +100,15 @@ class ListRequest:
     prompt_length: int | Sequence[int] | None = None
     logits: bool | Logits = True
     use_cache: bool = False
+
+    def bound(self, model: OpenModel) -> BoundSpec:
+        """Bind the spec."""
+        return bind_pass(model.binder, self.spec, self.logits, self.use_cache)
+
+    def batch(self, model: OpenModel) -> TokenBatch:
+        """All prompts as one token batch."""
+        sizes = model.hooked.metadata.sizes
+        return make_token_batch(self.tokens, self.attention_mask, self.past, sizes, self.prompt_length)
 
 
 # of the spec, tokens and past of some rows, whether its effects are known, and the rows' numbers
@@ -66,9 +126,7 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
 def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
     """Run a list of prompts in batches; the results are those of one batch."""
     rows = map_rows(model, request, lambda _, cache: cache, "forward", keep=True)
-    sizes = model.hooked.metadata.sizes
-    batch = make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
-    return joined(rows, bind_pass(model.binder, request.spec, request.logits, request.use_cache), batch)
+    return joined(rows, request.bound(model), request.batch(model))
 
 
 def map_rows(
@@ -91,72 +149,40 @@ def map_rows(
     Returns:
         what `read` made, in the order given.
     """
-    prompts = _Prompts.of(model, request)
-    bound = prompts.bound
+    bound, sizes = request.bound(model), model.hooked.metadata.sizes
+    prompts, full = read_prompts(request.tokens, request.attention_mask, request.past, sizes), None
+    if differs_by_row(bound) or request.prompt_length is not None:
+        full = request.batch(model)
+        bound.check(full, request.use_cache)  # on all rows at once: a part may lack what an intervention is for
+        metric_feeds(model, bound, full)
     if keep:
-        refuse_all(bound, [max(prompts.rows.lengths)] * len(prompts.rows), prompts.rows.seen, request.use_cache)
-    run_batch = run or partial(_forward, model, request)
+        refuse_all(bound, [max(prompts.lengths)] * len(prompts), prompts.seen, request.use_cache)
 
     def run_rows(rows: list[int]) -> list[T]:
-        spec, batch, past = prompts.part(model, rows)
-        cache = run_batch(spec, batch, past, prompts.batch is not None, rows)
+        ids, mask, past = prompts.part(rows)
+        lengths = None if full is None or full.prompt_lengths is None else full.prompt_lengths[rows].tolist()
+        batch = make_token_batch(ids, mask, past, sizes, lengths)
+        spec = bound.spec if full is None else SpecRows(bound, full).of(rows, batch.seq)
+        if run is not None:
+            cache = run(spec, batch, past, full is not None, rows)
+        else:
+            cache = run_pass(
+                model,
+                bound if full is None else replace(request, spec=spec).bound(model),
+                batch,
+                past,
+                use_cache=request.use_cache,
+                logits=bool(request.logits),
+                effective=full is not None,
+            )
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
 
     return in_batches(
-        prompts.rows.lengths,
+        prompts.lengths,
         request.batch_size,
         run_rows,
         stage=stage,
         padded=takes_padding(model.hooked),
-        fitting=fitting(bound, prompts.rows.seen, request.use_cache),
+        fitting=fitting(bound, prompts.seen, request.use_cache),
         progress=progress,
     )
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """The prompts of a request.
-
-    Attributes:
-        batch: all of them as one batch, where the spec has something by row; its effects are known then.
-    """
-
-    bound: BoundSpec
-    rows: PromptList
-    batch: TokenBatch | None
-
-    @classmethod
-    def of(cls, model: OpenModel, request: ListRequest) -> Self:
-        """Read the prompts, and check the spec on all of them where it has something by row."""
-        bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
-        tokens = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
-        prompts, batch = read_prompts(*tokens), None
-        if differs_by_row(bound) or request.prompt_length is not None:
-            batch = make_token_batch(*tokens, request.prompt_length)
-            bound.check(batch, request.use_cache)
-            metric_feeds(model, bound, batch)
-        return cls(bound, prompts, batch)
-
-    def part(self, model: OpenModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
-        """The spec, tokens and past of some rows."""
-        ids, mask, past = self.rows.part(rows)
-        lengths = None if self.batch is None else self.batch.prompt_lengths
-        prompts = None if lengths is None else lengths[rows].tolist()
-        batch = make_token_batch(ids, mask, past, model.hooked.metadata.sizes, prompts)
-        spec = self.bound.spec if self.batch is None else SpecRows(self.bound, self.batch).of(rows, batch.seq)
-        return spec, batch, past
-
-
-def _forward(
-    model: OpenModel,
-    request: ListRequest,
-    spec: HookSpec,
-    batch: TokenBatch,
-    past: Past | None,
-    effective: bool,
-    rows: list[int],
-) -> HookCache:
-    """Run one batch."""
-    bound = bind_pass(model.binder, spec, request.logits, request.use_cache)
-    logits = bool(request.logits)
-    return run_pass(model, bound, batch, past, use_cache=request.use_cache, logits=logits, effective=effective)

@@ -1,7 +1,7 @@
 """Generation: one prefill, then one token a step from the cache, with a spec's interventions in force at every step.
 
 A step knows its tokens' absolute positions, and the graph selects by position, so that decoding with the cache equals
-one pass over the whole text. Keys, values and states stay where the engine computed them between steps.
+one pass over the whole text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.spec_rows import SpecRows, differs_by_row
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
@@ -27,15 +26,13 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.batching import AUTO, BatchSize, check_batch_size, in_batches
-from mionnx.run.decoding import GrowingTexts, Growth, Passes, StepFunctions, check_steps
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size, fitting, in_batches
+from mionnx.run.decoding import Passes, check_steps
 from mionnx.run.forward_batches import in_one_pass, takes_padding
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_functions import HookFunctions
-from mionnx.run.pass_memory import fitting
+from mionnx.run.hook_functions import HookFunctions, StepFunctions
 from mionnx.run.runner import Runner
-from mionnx.run.sampling import Sampling, refuse_seed
-from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
+from mionnx.run.sampling import GrowingTexts, Growth, Sampling, Stopping, refuse_seed, refuse_too_long, stop_texts
 from mionnx.run.streamer import Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -184,10 +181,8 @@ def generate(
     pad = model.check_token(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     tokenizer = model.tokenizer if model.has_tokenizer else None
     functions = StepFunctions(model.hooked, fwd_hooks)
-    growth = Growth(sampling, stopping, tokenizer, pad, seed)
-    request = _Request(
-        _windowed(model, hooks or HookSpec(), window), growth, output_logits, functions if functions.names else None
-    )
+    growth, spec = Growth(sampling, stopping, tokenizer, pad, seed), _windowed(model, hooks or HookSpec(), window)
+    request = _Request(spec, growth, output_logits, functions if functions.names else None)
     stopping.refuse_unreached(request.spec)
     check_batch_size(batch_size)
     if isinstance(batch_size, int):
@@ -216,19 +211,14 @@ def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a generation.
-
-    Attributes:
-        rows: the numbers of the prompts in their list; None for all of it.
-        checked: whether `check_steps` has seen the spec on the whole list.
-    """
+    """The arguments of a generation."""
 
     spec: HookSpec
     growth: Growth
     output_logits: bool
     functions: StepFunctions | None = None
-    rows: list[int] | None = None
-    checked: bool = False
+    rows: list[int] | None = None  # the numbers of the prompts in their list; None for all of it
+    checked: bool = False  # whether `check_steps` has seen the spec on the whole list
 
 
 def _continued(
@@ -237,8 +227,7 @@ def _continued(
     """Continue the prompts of one batch."""
     rows = range(batch.batch) if request.rows is None else request.rows
     functions = None if request.functions is None else request.functions.of_rows(rows)
-    cuts = () if functions is None else functions.names
-    bound = model.binder.bind(request.spec, cuts=cuts)
+    bound = model.binder.bind(request.spec, cuts=() if functions is None else functions.names)
     passes = Passes(model.variants, bound, batch, past, request.output_logits, request.checked, functions)
     texts = GrowingTexts(batch, request.growth, rows)
     if stream is not None:
@@ -275,7 +264,14 @@ def _in_batches(
 ) -> Generation:
     """Continue a list of prompts in batches; see `generate`."""
     bound = model.binder.bind(request.spec, Outputs(last=True))
-    _refuse_per_step(bound, request.output_logits, streamer)
+    if streamer is not None:
+        raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
+    if bound.captures or request.output_logits:
+        raise InputError(
+            "captures and logits of a generation are those of its steps, which batches do not share: leave out "
+            "batch_size=, or give the finished texts to forward, `forward(made.ids, spec, prompt_length=[...], "
+            "batch_size=...)`, which has the same values"
+        )
     past, stopping, hooked = choose_past(model.hooked, cache, None), request.growth.stopping, model.hooked
     shared = past if past is not None and past.batch == 1 else None
     ids = model.ids(tokens)
@@ -299,19 +295,7 @@ def _in_batches(
     return _generation_of(prompts.ids, new, request.growth)
 
 
-def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> None:
-    """Refuse results of single steps, which several batches do not share."""
-    if streamer is not None:
-        raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
-    if bound.captures or output_logits:
-        raise InputError(
-            "captures and logits of a generation are those of its steps, which batches do not share: leave out "
-            "batch_size=, or give the finished texts to forward, `forward(made.ids, spec, prompt_length=[...], "
-            "batch_size=...)`, which has the same values"
-        )
-
-
-def _end_tokens(model: Runner, token_ids: int | Sequence[int] | None) -> tuple[int, ...]:
+def _end_tokens(model: Runner, token_ids: Integers) -> tuple[int, ...]:
     tokens = model.hooked.end_tokens() if token_ids is None else token_ids
     return tuple(model.check_token(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
 

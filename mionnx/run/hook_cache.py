@@ -78,13 +78,8 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     __eq__, __hash__ = object.__eq__, object.__hash__  # arrays are compared one by one, by numpy
 
     def _contents(self) -> dict[str, Any]:
-        past = {"kv_cache": self.kv_cache, "state": self.state}
-        fields: dict[str, Any] = {
-            "logits": self._logits,
-            **past,
-            "top_ids": self.top_ids,
-            "num_layers": self.num_layers,
-        }
+        fields = {name: getattr(self, name) for name in ("kv_cache", "state", "top_ids", "num_layers")}
+        fields = {"logits": self._logits, **fields}
         if self.metric is not None:
             fields |= {"metric": self.metric, "grad": self.grad}
         if taken := fields.keys() & self._captured.keys():
@@ -137,8 +132,8 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
 
     def _remedy(self, name: str) -> str:
         """End of a message: how to capture a hook point, or the nearest name that was captured."""
-        captured = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
-        captured += f" and {len(self) - 3} more" * (len(self) > 3)
+        captured = f"; captured: {', '.join(islice(self, SHOWN_NAMES))}" if self._captured else "; nothing was captured"
+        captured += f" and {len(self) - SHOWN_NAMES} more" * (len(self) > SHOWN_NAMES)
         plain = name.removesuffix(BEFORE_SUFFIX)
         point = HookPoint.parse(plain)
         if self.num_layers is not None and point.layer is not None and point.layer >= self.num_layers:
@@ -171,7 +166,10 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     def _lines(self) -> Iterator[str]:
         if self._logits is not None:
             yield f"logits: {shape_of(self._logits)}"
-        alike = Counter((_template(name), shape_of(value)) for name, value in self._captured.items())
+        alike = Counter(
+            (name.replace(f"blocks.{layer_of(name)}.", "blocks.{i}.", 1), shape_of(value))
+            for name, value in self._captured.items()
+        )
         yield from (f"{name}: {shape}{f', {times} layers' * (times > 1)}" for (name, shape), times in alike.items())
         yield from [] if self.metric is None else [f"metric: {shape_of(self.metric)}"]
         yield from [] if self.grad is None else [f"gradients: {len(self.grad)}"]
@@ -235,12 +233,6 @@ HookCache.INSIDE = (KVCache, RWKVState, HookCache)  # gradients are a cache of t
 def _outside(short: str) -> str:
     """The name of a hook point outside the blocks from its short name; any other name as it is."""
     return next((one for one in short_names().get(short, ()) if "{i}" not in one), short)
-
-
-def _template(name: str) -> str:
-    """The name of a capture with {i} for the layer."""
-    layer = layer_of(name)
-    return name if layer is None else name.replace(f"blocks.{layer}.", "blocks.{i}.", 1)
 
 
 def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Value]", use_cache: bool) -> HookCache:

@@ -1,7 +1,8 @@
 """Results of rows, cut out of a padded batch and joined again: a list in batches has those of one pass."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,37 @@ from mionnx.run.hook_cache import HookCache
 
 CACHED = ("batch", "n_kv_heads", KEYS, "head_dim")  # axes of keys and values
 Columns = slice | NDArray[np.bool_]
+Arrays = dict[str, tuple[NDArray[Any], list[str]]]  # name -> values and their axes
 
 
 def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookCache]:
     """Cut the results of a padded batch into one `HookCache` a row, without padding."""
-    here = _on_cpu(cache)
-    return [_Row(bound, batch, row).of(here) for row in range(batch.batch)]
+    logits = cache.output() if cache.has_logits else None  # copied from their device once
+    captures = _arrays(cache, bound.captures)
+    gradients = None if cache.grad is None else _arrays(cache.grad, bound.gradients, GRADIENT)
+    logits_axes, layers = _logits_axes(bound), cache.num_layers
+
+    def of(row: int) -> HookCache:
+        columns = _Columns.of(batch, row)
+
+        def part(value: NDArray[Any] | None, axes: Sequence[str]) -> NDArray[Any] | None:
+            return None if value is None else value[(slice(row, row + 1), *columns.along(axes))]
+
+        def parts(values: Arrays) -> dict[str, Any]:
+            return {name: part(value, axes) for name, (value, axes) in values.items()}
+
+        return HookCache(
+            part(logits, logits_axes),
+            parts(captures),
+            None if cache.kv_cache is None else cache.kv_cache.row(row),
+            None if cache.state is None else cache.state.row(row),
+            part(cache.top_ids, logits_axes),
+            num_layers=layers,
+            metric=None if cache.metric is None else cache.metric[row : row + 1],
+            grad=None if gradients is None else HookCache(None, parts(gradients), num_layers=layers),
+        )
+
+    return [of(row) for row in range(batch.batch)]
 
 
 def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> HookCache:
@@ -29,14 +55,14 @@ def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> Ho
     Args:
         rows: the results; each gives up its logits.
     """
-    places, first = [_Row(bound, batch, row) for row in range(batch.batch)], rows[0]
+    places, first = [_Columns.of(batch, row) for row in range(batch.batch)], rows[0]
 
     def put(values: Sequence[Any], axes: Sequence[str]) -> NDArray[Any]:
         sizes = [batch.total if axis == KEYS else batch.seq if axis in TOKEN_AXES else None for axis in axes[1:]]
         shape = [own if size is None else size for own, size in zip(values[0].shape[1:], sizes, strict=True)]
         array = np.zeros((len(rows), *shape), values[0].dtype)
         for row, (place, value) in enumerate(zip(places, values, strict=True)):
-            columns = place.columns(axes)
+            columns = place.along(axes)
             if any(isinstance(one, np.ndarray) for one in columns):  # padding between tokens, or behind them
                 columns = np.ix_(*(np.arange(size)[one] for size, one in zip(shape, columns, strict=True)))
             array[row][columns] = value[0]
@@ -66,12 +92,8 @@ def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> Ho
     )
 
 
-def _on_cpu(cache: HookCache) -> HookCache:
-    """The same results, copied from their device once."""
-    grad = None if cache.grad is None else HookCache(None, dict(cache.grad), num_layers=cache.num_layers)
-    logits = None if not cache.has_logits else cache.output()
-    past, count = (cache.kv_cache, cache.state), cache.num_layers
-    return HookCache(logits, dict(cache), *past, cache.top_ids, num_layers=count, metric=cache.metric, grad=grad)
+def _arrays(cache: HookCache, captures: Sequence[BoundCapture], ending: str = "") -> Arrays:
+    return {name: (cache[name], axes) for name, axes in _axes(captures, ending)}
 
 
 def _logits_axes(bound: BoundSpec) -> tuple[str, str, str]:
@@ -90,43 +112,21 @@ def _axes(captures: Sequence[BoundCapture], ending: str) -> list[tuple[str, list
     return named
 
 
-class _Row:
-    """One row of a batch."""
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of one row's tokens, and of the keys that they read."""
 
-    def __init__(self, bound: BoundSpec, batch: TokenBatch, row: int) -> None:
-        self.bound, self.row = bound, row
-        self.tokens, self.keys = _run(batch.real[row]), _run(batch.attention_mask[row] == 1)
+    tokens: Columns
+    keys: Columns
 
-    def columns(self, axes: Sequence[str]) -> tuple[Any, ...]:
+    @classmethod
+    def of(cls, batch: TokenBatch, row: int) -> Self:
+        return cls(_run(batch.real[row]), _run(batch.attention_mask[row] == 1))
+
+    def along(self, axes: Sequence[str]) -> tuple[Any, ...]:
         """The row's own entries of each axis but the first."""
-        return tuple(
-            self.keys if axis == KEYS else self.tokens if axis in TOKEN_AXES else slice(None) for axis in axes[1:]
-        )
-
-    def of(self, cache: HookCache) -> HookCache:
-        """The results of the row."""
-        axes = _logits_axes(self.bound)
-        grad = None
-        if cache.grad is not None:
-            grad = HookCache(
-                None, self._captured(cache.grad, self.bound.gradients, GRADIENT), num_layers=cache.num_layers
-            )
-        return HookCache(
-            None if not cache.has_logits else self._cut(cache.output(), axes),
-            self._captured(cache, self.bound.captures),
-            None if cache.kv_cache is None else cache.kv_cache.row(self.row),
-            None if cache.state is None else cache.state.row(self.row),
-            None if cache.top_ids is None else self._cut(cache.top_ids, axes),
-            num_layers=cache.num_layers,
-            metric=None if cache.metric is None else cache.metric[self.row : self.row + 1],
-            grad=None if grad is None else HookCache(None, grad, num_layers=cache.num_layers),
-        )
-
-    def _captured(self, cache: HookCache, captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
-        return {name: self._cut(cache[name], axes) for name, axes in _axes(captures, ending)}
-
-    def _cut(self, value: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
-        return value[(slice(self.row, self.row + 1), *self.columns(axes))]
+        own = {**dict.fromkeys(TOKEN_AXES, self.tokens), KEYS: self.keys}
+        return tuple(own.get(axis, slice(None)) for axis in axes[1:])
 
 
 def _run(real: NDArray[np.bool_]) -> Columns:

@@ -1,19 +1,28 @@
 """Models of the Hugging Face Hub: what transformers would load is downloaded, and found in the Hub's cache after."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from google.protobuf.message import DecodeError
 
 from mionnx.errors import ModelError, nearest
 from mionnx.graph.embedded_weights import read_light
+from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, LARGEST_GRAPH
 from mionnx.graph.onnx_file import external_files
-from mionnx.run.hub_files import SINGLE, WEIGHT_NAMES, below, checkpoint_of, module_folders, shards, small_files
-from mionnx.run.repository import Repository
+from mionnx.machine.caller import caller_level
+from mionnx.run.repository import Repository, below
 from mionnx.run.source_path import is_hooked
 
+INDEX = ".index.json"
+WEIGHT_NAMES = tuple(f"{stem}{index}" for stem in ("model.safetensors", "pytorch_model.bin") for index in ("", INDEX))
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config, vocabularies, chat templates
+TEMPLATES = "additional_chat_templates"  # a folder of chat templates by name, as transformers reads it
+MODULES = "modules.json"  # of sentence-transformers: the folders of what follows the transformer
+SINGLE = (".gguf", ".pth")  # files that are a model by themselves
+DEPTH = 2  # slashes in the name of one of them, USER/REPOSITORY/FILE
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".ckpt", ".tflite", ".mlmodel")
 Choose = Callable[[Sequence[str]], str]  # of the repository's ONNX files
 
@@ -31,11 +40,8 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
     Returns:
         the model's folder in the Hub's cache, or its `.pth` or GGUF file there.
-
-    Raises:
-        ModelError: no weights, several files that are a model each, or a damaged graph or index.
     """
-    names = repository.names()
+    names = [*repository.sizes]
     checkpoint = None if chosen else checkpoint_of(names)
     graphs = [name for name in names if name.endswith(".onnx")]
     alone = [name for name in names if name.endswith(SINGLE) and "/" not in name]
@@ -47,9 +53,14 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
     if checkpoint:
         _fetch_checkpoint(repository, folder, names)
     elif chosen or graphs:
-        _fetch_graph(repository, choose(graphs))
+        graph = choose(graphs)
+        repository.fetch(_weights(repository.fetch([graph]), graph))
         if not chosen and len(graphs) > 1:
-            _say_choice(repository.name, choose(graphs), graphs)
+            warnings.warn(
+                f"{repository.name} holds {len(graphs)} ONNX files, and {graph} is taken; mionnx adopt "
+                f"{repository.name} --file NAME -o FOLDER takes another: {', '.join(sorted({*graphs} - {graph}))}",
+                stacklevel=caller_level(),
+            )
     else:
         return _fetch_alone(repository, alone)
     return folder
@@ -57,7 +68,7 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
 def download_file(repository: Repository, file: str) -> Path:
     """Download one file that is a model by itself; with a `.pth` file its vocabulary."""
-    names = repository.names()
+    names = [*repository.sizes]
     if file not in names:
         files = [name for name in names if name.endswith(SINGLE)]
         has = f"it has {', '.join(files) or 'none'}{nearest(file, files)}"
@@ -90,19 +101,6 @@ def _fetch_checkpoint(repository: Repository, folder: Path, names: list[str]) ->
     repository.fetch(files)
 
 
-def _fetch_graph(repository: Repository, graph: str) -> None:
-    folder = repository.fetch([graph])
-    repository.fetch(_weights(folder, graph))
-
-
-def _say_choice(name: str, graph: str, graphs: list[str]) -> None:
-    warnings.warn(
-        f"{name} holds {len(graphs)} ONNX files, and {graph} is taken; mionnx adopt {name} --file NAME -o FOLDER "
-        f"takes another: {', '.join(sorted({*graphs} - {graph}))}",
-        stacklevel=2,
-    )
-
-
 def _weights(folder: Path, graph: str) -> list[str]:
     """The paths of a graph's weight files in its repository."""
     try:
@@ -117,3 +115,53 @@ def _without_weights(repository: Repository, names: list[str]) -> str:
     listing = f"; it has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
     read = ", ".join(name for name in WEIGHT_NAMES if not name.endswith(".json"))
     return f"{repository.where} holds no weights that are read ({read}, single or sharded, .onnx, .gguf, .pth){listing}"
+
+
+def names_file(name: str) -> bool:
+    """Whether a name means one file on the Hub, a model by itself: USER/REPOSITORY/FILE.gguf."""
+    return name.count("/") == DEPTH and name.endswith(SINGLE) and not name.startswith((".", "/", "~"))
+
+
+def checkpoint_of(names: Iterable[str]) -> str | None:
+    """The weights of a checkpoint, or the index of their shards; None if there are none.
+
+    In transformers' order. Others beside them are not read: `consolidated.safetensors`, `original/`, and shards of
+    another framework.
+    """
+    present = {*names}
+    return next((name for name in WEIGHT_NAMES if name in present), None)
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    """The config, tokenizer files and chat templates; of indices the one whose shards are read."""
+    names = [*names]
+    unread = {name for name in names if name.endswith(INDEX)} - {checkpoint_of(names)}
+    return [
+        name
+        for name in names
+        if name not in unread
+        and ("/" not in name or PurePosixPath(name).parent == PurePosixPath(TEMPLATES))
+        and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+    ]
+
+
+def shards(folder: Path, names: Iterable[str]) -> list[str]:
+    """The weight files of a checkpoint whose small files are in a folder."""
+    weights = checkpoint_of(names)
+    if weights is None or not weights.endswith(INDEX):
+        return [] if weights is None else [weights]
+    index = read_json(folder / weights)
+    files = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(files, Mapping) or not all(isinstance(name, str) for name in files.values()):
+        raise ModelError(f"{folder / weights} is damaged: its weight_map names no files")
+    return sorted({*files.values()})
+
+
+def module_folders(folder: Path, names: Iterable[str]) -> list[str]:
+    """The folders in `modules.json` of sentence-transformers, without the transformer's own."""
+    if MODULES not in names:
+        return []
+    modules = read_json(folder / MODULES)
+    if not isinstance(modules, Sequence) or not all(isinstance(one, Mapping) for one in modules):
+        raise ModelError(f"{folder / MODULES} is damaged: it is no list of modules")
+    return [str(one["path"]) for one in modules if one.get("path")]

@@ -1,10 +1,8 @@
 """Refusal of NaN logits, with the name of the first hook point that is NaN.
 
-1. The logits that `forward` returns are looked at once, in a pass over memory that takes under 1 % of the forward
-   pass; logits on another device when they are read. Captures are not looked at: `forward(..., logits=False)` gives
-   them whatever they hold. Analyses that reduce captures to fewer numbers look at them first (`numbers`).
-2. Where logits are NaN, one more pass captures every hook point, and the error names the first with NaN in execution
-   order. It is an `InterventionError` if the same tokens without interventions give numbers, else a `ModelError`.
+The logits that `forward` returns are looked at once, under 1 % of the forward pass; captures are not:
+`forward(..., logits=False)` gives them whatever they hold. Analyses that reduce captures to fewer numbers look at them
+first (`numbers`).
 """
 
 from collections.abc import Callable
@@ -36,15 +34,11 @@ def has_nan(array: NDArray[Any]) -> bool:
 
 
 def checked(logits: Value | None, refuse: Callable[[NDArray[Any]], None]) -> Value | None:
-    """The logits, once they are known to be numbers; on another device, when they are read.
-
-    Args:
-        logits: [batch, seq, vocab] or a part of these; None if there are none.
-    """
-    if logits is None or not isinstance(logits, np.ndarray):
-        return None if logits is None else CheckedOnDevice(logits, refuse)
-    refuse(logits)
-    return logits
+    """The logits, once they are known to be numbers; on another device, when they are read."""
+    if isinstance(logits, np.ndarray):
+        refuse(logits)
+        return logits
+    return None if logits is None else CheckedOnDevice(logits, refuse)
 
 
 @dataclass(frozen=True)
@@ -56,17 +50,14 @@ class CheckedOnDevice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
         return self.value.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its numbers' dtype."""
         return self.value.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
         return self.value.nbytes
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -90,7 +81,7 @@ def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
     """
     if not has_nan(logits):
         return
-    plain = _first(again, HookSpec())
+    plain = _first(again, HookSpec())  # one more pass, which captures every hook point
     edits = [f"{edit.kind} at {hook}" for hook, edit in spec.interventions]
     edits += [state.title for state in (*spec.state_steerings, *spec.state_knockouts)]
     if plain is None and edits:

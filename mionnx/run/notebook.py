@@ -25,8 +25,8 @@ def brief_html(result: Brief) -> str:
 
 def tokens_html(tokens: Tokens) -> str:
     """The tokens of a text: position, piece and id."""
-    numbered = enumerate(zip(tokens.pieces, tokens.ids.tolist(), strict=True))
-    return _table(tokens, [(str(position), piece, str(token)) for position, (piece, token) in numbered])
+    ids = map(str, tokens.ids.tolist())
+    return _table(tokens, [*zip(map(str, range(len(tokens.pieces))), tokens.pieces, ids, strict=True)])
 
 
 def _table(result: Brief, rows: list[tuple[str, str, str]]) -> str:

@@ -1,19 +1,19 @@
 """`OpenGraphs`: the graphs of one model that are open, by plan.
 
-1. A graph is opened when it is first asked for, and closed when it is the one used longest ago and a limit is reached.
-   A thread that runs it meanwhile keeps it until it has its result.
+1. A graph is opened when it is first asked for; `graph_memory` says when it closes.
 2. It is opened from the base (`mionnx.run.prepacked`) if there is one that has all that its plan needs, else from the
-   model's own graph, with weights of its own. A base is looked for before the first rewritten graph of a large model,
-   and made before the second: more may follow.
+   model's own graph, with weights of its own.
 3. Whether weights are packed is settled by the options, or else by the first call, for all graphs of a model: the last
    bits differ between the two.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import RLock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,46 +25,26 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.machine import memory
+from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import KeyedLocks, once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
-from mionnx.run.layer_loops import LayerLoops
-from mionnx.run.segment_chain import SegmentChain, open_segments
+from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, count_use
+from mionnx.run.segment_chain import GraphOpening, SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
-SHARING = 2**23  # approximate bytes of a session on a device that shares its weights with others
-SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 REPORT = "report.json"  # beside a rewritten graph in the store
-
-_uses = [0]  # how often any model's graph was asked for
-
-
-def uses() -> int:
-    """Count of graphs asked for, of all models."""
-    return _uses[0]
+LAYER = re.compile(r"\bblocks\.\d+\.")
+ALIKE = 5  # graphs that differ in the layer only
+LAYER_VERBS = {"forward", "call", "run_with_hooks", "run_with_cache"}  # `call` is model(tokens)
 
 
-@dataclass(frozen=True)
-class GraphOpening:
-    """Model, folder and options with which an engine opens a plan.
-
-    Attributes:
-        model: its bytes, weights not included; the file of the untouched graph.
-        cost: approximate bytes of memory.
-        optimised: whether the engine has optimised it already, as a base.
-    """
-
-    model: bytes | Path
-    folder: Path
-    options: Options
-    report: Report
-    cost: int
-    optimised: bool = False
+class LayerLoopWarning(UserWarning):
+    """Calls that differ in the layer only, each with a graph of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +54,7 @@ class OpenGraph:
     Attributes:
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
-        feeds: inputs that tell what it is used for, where calls of several kinds share it.
+        feeds: inputs that say what it is used for, where calls of several kinds share it.
     """
 
     plan: Plan
@@ -95,11 +75,11 @@ class OpenGraph:
         return self.program.compute(outputs, {**self.feeds, **feeds})
 
 
-Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
+Cut = tuple[Plan, tuple[str, ...]]  # a plan, and the hook points at which its graph is cut
 Open = TypeVar("Open", OpenGraph, SegmentChain)
 
 
-class OpenGraphs:
+class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
     """The open graphs of one model.
 
     Threads may share it: one that asks for a graph which another is opening waits for that one, and graphs of different
@@ -107,21 +87,18 @@ class OpenGraphs:
 
     Attributes:
         options: how graphs are opened; `prepack` is settled by the first call.
-        open: plan, or plan and cuts -> open graph, the one used longest ago first.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
+        super().__init__(options)
         self.model, self.options, self.engine = model, options, ready_engine(options)
         if model.in_blocks and self.engine.packs(options):
             self.options = replace(options, prepack=True)  # unpacked, products make floats of all blocks first
         self._stock = replace(options, fast=True)  # as the engine opens a file by itself
-        self.open: dict[Key, OpenGraph | SegmentChain] = {}
         self.base: prepacked.PrepackedModel | None = None
-        self._lock = RLock()  # of `open`, `options` and `_recent`; held for no longer than they are read
-        self._opening: KeyedLocks[Key | str] = KeyedLocks()
-        self._recent: set[Key] = set()  # used since `close_idle`
+        self._opening: KeyedLocks[Plan | Cut | str] = KeyedLocks()
         self._unbased = 0  # rewritten graphs that were opened without a base
-        self._loops = LayerLoops()
+        self._structures: dict[str, set[str]] | None = defaultdict(set)  # without the layer -> with it; None once said
 
     @once_property
     def weights(self) -> int:
@@ -142,28 +119,26 @@ class OpenGraphs:
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
-        return self._of((plan, hooks), lambda: self._open_chain(plan, hooks), tokens)
+        return self._of((plan, hooks), lambda: open_segments(self._opening_of(plan), plan, hooks, self.engine), tokens)
 
-    def _of(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
+    def _of(self, key: Plan | Cut, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
         self._refuse_dtype()
-        _uses[0] += 1
+        count_use()
         if self.options.prepack is None:
             self.settle(self.packs(tokens))
-        if graph := self._used(key):
+        graph: Any = self.used(key)
+        if graph is not None:
             return graph
         with self._opening.of(key):
-            if graph := self._used(key):  # another thread has opened it meanwhile
+            graph = self.used(key)
+            if graph is not None:  # another thread has opened it meanwhile
                 return graph
             if self.model.in_blocks and self.base is None and self.weights >= prepacked.WORTHWHILE:
                 self.engine.release()  # packing blocks is when a process holds most
             graph = make()
-            with self._lock:
-                self.open[key] = graph
-                self._recent.add(key)
-                limit = self.options.max_bytes or memory.total() // 2
-                self._close([*self.open][:-1], lambda: len(self.open) <= self.options.max_graphs and self.cost <= limit)
-        self._loops.opened(*(key if isinstance(key, tuple) else (key,)))
+            self.keep(key, graph)
+        self._warn_of_layer_loop(*(key if isinstance(key, tuple) else (key, ())))
         return graph
 
     def _refuse_dtype(self) -> None:
@@ -188,33 +163,6 @@ class OpenGraphs:
         chosen = self.options.prepack
         return self.engine.packs(self.options) and (tokens < UNPACKED if chosen is None else chosen)
 
-    def _used(self, key: Key) -> Any:
-        """An open graph, or None; it goes last in the dictionary, as the one used most recently."""
-        with self._lock:
-            graph = self.open.pop(key, None)
-            if graph is not None:
-                self.open[key] = graph
-                self._recent.add(key)
-            return graph
-
-    @property
-    def cost(self) -> int:
-        """Approximate bytes of all open graphs."""
-        return sum(graph.cost for graph in self.open.values())
-
-    def _close(self, keys: Iterable[Key], enough: Callable[[], bool]) -> None:
-        """Close graphs, in this order, until there is enough room."""
-        for key in keys:
-            if enough():
-                return
-            del self.open[key]
-
-    def close_idle(self, allowed: int) -> None:
-        """Close graphs not used since the last such call, while all take more than allowed."""
-        with self._lock:
-            recent, self._recent = self._recent, set()
-            self._close([key for key in self.open if key not in recent], lambda: self.cost <= allowed)
-
     def prepare(self) -> bool:
         """Make the base now, and close graphs with weights of their own; tell whether there is one."""
         with self._opening.of("base"):
@@ -222,8 +170,7 @@ class OpenGraphs:
                 self.base = base = prepacked.make(self.model, self.options, self._entries)
                 with self._lock:
                     plans = {key: graph.plan for key, graph in self.open.items() if graph.plan.fused == NONE}
-                    served = [key for key, plan in plans.items() if base and base.serves(plan, self.model)]
-                    self._close(served, lambda: False)
+                    self.close([key for key, plan in plans.items() if base and base.serves(plan, self.model)])
             return self.base is not None
 
     def _base_for(self, plan: Plan) -> prepacked.PrepackedModel | None:
@@ -232,6 +179,7 @@ class OpenGraphs:
             return None
         with self._opening.of("base"):
             if self.options.base and self.base is None and self.weights >= prepacked.WORTHWHILE:
+                # Looked for before the first rewritten graph, and made before the second: more may follow.
                 if self._unbased == 0:
                     self.base = prepacked.find(self.model, self.options, self._entries)
                 elif self._unbased == 1 and self.options.prepack is not False:
@@ -248,17 +196,17 @@ class OpenGraphs:
             model, report = self._rewritten(base, plan)
             cost = SESSION + NODE * len(onnx_file.parse(model).graph.node)
             return GraphOpening(model, base.folder, self.options, report, cost, optimised=True)
-        proto, options = self.model.proto, self.options
+        proto, options, folder = self.model.proto, self.options, self.model.folder
         if plan.fused == STOCK:
             assert self.model.stock is not None  # as the plan says
             proto, options, plan = self.model.stock.proto, self._stock, replace(plan, fused=NONE)
         if plan.empty:
             own = proto is self.model.proto and options.accuracy_level is None
-            untouched = self.model.folder / GRAPH if own else proto.SerializeToString()
-            return GraphOpening(untouched, self.model.folder, options, Report(), self.weights)
+            untouched = folder / GRAPH if own else proto.SerializeToString()
+            return GraphOpening(untouched, folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        return GraphOpening(model, self.model.folder, options, report, cost)
+        return GraphOpening(model, folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:
         one = self._opening_of(plan)
@@ -266,14 +214,6 @@ class OpenGraphs:
         model = one.model if isinstance(one.model, bytes) else None
         cost = min(one.cost, SHARING) if program.shares_weights else one.cost
         return OpenGraph(plan, program, one.report, model, cost, one.options)
-
-    def _open_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
-        one = self._opening_of(plan)
-        assert isinstance(one.model, bytes)  # it captures where it is cut
-        proto, cost, optimised = onnx_file.parse(one.model), one.cost, one.optimised
-        return open_segments(
-            proto, one.report, plan, hooks, one.folder, one.options, self.engine, optimised=optimised, cost=cost
-        )
 
     def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""
@@ -294,6 +234,37 @@ class OpenGraphs:
             return (entry.path / GRAPH).read_bytes(), Report.from_json((entry.path / REPORT).read_text())
         except FileNotFoundError:  # another process cleared the store, or found the entry damaged, a moment ago
             return rewrite(base.proto, plan, self.model.metadata)
+
+    def _warn_of_layer_loop(self, plan: Plan, cuts: tuple[str, ...]) -> None:
+        """Warn of the fifth graph, opened by a user's own calls, that differs from others in the layer only."""
+        structures = self._structures
+        if structures is None or not (plan.edits or plan.captures) or caller_verb() not in LAYER_VERBS:
+            return
+        structure = f"{plan} {cuts}"
+        alike = structures[LAYER.sub("blocks.*.", structure)]
+        alike.add(structure)
+        if len(alike) < ALIKE:
+            return
+        self._structures = None
+        warnings.warn(
+            f"{ALIKE} calls differ in the layer only, and each opened a graph of its own; {_one_call(plan, cuts)}",
+            LayerLoopWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def _one_call(plan: Plan, cuts: tuple[str, ...]) -> str:
+    """End of a warning: the verb that does all layers in one call."""
+    changed = [*cuts, *(edit.hook for edit in plan.edits)]
+    if changed:
+        hook = next(filter(LAYER.match, changed), changed[0]).rpartition("hook_")[2]
+        return (
+            f'one call does all layers: model.patch_sweep(clean, corrupted, "{hook}", "layer", answer=...) puts values '
+            f'of another prompt in, model.ablation_sweep(prompt, "{hook}", "layer") zeros or means'
+        )
+    captured = [node.hook for node in plan.captures]
+    hook = LAYER.sub("blocks.*.", next(filter(LAYER.match, captured), captured[0]))
+    return f'one call captures all layers: HookSpec().capture("{hook}")'
 
 
 def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:

@@ -1,13 +1,8 @@
 """A prepared base: a hooked model's graph, optimised once, its weights packed once, from which variants are opened.
 
 Opening a rewritten graph the plain way makes ONNX Runtime optimise it and pack all weights anew, in memory of its own.
-From a base it reads them packed, from one file that all sessions of the machine share.
-
-1. A base is made with every hook point as an output, so that nothing that can be hooked is fused away. Sessions opened
-   from it give the same bits as those opened from the pristine graph, which stays the source of truth.
-2. It belongs to the graph, the weights, this version of ONNX Runtime, the options and this kind of processor, and lies
-   in the store under the hash of these. It takes about twice the room of the weights.
-3. What a base lacks (a weight under its own name, for `hook_result`) is opened the plain way.
+From a base it reads them packed, from one file in the store that all sessions of the machine share; the bits are the
+same. What a base lacks (a weight under its own name, for `hook_result`) is opened the plain way.
 """
 
 import hashlib
@@ -30,8 +25,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
 BASE_GRAPH, DATA = "base.onnx", "base.data"
-# A change there may change a base.
-PREPARING = ("mionnx.run.prepacked", "mionnx.engine")
+PREPARING = ("mionnx.run.prepacked", "mionnx.engine")  # a change there may change a base
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
@@ -41,7 +35,7 @@ class PrepackedModel:
     """A base on disk.
 
     Attributes:
-        outputs: of the model itself; the base's graph has been given back just these.
+        outputs: the model's own.
     """
 
     folder: Path
@@ -54,7 +48,7 @@ class PrepackedModel:
 
     @once_property
     def proto(self) -> onnx_file.ModelProto:
-        """The graph, without its weights."""
+        """The graph with the model's own outputs, without its weights."""
         proto = onnx_file.read(self.folder / BASE_GRAPH)
         outputs = [output for output in proto.graph.output if output.name in self.outputs]
         del proto.graph.output[:]
@@ -67,12 +61,9 @@ class PrepackedModel:
         return outputs | {tensor.name for tensor in self.proto.graph.initializer}
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
-        """Whether everything that a plan needs is in it under its own name.
-
-        Gradients are taken of the model's own graph: a base has operators of its engine, without rules.
-        """
+        """Whether everything that a plan needs is in it under its own name."""
         if plan.gradients is not None and plan.gradients.by:
-            return False
+            return False  # a base has operators of its engine, for which there are no rules
         return {*_needed(plan, model)} - plan.inner <= self._values
 
 
@@ -119,7 +110,7 @@ def possible(options: Options) -> bool:
 def find(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, if there is one already."""
     entry = entries.find("bases", key_of(model, options)) if possible(options) else None
-    return _opened(entry.path, model) if entry else None
+    return PrepackedModel(entry.path, _outputs(model)) if entry else None
 
 
 def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
@@ -129,32 +120,23 @@ def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
         return None
 
     def build(folder: Path) -> dict[str, Any]:
-        _refuse_full(model, folder, entries)
+        needed = int(ROOM * sum(onnx_file.locations(model.proto).values()))
+        free = min(shutil.disk_usage(folder).free, entries.limit)
+        if needed > free:
+            room = f"needs {memory.format_bytes(needed)}, and there is room for {memory.format_bytes(free)}"
+            raise OSError(f"a base of {model.folder.name} {room}")
+        # Every hook point is an output, so that nothing that can be hooked is fused away.
+        names = [name for name in model.metadata.hooks if name not in _outputs(model)]
+        proto = onnx_file.with_outputs(model.proto, {name: model.dtype(HookPoint.parse(name)) for name in names})
         try:
-            engine = engine_of(options)
-            engine.write_optimised(_all_out(model), model.folder, folder / BASE_GRAPH, DATA, options, packed=True)
+            engine_of(options).write_optimised(proto, model.folder, folder / BASE_GRAPH, DATA, options, packed=True)
         except ModelError as error:  # a disk that fills up comes as one too; the plain way is still open
             raise OSError(str(error)) from error
         return {"model": model.folder.name, "family": model.metadata.family, **_engine_facts(options)}
 
     entry = entries.get("bases", key_of(model, options), build)
-    return _opened(entry.path, model) if entry else None
+    return PrepackedModel(entry.path, _outputs(model)) if entry else None
 
 
-def _refuse_full(model: HookedModel, folder: Path, entries: DiskCache) -> None:
-    needed = int(ROOM * sum(onnx_file.locations(model.proto).values()))
-    free = min(shutil.disk_usage(folder).free, entries.limit)
-    if needed > free:
-        room = f"needs {memory.format_bytes(needed)}, and there is room for {memory.format_bytes(free)}"
-        raise OSError(f"a base of {model.folder.name} {room}")
-
-
-def _opened(folder: Path, model: HookedModel) -> PrepackedModel:
-    return PrepackedModel(folder, tuple(onnx_file.interface(model.proto)[1]))
-
-
-def _all_out(model: HookedModel) -> bytes:
-    """The graph with every hook point as an output."""
-    names = model.metadata.hooks.keys() - {*onnx_file.interface(model.proto)[1]}
-    dtypes = {name: model.dtype(HookPoint.parse(name)) for name in model.metadata.hooks if name in names}
-    return onnx_file.with_outputs(model.proto, dtypes)
+def _outputs(model: HookedModel) -> tuple[str, ...]:
+    return tuple(onnx_file.interface(model.proto)[1])

@@ -1,13 +1,13 @@
-"""Arguments of verbs that read a model: prompts as ids, tokens by id or text, vectors of the residual stream."""
+"""Arguments of verbs: prompts as ids, tokens by id or text, classes of tokens, vectors of the residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.errors import InputError
+from mionnx.errors import InputError, nearest
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.inputs.token_rows import entries_of
@@ -17,15 +17,14 @@ from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
 Ids = NDArray[np.int64]
+Classify = Callable[[Ids], Any]
+By = str | Classify | None
+CLASSES = ("position", "token")  # classes of tokens
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """One tokenised prompt.
-
-    Attributes:
-        ids: [seq], int64.
-    """
+    """One tokenised prompt."""
 
     ids: Ids
     tokens: list[str]
@@ -119,14 +118,7 @@ def is_stream(value: Any) -> bool:
 
 
 def streams_of(value: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
-    """Check vectors of the residual stream.
-
-    Returns:
-        [..., hidden].
-
-    Raises:
-        InputError: another width, no numbers, NaN or infinities.
-    """
+    """Check vectors of the residual stream, [..., hidden]."""
     try:
         vectors = to_array(value)
     except ValueError as error:
@@ -138,3 +130,27 @@ def streams_of(value: ArrayLike, hidden: int, what: str = "residual") -> NDArray
     if not np.isfinite(vectors.astype(np.float32)).all():
         raise InputError(f"{what} has NaN or infinities")
     return vectors
+
+
+def check_by(by: Any) -> None:
+    """Refuse what names no classes."""
+    if by is not None and not callable(by) and not (isinstance(by, str) and by in CLASSES):
+        raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), CLASSES)}")
+
+
+def classes_of(by: By, ids: NDArray[Any], positions: NDArray[Any] | None = None) -> Ids:
+    """The class of each token of one text, int64 [seq]; positions [seq] are counted from 0 if left out."""
+    if by is None:
+        return np.zeros(len(ids), np.int64)
+    if by == "token":
+        return np.asarray(ids).astype(np.int64)
+    if by == "position":
+        return np.arange(len(ids)) if positions is None else np.asarray(positions).astype(np.int64)
+    if not callable(by):
+        check_by(by)
+    classes = np.asarray(by(np.asarray(ids)))  # type: ignore[operator]
+    if classes.shape != np.shape(ids) or classes.dtype.kind not in "iub":
+        raise InputError(
+            f"by= gave {classes.dtype} {list(classes.shape)}; it gives integers [{len(ids)}], a class a token"
+        )
+    return classes.astype(np.int64)

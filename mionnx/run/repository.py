@@ -12,7 +12,6 @@ from typing import Any
 from mionnx.errors import ModelError, nearest
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, silent
-from mionnx.run.hub_files import below
 
 GATED = (401, 403)  # statuses of HTTP: no token, or one without access
 LONGEST_MESSAGE = 200  # letters of another library's message
@@ -38,32 +37,19 @@ MAIN = Version()
 
 @dataclass
 class Repository:
-    """A repository of the Hub, the files of a model in it by their paths in the model's folder.
+    """A repository of the Hub, the files of a model in it by their paths in the model's folder."""
 
-    Attributes:
-        name: USER/REPOSITORY.
-        progress: called as (stage, done, total) in bytes.
-        near: end of the sentence that refuses a repository that there is not: what may have been meant.
-        commit: folder of the commit in the Hub's cache; None before anything was downloaded.
-        away: why the Hub is out of reach; "" if it is not.
-        lacking: bytes that the cache lacked at the last download.
-    """
-
-    name: str
+    name: str  # USER/REPOSITORY
     version: Version = MAIN
-    progress: Progress = silent
-    near: str = ""
-    commit: Path | None = None
-    away: str = ""
-    lacking: int = 0
+    progress: Progress = silent  # in bytes
+    near: str = ""  # end of the sentence that refuses a repository that there is not: what may have been meant
+    commit: Path | None = None  # its folder in the Hub's cache; None before anything was downloaded
+    away: str = ""  # why the Hub is out of reach
+    lacking: int = 0  # bytes that the cache lacked at the last download
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Path -> bytes of each file; without a network, of those in the cache.
-
-        Raises:
-            ModelError: no such repository, revision or folder, no access to it, or nothing in the cache.
-        """
+        """Path -> bytes of each file; without a network, of those in the cache."""
         folder = self._subfolder
         files = self._list()
         sizes = {name: files[str(PurePosixPath(folder, name))] for name in below(folder, files)}
@@ -71,10 +57,6 @@ class Repository:
             folders = sorted({str(PurePosixPath(name).parent) for name in files} - {"."})
             raise ModelError(f"{self.where} has no files in a folder {folder!r}{nearest(folder, folders)}")
         return sizes
-
-    def names(self) -> list[str]:
-        """The paths of all files."""
-        return [*self.sizes]
 
     @property
     def where(self) -> str:
@@ -91,10 +73,10 @@ class Repository:
         if not self.away and (inner or self.commit is None):
             # The first files settle the commit, and the cache notes that the revision is it.
             revision = self.version.revision if self.commit is None else self.commit.name
-            sizes = {
+            cached = {
                 path for path in inner if isinstance(try_to_load_from_cache(self.name, path, revision=revision), str)
             }
-            self.lacking = sum(inner[path] for path in inner.keys() - sizes)
+            self.lacking = sum(inner[path] for path in inner.keys() - cached)
             with self._refusals():
                 self.commit = self._snapshot(revision, [*map(glob.escape, inner)], tqdm_class=self._bar(self.lacking))
         assert self.commit is not None
@@ -196,3 +178,8 @@ def _first_line(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0][:LONGEST_MESSAGE]
+
+
+def below(folder: str, names: Iterable[str]) -> list[str]:
+    """The paths of a folder's files, from that folder."""
+    return [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")] if folder else [*names]

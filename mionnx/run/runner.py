@@ -15,16 +15,14 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past, make_token_batch
+from mionnx.inputs.token_batch import Past
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.run import accuracy, find_model, model_dtype, spec_graphs, tokenizing
+from mionnx.run import exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.call_graph import bind_pass
-from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass
-from mionnx.run.forward_pass import run_pass
+from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.open_model import OpenModel
+from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
 from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -53,7 +51,7 @@ class Runner(OpenModel):
         cls,
         source: str | Path,
         *,
-        dtype: str = model_dtype.DEFAULT,
+        dtype: str = exporting.DEFAULT,
         provider: str = "cpu",
         threads: int = 0,
         fast: bool = False,
@@ -114,17 +112,17 @@ class Runner(OpenModel):
             fused=fused,
             accuracy_level=accuracy_level,
         )
-        model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
-        accuracy.refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
+        exporting.check_name(dtype)  # refused before a checkpoint is exported, as what follows
+        refuse_unpacked_blocks(str(source), dtype in exporting.BLOCKS, options)
         opener = ready_engine(options)
         lacking, where = opener.lacks(options), opener.title(options)
-        refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
+        refuse = partial(exporting.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
-        model_dtype.refuse_other(hooked, dtype)
-        accuracy.warn_of_dynamic_rounding(hooked)
+        exporting.refuse_other(hooked, dtype)
+        warn_of_dynamic_rounding(hooked)
         model = cls(hooked, options)
-        model.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
+        model.source = str(source), None if isinstance(dtype, exporting.Unsaid) else dtype
         return model
 
     @takes_encoding
@@ -180,12 +178,11 @@ class Runner(OpenModel):
         check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        ids, sizes = self.ids(tokens), self.hooked.metadata.sizes
+        ids = self.ids(tokens)
         request = ListRequest(ids, spec, batch_size, attention_mask, past, prompt_length, logits, use_cache)
         if isinstance(batch_size, int):
             return forward_batches(self, request)
-        bound = bind_pass(self.binder, spec, logits, use_cache)
-        batch = make_token_batch(ids, attention_mask, past, sizes, prompt_length)
+        bound, batch = request.bound(self), request.batch(self)
         if not in_one_pass(bound, batch, batch_size, use_cache):
             return forward_batches(self, request)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

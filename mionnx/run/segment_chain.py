@@ -1,16 +1,12 @@
 """A chain of open graphs: a rewritten graph cut at hook points, so that Python functions can act in between.
 
-1. Hook points are taken in execution order. Those that do not depend on each other end the same segment: each segment
-   computes the next hooked values from what earlier ones made, and the last one what is left of the outputs.
-2. Whoever reads a hooked value stands in a later segment, and there the value is an input: it may have been changed.
-3. Nothing is computed twice: a value made before a cut and read after it crosses the cut, as an output and an input.
-   Each node stands in the first segment that reads what it makes, so that little crosses (`Dataflow.crossings`).
-4. Except what depends on weights alone (a transposed matrix): every segment that reads it has it, since ONNX Runtime
-   folds it when it opens the graph. Inputs that have a default (an RWKV's gates) count as weights.
-5. All sessions of a chain read the same weights as the model's other graphs; none reads a weight that it has no use
-   for, so that a chain takes the memory of one session and a little for each cut.
-6. On a CPU values pass from session to session as arrays; elsewhere they stay where the provider computed them, and
-   only hooked ones are fetched.
+1. Hook points that do not depend on each other end the same segment; whoever reads a hooked value stands in a later
+   one, and there the value is an input: it may have been changed.
+2. Nothing is computed twice: a value made before a cut and read after it crosses the cut, as an output and an input.
+   What depends on weights alone (a transposed matrix) every segment has that reads it, since ONNX Runtime folds it when
+   it opens the graph. Inputs that have a default (an RWKV's gates) count as weights.
+3. No session reads a weight that it has no use for, so that a chain takes the memory of one session and a little for
+   each cut.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,34 +20,28 @@ from numpy.typing import NDArray
 
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.options import Options
+from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
-from mionnx.graph.onnx_file import ModelProto
 from mionnx.graph.report import Report
 from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Plan
+from mionnx.run.graph_memory import SEGMENT
 
 THREADS = 512  # of all sessions of a chain together: each has its own, and systems limit their number
-SEGMENT = 2**20  # approximate bytes of one more session
 
 Between = Callable[[str, NDArray[Any]], NDArray[Any]]  # (hook, value): what the value becomes
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One graph of a chain.
+    """One graph of a chain."""
 
-    Attributes:
-        inputs: names of all that is fed to it: inputs of the whole graph, hooked values, what crossed a cut.
-        hooks: the hooked values that it makes, in execution order; none in the last segment.
-        others: what else it makes for later segments or as an output of the whole graph.
-    """
-
-    model: ModelProto
-    inputs: tuple[str, ...]
+    model: onnx_file.ModelProto
+    inputs: tuple[str, ...]  # names of all that is fed: inputs of the whole graph, hooked values, what crossed a cut
     defaults: tuple[str, ...]
-    hooks: tuple[str, ...]
-    others: tuple[str, ...]
+    hooks: tuple[str, ...]  # the hooked values that it makes, in execution order; none in the last segment
+    others: tuple[str, ...]  # what else it makes, for later segments or as an output of the whole graph
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -69,17 +59,11 @@ class OpenSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """A graph cut at hook points, open.
-
-    Attributes:
-        cost: approximate bytes of memory.
-    """
+    """A graph cut at hook points, open."""
 
     plan: Plan
     segments: tuple[OpenSegment, ...]
-    report: Report
     cost: int
-    options: Options
 
     def run(self, outputs: Collection[str], feeds: Mapping[str, Value], between: Between) -> dict[str, NDArray[Any]]:
         """Run all segments in order.
@@ -91,6 +75,7 @@ class SegmentChain:
         results: dict[str, Any] = {}
         for segment, program, done in self.segments:
             names = (*segment.inputs, *(name for name in segment.defaults if name in feeds))
+            # On another device than the CPU values stay where they were computed; only hooked ones are fetched.
             computed = program.compute(segment.outputs, {name: values[name] for name in names})
             for hook in segment.hooks:
                 computed[hook] = between(hook, np.asarray(computed[hook]))
@@ -101,48 +86,40 @@ class SegmentChain:
         return {name: np.asarray(value) for name, value in results.items()}
 
 
-def open_segments(
-    model: ModelProto,
-    report: Report,
-    plan: Plan,
-    hooks: tuple[str, ...],
-    folder: Path,
-    options: Options,
-    engine: Engine,
-    *,
-    optimised: bool,
-    cost: int,
-) -> SegmentChain:
-    """Cut a graph and open the segments.
+@dataclass(frozen=True)
+class GraphOpening:
+    """Model, folder and options with which an engine opens a plan."""
 
-    Args:
-        hooks: where to cut, in execution order.
-        optimised: whether the engine has optimised the graph already.
-        cost: approximate bytes of one session of the whole graph.
-    """
-    segments = cut(model, hooks)
-    threads = options.threads or psutil.cpu_count(logical=False) or 1
-    each = replace(options, threads=max(1, min(threads, THREADS // len(segments))), cuda_graphs=False)
-    opened: list[OpenSegment] = []
+    model: bytes | Path  # without weights; the file of the untouched graph
+    folder: Path
+    options: Options
+    report: Report
+    cost: int  # approximate bytes of memory
+    optimised: bool = False  # whether the engine has optimised it already, as a base
+
+
+def open_segments(opening: GraphOpening, plan: Plan, hooks: tuple[str, ...], engine: Engine) -> SegmentChain:
+    """Cut a graph at hook points, in execution order, and open the segments."""
+    assert isinstance(opening.model, bytes)  # it captures where it is cut
+    segments = cut(onnx_file.parse(opening.model), hooks)
+    threads = opening.options.threads or psutil.cpu_count(logical=False) or 1
+    each = replace(opening.options, threads=max(1, min(threads, THREADS // len(segments))), cuda_graphs=False)
+    parts: list[OpenSegment] = []
     later: set[str] = set()
     for segment in reversed(segments):
+        model = segment.model.SerializeToString()
         # threads that spin while they wait would take the processor from the next session
-        program = engine.open(segment.model.SerializeToString(), folder, each, optimised=optimised, spinning=False)
+        program = engine.open(model, opening.folder, each, optimised=opening.optimised, spinning=False)
         done = tuple(name for name in (*segment.inputs, *segment.outputs) if name not in later)
-        opened.append(OpenSegment(segment, program, done))
+        parts.append(OpenSegment(segment, program, done))
         later.update(segment.inputs)
-    return SegmentChain(plan, tuple(reversed(opened)), report, cost + SEGMENT * len(opened), options)
+    return SegmentChain(plan, tuple(reversed(parts)), opening.cost + SEGMENT * len(parts))
 
 
-def cut(model: ModelProto, hooks: Sequence[str]) -> list[Segment]:
-    """Cut a graph into a chain.
+def cut(model: onnx_file.ModelProto, hooks: Sequence[str]) -> list[Segment]:
+    """Cut a graph at values that its outputs are, or depend on, in execution order.
 
-    Args:
-        hooks: names of values that nodes make, in execution order; each must be an output of the graph, or something
-            that an output depends on.
-
-    Returns:
-        the segments, in order. The last one makes no hooked value, and is left out if no output is left for it.
+    The last segment makes no hooked value, and is left out if no output is left for it.
     """
     flow = Dataflow(model)
     groups = _groups(flow, hooks)
@@ -164,28 +141,22 @@ def cut(model: ModelProto, hooks: Sequence[str]) -> list[Segment]:
 
 def _groups(flow: Dataflow, hooks: Sequence[str]) -> list[list[str]]:
     """The hooks that end each segment."""
-    above = _above(flow, {hook: 1 << i for i, hook in enumerate(hooks)})
-    groups: list[list[str]] = [[]]
-    current = 0  # the hooks of the last group, as bits
-    for i, hook in enumerate(hooks):
-        if above[hook] & current:
-            groups.append([])
-            current = 0
-        groups[-1].append(hook)
-        current |= 1 << i
-    return groups
-
-
-def _above(flow: Dataflow, bits: dict[str, int]) -> dict[str, int]:
-    """Hook -> the hooks that it depends on, as bits."""
-    reached: dict[str, int] = {}
-    above: dict[str, int] = {}
+    bits = {hook: 1 << i for i, hook in enumerate(hooks)}  # sets of hooks are the bits of a number
+    reached: dict[str, int] = {}  # value -> the hooks that it is, or depends on
+    above: dict[str, int] = {}  # hook -> those that it depends on
     for node, names in zip(flow.nodes, flow.reads, strict=True):
         behind = 0
         for name in names:
             behind |= reached.get(name, 0)
         for name in node.output:
             reached[name] = behind | bits.get(name, 0)
-            if name in bits:
-                above[name] = behind
-    return above
+            above[name] = behind
+    groups: list[list[str]] = [[]]
+    current = 0  # the hooks of the last group
+    for hook in hooks:
+        if above[hook] & current:
+            groups.append([])
+            current = 0
+        groups[-1].append(hook)
+        current |= bits[hook]
+    return groups

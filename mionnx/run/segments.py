@@ -3,12 +3,9 @@
 A piece begins at values that are fed and ends at values that are asked for; it is opened when it is first run, and
 reads the weights between the two alone: all pieces of a model together hold the weights of one model.
 
-1. The pieces of a model in execution order are the embedding (-1), its layers, and the head (`layers`). A layer begins
-   at the residual stream before it and at whatever else crosses there (`Dataflow.crossings`); so a row that is patched
-   at layer 7 starts at layer 7.
-2. Where only the last position is read in the end, the last layer is two pieces: attention at all positions; then
-   everything after attention, and the head, at the last position alone.
-3. A row whose first tokens equal those of another run continues from that run's keys and values.
+The pieces in execution order are the embedding (-1), the layers, and the head (`layers`). A layer begins at the
+residual stream before it and at whatever else crosses there; so a row that is patched at layer 7 starts at layer 7. A
+row whose first tokens equal those of another run continues from that run's keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +54,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return len(self.ids)
 
 
@@ -105,7 +101,10 @@ class Segments:
 
     @once_property
     def after_attention(self) -> tuple[str, ...]:
-        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut."""
+        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut.
+
+        Where only the last position is read in the end, this piece and the head run at that position alone.
+        """
         last = self.layers - 1
         names = (str(HookPoint.AttnZ(last)), str(HookPoint.ResidPre(last)))
         apart = {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
@@ -122,11 +121,8 @@ class Segments:
         return dict(zip((key, str(HookPoint.AttnV(layer))), KEYS_AND_VALUES.layer_inputs(layer), strict=True))
 
     def last_position(self, rows: Rows) -> Rows:
-        """The same rows, to be computed at the last position alone behind the last attention.
-
-        No graph behind attention reads keys and values; some read how many there are.
-        """
-        seq = rows.ids.shape[1]
+        """The same rows, to be computed at the last position alone behind the last attention."""
+        seq = rows.ids.shape[1]  # no graph there reads keys and values; some read how many there are
         shapes = self.model.metadata.past_shapes(1, seq)
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
         return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
@@ -141,14 +137,10 @@ class Segments:
         beside: Sequence[str] = (),
         inputs: Mapping[str, NDArray[Any]] | None = None,
     ) -> tuple[Arrays, Arrays]:
-        """Run one piece: a layer, the embedding or the head.
-
-        Args:
-            stream: the values of `inputs_of(layer)`.
-            ends: names of further values.
+        """Run one piece from the values of `inputs_of(layer)`; see `run`.
 
         Returns:
-            the values of `inputs_of(layer + 1)`, and the further ones.
+            the values of `inputs_of(layer + 1)`, and those of `ends`.
         """
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
@@ -164,12 +156,7 @@ class Segments:
         last: bool = True,
         tokens: NDArray[np.int64] | None = None,
     ) -> NDArray[Any]:
-        """Compute the logits, [rows, seq or 1, vocab or tokens].
-
-        Args:
-            stream: the values of `inputs_of(layers)` or `after_attention`.
-            tokens: ids; logits of these only.
-        """
+        """Compute the logits, [rows, seq or 1, vocab or tokens], from `inputs_of(layers)` or `after_attention`."""
         some = tokens is not None
         outputs = Outputs(last=last, of_tokens=some, only_these=some, carried=False)
         inputs = {} if tokens is None else {LOGIT_TOKENS: tokens}
@@ -230,16 +217,16 @@ class Segments:
             "position_ids": np.broadcast_to(np.arange(rows.start, total), ids.shape),
         }
         for name in program.inputs:
-            if name.startswith(f"{KEYS_AND_VALUES.past}."):
-                feeds[name] = self._past(name, rows)
+            if not name.startswith(f"{KEYS_AND_VALUES.past}."):
+                continue
+            if rows.start:
+                past = rows.past[name][:, :, : rows.start]
+                feeds[name] = np.broadcast_to(past, (rows.count, *past.shape[1:]))
+            else:
+                shape = self.model.metadata.past_shapes(rows.count, 0)[name]
+                feeds[name] = np.zeros(shape, self.model.past_dtype)
         if self.model.metadata.recurrent:
             sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
             start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
             feeds |= {name: np.asarray(value) for name, value in start.items()}
         return feeds
-
-    def _past(self, name: str, rows: Rows) -> NDArray[Any]:
-        if not rows.start:
-            return np.zeros(self.model.metadata.past_shapes(rows.count, 0)[name], self.model.past_dtype)
-        past = rows.past[name][:, :, : rows.start]
-        return np.broadcast_to(past, (rows.count, *past.shape[1:]))

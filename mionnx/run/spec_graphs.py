@@ -10,10 +10,11 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.batching import pass_bytes
 from mionnx.run.call_graph import bind_pass, open_call
-from mionnx.run.open_graphs import NODE, SESSION, OpenGraph, OpenGraphs
+from mionnx.run.graph_memory import NODE, SESSION, idle_limit
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.open_model import OpenModel
-from mionnx.run.pass_memory import pass_bytes
 from mionnx.spec.hook_spec import HookSpec
 
 SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
@@ -30,13 +31,12 @@ def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outp
     Raises:
         HookError, InterventionError: the spec does not fit the model.
     """
-    spec, carried = hooks or HookSpec(), outputs is not None and outputs.carried
-    bound = (
-        bind_pass(model.binder, spec, True, False)
-        if outputs is None
-        else model.binder.bind(spec, outputs, differentiated=True)
-    )
-    return open_call(model.variants, bound, outputs=bound.outputs(carried))
+    spec = hooks or HookSpec()
+    if outputs is None:
+        bound = bind_pass(model.binder, spec, True, False)
+    else:
+        bound = model.binder.bind(spec, outputs, differentiated=True)
+    return open_call(model.variants, bound, outputs=bound.outputs(outputs is not None and outputs.carried))
 
 
 @typed()
@@ -131,5 +131,7 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
         model.give_back()
     """
     parts = [getattr(part, "variants", None) for part in model.parts]
-    pools = [model.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
-    model.idle.give_back(pools, later=later)
+    allowed = idle_limit(model.variants.weights)
+    for pool in (model.variants, *(part for part in parts if isinstance(part, OpenGraphs))):
+        pool.close_idle(allowed)
+    model.idle.release(allowed, model.variants.engine.release, later)

@@ -2,12 +2,10 @@
 
 1. To try a kind is to run the file's own graph and the hooked graph side by side on a few tokens, both without
    optimisations: whatever both give must differ by no more than rounding explains.
-2. The verdict is kept beside the model's graph in `stock_calls.json`, with the hash of that graph: of another one it is
-   not read. It is written in one step, under a lock that other processes wait for. Where it cannot be written, it
-   lasts as long as the process.
-3. In a kind in which the file's own graph gives something else, the hooked graph runs, and that is said when it is
-   tried. Where one of the two does not run, likewise; the next process tries it again, for memory may have run out.
-4. Every value of a kind of call must have a bound, whatever the record says: both may come from anybody.
+2. The verdict is kept beside the model's graph in `stock_calls.json`, with the hash of that graph; where it cannot be
+   written, it lasts as long as the process.
+3. In a kind in which the file's own graph gives something else, or does not run, the hooked graph runs, and that is
+   said when it is tried.
 """
 
 import json
@@ -59,9 +57,7 @@ class StockGraphWarning(UserWarning):
 
 
 def serves(model: HookedModel, kind: int) -> bool:
-    """Whether a file's own graph gives what the hooked one gives in a kind of call.
-
-    It is tried if it never was.
+    """Whether a file's own graph gives what the hooked one gives in a kind of call; it is tried if it never was.
 
     Args:
         kind: a sum of flags of `mionnx.graph.stock_graph`.
@@ -70,7 +66,7 @@ def serves(model: HookedModel, kind: int) -> bool:
 
 
 def try_all(model: HookedModel) -> dict[str, str]:
-    """Try every kind of call.
+    """Try every kind of call, before the first call of a kind.
 
     Returns:
         a kind in words -> what speaks against it, "" if nothing does; empty if the model has no stock graph.
@@ -78,25 +74,27 @@ def try_all(model: HookedModel) -> dict[str, str]:
     if model.stock is None:
         return {}
     trial = Trial(model, model.stock)
-    return {described(kind): problem(model, kind, trial) for kind in range(KINDS) if _possible(model, kind)}
+    kinds = [kind for kind in range(KINDS) if model.has_cache or not kind & PAST_BIT]
+    kinds = [kind for kind in kinds if kind & (PAST_BIT | SEVERAL_BIT) or not kind & PADDED_BIT]  # nothing before it
+    return {described(kind): problem(model, kind, trial) for kind in kinds}
 
 
 def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
-    """Say what speaks against the file's own graph in a kind of call; "" if nothing does.
+    """What speaks against the file's own graph in a kind of call; "" if nothing does.
 
     Args:
         trial: the two graphs, where several kinds are tried; nothing is said then but by the result.
     """
+    return _verdicts.get((model.folder, model.digest, kind), lambda: _judged(model, kind, trial))
+
+
+def _judged(model: HookedModel, kind: int, trial: "Trial | None") -> str:
+    """The verdict of the record, or of a trial, which is recorded and said."""
     stock = model.stock
     assert stock is not None  # as the caller knows
-    return _verdicts.get((model.folder, model.digest, kind), lambda: _judged(model, stock, kind, trial))
-
-
-def _judged(model: HookedModel, stock: StockGraph, kind: int, trial: "Trial | None") -> str:
-    """The verdict of the record, or of a trial, which is recorded and said."""
     try:
-        check_stock(stock, model.proto, model.folder, kind)
-        recorded = _recorded(model, kind)
+        check_stock(stock, model.proto, model.folder, kind)  # whatever the record says: both may come from anybody
+        recorded = _calls(model).get(str(kind))
         verdict = (trial or Trial(model, stock)).problem(kind) if recorded is None else recorded
         if recorded is None:
             _record(model, kind, verdict)
@@ -109,11 +107,6 @@ def _judged(model: HookedModel, stock: StockGraph, kind: int, trial: "Trial | No
             stacklevel=caller_level(),
         )
     return verdict
-
-
-def _possible(model: HookedModel, kind: int) -> bool:
-    """Whether there are such calls: before one token without a past, none are padded."""
-    return not (kind & PADDED_BIT and not kind & (PAST_BIT | SEVERAL_BIT)) and (model.has_cache or not kind & PAST_BIT)
 
 
 class Trial:
@@ -172,18 +165,13 @@ def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: fl
     return ""
 
 
-def _recorded(model: HookedModel, kind: int) -> str | None:
-    said = _calls(model).get(str(kind))
-    return said if isinstance(said, str) else None
-
-
-def _calls(model: HookedModel) -> dict[str, Any]:
+def _calls(model: HookedModel) -> dict[str, str]:
     """The record of this graph: kind -> what speaks against it."""
     record: Any = None
     with suppress(ModelError):
         record = read_json(model.folder / CALLS_FILE)
     valid = isinstance(record, dict) and record.get("graph") == model.digest and isinstance(record.get("calls"), dict)
-    return record["calls"] if valid else {}
+    return {kind: text for kind, text in record["calls"].items() if isinstance(text, str)} if valid else {}
 
 
 def _record(model: HookedModel, kind: int, verdict: str) -> None:

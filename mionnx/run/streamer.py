@@ -68,10 +68,7 @@ class TextStreamer:
 
 
 class TokenCallback(TextStreamer):
-    """Call a function with each new token: its id, and the text that it completes.
-
-    The text is empty while a character is not whole yet. What never becomes whole comes at the end, with the last id.
-    """
+    """Call a function with each new token: its id, and the text that it completes; "" within a character."""
 
     def __init__(self, tokenizer: Decoder, function: Callable[[int, str], Any]) -> None:
         self._pieces: list[str] = []
@@ -80,7 +77,6 @@ class TokenCallback(TextStreamer):
         self._last = 0
 
     def put(self, value: NDArray[np.int64]) -> None:
-        """The prompt's ids [1, seq], and then each new token's, [1]."""
         is_prompt = self._ids is None
         super().put(value)
         if not is_prompt:
@@ -88,8 +84,7 @@ class TokenCallback(TextStreamer):
             self._call()
 
     def end(self) -> None:
-        """No more tokens follow: what was held back comes with the last id."""
-        super().end()
+        super().end()  # what never becomes a whole character comes with the last id
         if self._pieces:
             self._call()
 
@@ -113,12 +108,12 @@ def make_streamer(target: Any, tokenizer: Decoder | None, rows: int) -> Streamer
             f"streamer={target!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
             "or of (id, text)"
         )
-    taken = _positional(target)
+    values = _positional(target)
     if rows != 1:
         raise InputError(f"a function as streamer is told of one text, but {rows} are generated: give put and end")
     if tokenizer is None:
         raise TokenizerError("the model has no tokenizer to make texts of tokens: give a streamer with put and end")
-    return TokenCallback(tokenizer, target) if taken == 2 else TextStreamer(tokenizer, target)
+    return TokenCallback(tokenizer, target) if values == 2 else TextStreamer(tokenizer, target)
 
 
 def _has(receiver: Any, method: str) -> bool:

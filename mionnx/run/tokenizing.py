@@ -1,19 +1,22 @@
-"""Verbs of a model that turn texts into tokens; prompts given as an encoding."""
+"""Verbs of a model that turn texts into tokens; a warning of `"Mary"` where the model means `" Mary"`."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from tokenizers import Encoding
 
-from mionnx.errors import InputError
+from mionnx.errors import InputError, TokenizerError
 from mionnx.inputs import chat_tokens, tokens
 from mionnx.inputs.chat_template import Message, load_chat_template
 from mionnx.inputs.token_rows import IDS, TYPES
+from mionnx.machine.caller import caller_level
 from mionnx.machine.typed import typed
 from mionnx.run.open_model import OpenModel
 
@@ -128,3 +131,42 @@ def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Res
     ]
     vars(call)["__signature__"] = declared.replace(parameters=[*declared.parameters.values(), *extra])
     return call
+
+
+class OtherSpellingWarning(UserWarning):
+    """The model gives more to a token's other spelling, with or without a space."""
+
+
+def other_spelling(model: OpenModel, text: str) -> tuple[str, int] | None:
+    """The same word with a space before it, or without, and its id; None if it is no token of its own."""
+    other = text[1:] if text.startswith(" ") else f" {text}"
+    try:
+        other_id, token = token_id(model, other), token_id(model, text)
+    except (InputError, TokenizerError):
+        return None
+    return None if other_id == token else (other, other_id)
+
+
+def has_text(tokens: Any) -> bool:
+    """Whether tokens, given once or once for each row, hold a text."""
+    return isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(map(has_text, tokens)))
+
+
+def warn_of_spelling(model: OpenModel, what: str, token: Any, logits: NDArray[Any]) -> None:
+    """Warn if the other spelling of a token, the argument `what`, has the larger of the logits [vocab]."""
+    other = other_spelling(model, token) if isinstance(token, str) else None
+    if other is not None and logits[other[1]] > logits[token_id(model, token)]:
+        warnings.warn(
+            f"{what}={token!r} is another token than {other[0]!r}, to which the model gives more here: "
+            f"{what}={other[0]!r} may be meant; an id is taken without this question",
+            OtherSpellingWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def warn_of_spellings(model: OpenModel, arguments: dict[str, Any], logits: NDArray[Any]) -> None:
+    """Warn of arguments whose tokens are given once for all rows of the logits [rows, vocab], or once for each."""
+    for what, entries in arguments.items():
+        several = isinstance(entries, Sequence | np.ndarray) and not isinstance(entries, str)
+        for row, one in enumerate(logits):
+            warn_of_spelling(model, what, entries[row] if several else entries, one)

@@ -15,7 +15,7 @@ from mionnx.machine.progress import shown
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
-from mionnx.run.stopping import refuse_too_long
+from mionnx.run.sampling import refuse_too_long
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.bisect import Bisection

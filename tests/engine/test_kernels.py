@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import onnxruntime
 import pytest
 
-from mionnx.engine import kernels
-from mionnx.engine.kernels import without_kernel
+from mionnx.engine import placement
+from mionnx.engine.placement import without_kernel
 
 ATTENTION, NORM = ("com.microsoft", "GroupQueryAttention"), ("com.microsoft", "SkipSimplifiedLayerNormalization")
 
@@ -22,11 +22,11 @@ def told(monkeypatch):
         ]
         state = onnxruntime.capi.onnxruntime_pybind11_state
         monkeypatch.setattr(state, "get_all_opkernel_def", lambda: made)
-        kernels._kernels.cache_clear()
+        placement._kernels.cache_clear()
 
     yield tell
     monkeypatch.undo()
-    kernels._kernels.cache_clear()
+    placement._kernels.cache_clear()
 
 
 def test_the_cpu_has_fused_attention_and_no_such_operator():

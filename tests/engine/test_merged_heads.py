@@ -7,8 +7,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from mionnx import MIModel
-from mionnx.engine.merged_heads import merge_heads
-from mionnx.engine.merged_products import merge_products, with_merged
+from mionnx.engine.merged_products import merge_heads, merge_products, with_merged
 from mionnx.graph.packed_weight import at_accuracy_level
 
 LEVEL = 4

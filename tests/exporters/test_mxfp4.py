@@ -26,8 +26,7 @@ from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.quantise import choice
 from mionnx.quantise.choice import FewBlocksWarning
-from mionnx.run.exporting import export
-from mionnx.run.model_dtype import DEFAULT
+from mionnx.run.exporting import DEFAULT, export
 
 TOLERANCE = 5e-5
 CONFIG = {"quant_method": "mxfp4"}

@@ -26,8 +26,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import EXPERT
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.machine.progress import silent
-from mionnx.run.exporting import export
-from mionnx.run.model_dtype import DEFAULT
+from mionnx.run.exporting import DEFAULT, export
 
 TOLERANCE = 5e-5
 LAYERS = Path(__file__).with_name("packed_layers.safetensors")

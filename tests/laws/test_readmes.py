@@ -12,7 +12,7 @@ from repository import REPOSITORY
 from typer.testing import CliRunner
 
 from mionnx.cli.main import COMMANDS, app, load
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 ROOMS = ("mionnx", "exporters", "benchmarks", "models", "tests")
 READMES = [REPOSITORY / "README.md", *sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("README.md"))]

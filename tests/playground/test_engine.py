@@ -15,7 +15,7 @@ import pytest
 from mionnx import HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
 from mionnx.errors import InterventionError
 from mionnx.playground import playground
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ from playground_pages import LOGITS, idle, view, visit
 from mionnx import HookSpec, MIModel
 from mionnx.playground.folder import chat_of
 from mionnx.playground.graph import build_graph
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ import pytest
 from repository import SHARED
 
 from mionnx import MIModel
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 if TYPE_CHECKING:
     from pathlib import Path

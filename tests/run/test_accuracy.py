@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mionnx import HookSpec, InputError, Intervention, MIModel, Options
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 
 TOLERANCE = 5e-5
 PROMPTS = ["The capital of France is", "The capital of Spain is", "one two three"]

@@ -15,10 +15,9 @@ from mionnx import HookCache, HookSpec, InputError, Intervention, Logits, MIErro
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine import memory
 from mionnx.run import forward_batches
-from mionnx.run.batching import batches_of
+from mionnx.run.batching import batches_of, fitting
 from mionnx.run.forward_batches import in_one_pass
 from mionnx.run.hook_caches import rows_of
-from mionnx.run.pass_memory import fitting
 
 TOLERANCE = 5e-5
 FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")

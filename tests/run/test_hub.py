@@ -15,8 +15,7 @@ from repository import REPOSITORY
 
 from mionnx import ExportError, InputError, MIModel, ModelError
 from mionnx.machine.progress import silent
-from mionnx.run.adopt import adopt
-from mionnx.run.find_model import checkpoint_folder, hub_folder
+from mionnx.run.find_model import adopt, checkpoint_folder, hub_folder
 from mionnx.run.repository import Version
 
 FOREIGN = REPOSITORY / "tests" / "shared" / "foreign"

@@ -13,7 +13,7 @@ from families import CONFIGS, make_checkpoint, single_threaded
 from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, MIModel, Options
-from mionnx.run.idle_memory import IdleMemory
+from mionnx.run.graph_memory import IdleMemory
 
 LARGER = {
     "hidden_size": 768,
@@ -119,9 +119,9 @@ def test_parts_from_before_a_base_are_opened_again(models, own_store):
 
 def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     """Everything is given back after each call: a sweep, a lens and a forward pass give the same bits again."""
-    monkeypatch.setattr("mionnx.run.idle_memory.LEAST_IDLE", 0)
-    monkeypatch.setattr("mionnx.run.idle_memory.SHARE", 10**9)
-    monkeypatch.setattr("mionnx.run.idle_memory.PAUSE", 0)
+    monkeypatch.setattr("mionnx.run.graph_memory.LEAST_IDLE", 0)
+    monkeypatch.setattr("mionnx.run.graph_memory.SHARE", 10**9)
+    monkeypatch.setattr("mionnx.run.graph_memory.PAUSE", 0)
     model = MIModel(shipped.hooked, Options(threads=1))
     text, other = "The capital of France is", "The capital of Italy is"
 
@@ -150,7 +150,7 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
 
         def cancel(self) -> None: ...
 
-    monkeypatch.setattr("mionnx.run.idle_memory.Timer", Timer)
+    monkeypatch.setattr("mionnx.run.graph_memory.Timer", Timer)
     monkeypatch.setattr("mionnx.machine.memory.anonymous", lambda: held[0])
     idle, model = IdleMemory(), MIModel(shipped.hooked, Options(threads=1))
 
@@ -159,9 +159,9 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
         held[0] = 100
 
     held[0] = 1000
-    idle.release(10_000, release, 2)
+    idle.release(10_000, release, later=True)
     assert not waiting, "less was added than is allowed"
-    idle.release(10, release, 2)
+    idle.release(10, release, later=True)
     model.forward([3, 4])
     waiting[0]()
     assert (len(waiting), released) == (2, []), "a graph was used meanwhile: another pause"
@@ -170,12 +170,12 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     waiting[1]()
     assert released == [1000]
     held[0] = 2000
-    idle.release(10, release, 2)
+    idle.release(10, release, later=True)
     idle.release(10, release)
     assert released == [1000, 2000], "at once where it is asked for"
     waiting[2]()
     assert released == [1000, 2000], "and once"
     held[0] = 3000
-    monkeypatch.setattr("mionnx.run.idle_memory.LONGEST_WAIT", 0)
-    idle.release(10, release, 2)
+    monkeypatch.setattr("mionnx.run.graph_memory.LONGEST_WAIT", 0)
+    idle.release(10, release, later=True)
     assert released == [1000, 2000, 3000], "it does not wait for ever"

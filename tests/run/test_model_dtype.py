@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from mionnx import ExportError, InputError, MIModel, ModelError
 from mionnx.run import find_model
-from mionnx.run.model_dtype import stored_dtype
+from mionnx.run.exporting import stored_dtype
 
 LLAMA = REPOSITORY / "models" / "world-llama"
 

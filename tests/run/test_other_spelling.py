@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from mionnx import Direction, HookSpec, MIModel, OtherSpellingWarning
-from mionnx.run.other_spelling import other_spelling
+from mionnx.run.tokenizing import other_spelling
 
 WORDS = ["<unk>", "When", " Mary", " John", " and", " went", "Mary", "John", " it"]
 CLEAN, CORRUPTED = "When Mary and John", "When John and Mary"

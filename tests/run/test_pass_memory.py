@@ -27,7 +27,7 @@ def test_estimate_counts_what_the_refusal_counts(shipped, monkeypatch, given):
     spec, ids = HookSpec().capture("hook_embed"), np.full((2, 400), 7)
     need = shipped.estimate(spec, *ids.shape, **given).passing
     assert need != shipped.estimate(spec, *ids.shape).passing
-    monkeypatch.setattr("mionnx.run.pass_memory.LARGE", 0)
+    monkeypatch.setattr("mionnx.run.batching.LARGE", 0)
     monkeypatch.setattr(memory, "available", lambda: need - 1)
     with pytest.raises(InputError, match=f"needs some {format_bytes(need)} "):
         shipped.forward(ids, spec, batch_size=None, **given)

@@ -10,7 +10,7 @@ import pytest
 from repository import REPOSITORY
 
 from mionnx import ExportError, MIModel, ModelError
-from mionnx.run.packaged_models import shipped_models
+from mionnx.run.source_path import shipped_models
 
 NAMES = {"world-gpt2", "world-llama", "world-rwkv7"}
 LOOK = (

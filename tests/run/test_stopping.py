@@ -8,7 +8,7 @@ import pytest
 from mionnx import InputError
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine import memory
-from mionnx.run.stopping import refuse_too_long
+from mionnx.run.sampling import refuse_too_long
 
 
 @pytest.mark.parametrize("name", ["shipped", "recurrent"])

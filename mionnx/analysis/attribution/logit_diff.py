@@ -17,10 +17,9 @@ from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.other_spelling import warn_of_spelling
 from mionnx.run.prompt import each_of, is_list, prompt_text, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, warn_of_spelling
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import Tokens
 from mionnx.view import Bars, Columns, Shown, Table, View

@@ -20,12 +20,10 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import BatchSize
 from mionnx.run.decoding import StepFunctions
-from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
-from mionnx.run.forward_pass import bind_pass
-from mionnx.run.function_results import dead_hooks, refuse_change, replacement
+from mionnx.run.forward_batches import ListRequest, bind_pass, in_one_pass, map_rows
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_caches import joined
-from mionnx.run.hook_functions import Hook, HookFunction
+from mionnx.run.hook_functions import Hook, HookFunction, dead_hooks, refuse_change, replacement
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 

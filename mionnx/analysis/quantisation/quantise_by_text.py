@@ -32,7 +32,7 @@ from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import Quantisation
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.accuracy import at_level
+from mionnx.run.open_model import at_level
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 

@@ -21,9 +21,8 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.forward_batches import ListRequest, map_rows
-from mionnx.run.prompt import one_prompt
+from mionnx.run.prompt import By, check_by, classes_of, one_prompt
 from mionnx.run.runner import Runner
-from mionnx.run.token_classes import By, check_by, classes_of
 from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 

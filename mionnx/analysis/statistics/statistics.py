@@ -17,9 +17,8 @@ from mionnx.machine.moments import Moments
 from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import prompt_ids
+from mionnx.run.prompt import By, classes_of, prompt_ids
 from mionnx.run.runner import Runner
-from mionnx.run.token_classes import By, classes_of
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

@@ -23,9 +23,9 @@ from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.other_spelling import warn_of_spellings
 from mionnx.run.prompt import each_of, token_of, token_text
 from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import warn_of_spellings
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions

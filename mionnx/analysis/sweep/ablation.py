@@ -23,10 +23,9 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.moments import Moments
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import Ids, prompt_ids
+from mionnx.run.prompt import By, Ids, check_by, classes_of, prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Arrays, Segments
-from mionnx.run.token_classes import By, check_by, classes_of
 from mionnx.run.tokenizing import Prompt
 
 ABLATIONS = ("zero", "mean", "resample")

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError, nearest
 from mionnx.machine.softmax import log_softmax
-from mionnx.run.other_spelling import warn_of_spelling
 from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import warn_of_spelling
 
 Numbers = NDArray[np.float64]
 Token = int | str

@@ -21,7 +21,7 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.files import make_folder
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
-from mionnx.run.packaged_models import PACKAGED
+from mionnx.run.source_path import PACKAGED
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

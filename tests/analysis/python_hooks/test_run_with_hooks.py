@@ -24,6 +24,7 @@ from mionnx import (
     Options,
     StateKnockoutSpec,
 )
+from mionnx.engine.engine import Program
 from mionnx.graph.hooked_model import HookedModel
 
 PROMPT = "The capital of France is"
@@ -378,11 +379,14 @@ def test_a_chain_opens_from_a_base_and_gives_its_bits(tmp_path, monkeypatch):
     assert np.array_equal(logits, shipped("world-gpt2", base=False).forward(PROMPTS).output())
 
 
-class Elsewhere(Options):
-    """Options of a provider whose values stay where it computes them."""
+class Elsewhere:
+    """A program whose values stay where it computes them, as those of a GPU do."""
 
-    def provider_name(self) -> str:
-        return "ElsewhereExecutionProvider"
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def compute(self, outputs, feeds):
+        return self.program.run_on_device(outputs, feeds)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -391,7 +395,8 @@ def test_values_that_stay_with_a_provider_give_the_same_bits(name):
     hooks = [("*", same), ("blocks.1.hook_resid_post", zero), ("blocks.2.hook_mlp_out", lambda value, hook: value + 1)]
     expected, cache = model.run_with_cache(PROMPTS, "*resid_post", fwd_hooks=hooks)
     ((key, chain),) = model.variants.open.items()
-    model.variants.open[key] = replace(chain, options=Elsewhere())
+    links = tuple(link._replace(program=Elsewhere(link.program)) for link in chain.segments)
+    model.variants.open[key] = replace(chain, segments=links)
     logits, found = model.run_with_cache(PROMPTS, "*resid_post", fwd_hooks=hooks)
     assert np.array_equal(logits, expected)
     assert all(np.array_equal(found[name], value) for name, value in cache.items())

@@ -1,0 +1,148 @@
+"""Memory of open graphs: what is open, what it costs, when it closes and is returned to the system.
+
+1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`. A thread that runs it
+   meanwhile keeps it until it has its result.
+2. When an analysis ends, graphs that no call has used since the last one ended are closed, until all of a pool take at
+   most an eighth of the weights' size.
+3. Memory that freed activations leave behind in the engine's arena and in the C library is returned then, if the
+   process has grown by more than that eighth, once no graph has been used for two seconds.
+
+Pages of mapped weight files stay: the system takes them back where memory is short.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from threading import RLock, Timer
+from typing import Generic, Protocol, TypeVar
+
+from mionnx.engine.options import Options
+from mionnx.machine import memory
+
+SHARING = 2**23  # approximate bytes of a session on a device that shares its weights with others
+SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
+SEGMENT = 2**20  # approximate bytes of one more session
+SHARE = 8  # the part of the weights' size that may lie idle: an eighth
+LEAST_IDLE = 2**25  # bytes that may, however small the model
+PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
+
+_uses = [0]  # how often any model's graph was asked for
+
+
+def idle_limit(weights: int) -> int:
+    """Bytes that may lie idle beside weights of so many bytes."""
+    return max(weights // SHARE, LEAST_IDLE)
+
+
+class Costly(Protocol):
+    """Something open."""
+
+    @property
+    def cost(self) -> int:
+        """Approximate bytes of memory."""
+
+
+Key = TypeVar("Key")
+Graph = TypeVar("Graph", bound=Costly)
+
+
+class GraphMemory(Generic[Key, Graph]):
+    """Open graphs within the limits of some options.
+
+    Attributes:
+        open: the graphs by key, the one used longest ago first.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.open: dict[Key, Graph] = {}
+        self._limits = options.max_graphs, options.max_bytes
+        self._recent: set[Key] = set()  # used since `close_idle`
+        self._lock = RLock()  # held for no longer than the fields are read
+
+    @property
+    def cost(self) -> int:
+        """Approximate bytes of all open graphs."""
+        return sum(graph.cost for graph in self.open.values())
+
+    def used(self, key: Key) -> Graph | None:
+        """An open graph, which is the one used most recently from now on; None if it is not open."""
+        with self._lock:
+            graph = self.open.pop(key, None)
+            if graph is not None:
+                self._put(key, graph)
+            return graph
+
+    def keep(self, key: Key, graph: Graph) -> None:
+        """Add an open graph, and close others until there is room."""
+        count, size = self._limits
+        size = size or memory.total() // 2
+        with self._lock:
+            self._put(key, graph)
+            self.close([*self.open][:-1], lambda: len(self.open) <= count and self.cost <= size)
+
+    def _put(self, key: Key, graph: Graph) -> None:
+        self.open[key] = graph  # last in the dictionary
+        self._recent.add(key)
+
+    def close(self, keys: Iterable[Key], enough: Callable[[], bool] = lambda: False) -> None:
+        """Close graphs, in this order, until there is enough room."""
+        with self._lock:
+            for key in keys:
+                if enough():
+                    return
+                del self.open[key]
+
+    def close_idle(self, allowed: int) -> None:
+        """Close graphs not used since the last such call, while all take more than allowed."""
+        with self._lock:
+            recent, self._recent = self._recent, set()
+            self.close([key for key in self.open if key not in recent], lambda: self.cost <= allowed)
+
+
+def count_use() -> None:
+    """Note that a graph is asked for: free memory is about to be needed again."""
+    _uses[0] += 1
+
+
+class IdleMemory:
+    """Free memory of the process, which no value lies in."""
+
+    def __init__(self) -> None:
+        self._least = memory.anonymous()  # bytes of no file when some was last returned, or the least since
+        self._lock, self._since = RLock(), 0.0
+        self._timer: Timer | None = None
+
+    def release(self, allowed: int, release: Callable[[], None], later: bool = False) -> None:
+        """Return memory of no file if the process has grown by more than the bytes allowed.
+
+        Args:
+            later: wait, in another thread, for a pause in which no graph of this process is used.
+        """
+        with self._lock:
+            waited = 0.0 if self._timer is None else time.monotonic() - self._since
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            now = memory.anonymous()
+            if now > self._least + allowed:
+                # The next analysis takes what the last one took: returned in between, it would be fetched again.
+                if later and waited < LONGEST_WAIT:
+                    self._since = time.monotonic() - waited
+                    self._wait(allowed, release)
+                    return
+                release()
+                self._least = memory.anonymous()
+            else:
+                self._least = min(self._least, now)
+
+    def _wait(self, allowed: int, release: Callable[[], None]) -> None:
+        """Release after a pause; where a graph was used meanwhile, after another one."""
+        before = _uses[0]
+
+        def end() -> None:
+            with self._lock:
+                if self._timer is timer:  # else something else was begun
+                    self.release(allowed, release, later=_uses[0] != before)
+
+        self._timer = timer = Timer(PAUSE, end)
+        timer.daemon = True
+        timer.start()
