@@ -29,9 +29,9 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
+from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
-from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve

@@ -1,13 +1,7 @@
 """Prompts as rows of ids: arrays and tensors, lists, `Tokens`, a tokenizer's encodings and dictionaries.
 
 transformers' tokenizers give a dictionary (`BatchEncoding`), `tokenizers` gives an `Encoding`; neither library is
-imported here. A dictionary's keys:
-
-* `input_ids`: the ids, in any form that a prompt has.
-* `attention_mask`: 1 for tokens, 0 for padding; the same as the parameter of that name.
-* `token_type_ids`: zeros, as tokenizers write them for one text; others are refused, since the graph has no such input.
-* `special_tokens_mask`, `offset_mapping`, `length`, `overflow_to_sample_mapping` and `num_truncated_tokens` say
-  something of the text and nothing to the model: they are left aside. Any other key is refused.
+imported here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +16,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
 
 IDS, ATTENTION_MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+# Keys of a tokenizer's dictionary that say something of the text and nothing to the model.
 ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
 
 
@@ -32,7 +27,7 @@ class TokenRows:
     Attributes:
         ids: [batch, seq], int64; a copy.
         widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
-        own_mask: the attention_mask that came with the ids, as it was given; None without one.
+        own_mask: attention mask that came with the ids, as it was given.
     """
 
     ids: NDArray[np.int64]
@@ -67,14 +62,7 @@ class TokenRows:
 
 
 def read_rows(tokens: Any) -> TokenRows:
-    """Rows of ids, from whatever was given.
-
-    Args:
-        tokens: ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these.
-
-    Raises:
-        InputError: no ids, or something else.
-    """
+    """Rows of ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these."""
     if isinstance(tokens, Mapping):
         return _of_dictionary(tokens)
     if _is_encoding(tokens):
@@ -97,11 +85,7 @@ def entries_of(tokens: Any) -> Sequence[Any] | None:
 
 
 def read_row(given: Any) -> TokenRows:
-    """One row of a list of rows.
-
-    Raises:
-        InputError: several rows, or no ids.
-    """
+    """One row of a list of rows."""
     if isinstance(given, Mapping) or _is_encoding(given):
         row = read_rows(given)
         if len(row.ids) != 1:
@@ -141,11 +125,7 @@ def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
 
 
 def refuse_types(given: Any) -> None:
-    """Refuse token types other than 0.
-
-    Raises:
-        InputError: the graph has no input for them.
-    """
+    """Refuse token types other than the zeros that tokenizers write for one text: the graph has no input for them."""
     parts = [] if given is None else given if _is_ragged(given) else [given]
     if any(read_array(TYPES, part).astype(bool).any() for part in parts):
         raise InputError(f"{TYPES} holds other numbers than 0, and the model has no such input: leave it out")
@@ -177,11 +157,7 @@ def _is_ragged(given: Any) -> bool:
 
 
 def read_array(what: str, given: Any) -> NDArray[Any]:
-    """An array or a tensor of ids as a numpy array; its dtype is not checked.
-
-    Raises:
-        InputError: no array, with `what` as its name.
-    """
+    """An array or a tensor of ids as a numpy array; its dtype is not checked."""
     try:
         return to_array(given)
     except ValueError as error:

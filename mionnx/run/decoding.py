@@ -18,10 +18,10 @@ from mionnx.engine.rolling_cache import padded
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.tokens import Decoder
-from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.call_graph import open_call
 from mionnx.run.function_results import apply_functions

@@ -28,7 +28,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.onnx_file import ModelProto
 from mionnx.graph.report import Report
-from mionnx.inputs.value import Value
+from mionnx.inputs.layer_cache import Value
 from mionnx.rewrite.plan import Plan
 
 THREADS = 512  # of all sessions of a chain together: each has its own, and systems limit their number
