@@ -33,8 +33,7 @@ from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec

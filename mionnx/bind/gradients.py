@@ -12,8 +12,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.plan import GradientNode, Gradients
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 

@@ -13,8 +13,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.metadata import IDENTITIES
 from mionnx.rewrite.plan import CaptureNode, Edit
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.intervention import Intervention
 
 OF_NEURONS = ("MlpExpertGate", "MlpExpertUp", "MlpExpertAct")  # variants of hook points
