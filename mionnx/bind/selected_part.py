@@ -15,15 +15,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Chosen:
-    """Indices that a limit chooses along one axis.
+    """Indices that a limit chooses along one axis."""
 
-    Attributes:
-        indices: selected row -> chosen indices in it, in the order given; None for those of another step.
-        count: how many were given; None if they have no order, or another number in each row.
-    """
-
-    indices: Mapping[int, Sequence[int | None]]
-    count: int | None
+    indices: Mapping[int, Sequence[int | None]]  # by selected row, in the order given; None for those of another step
+    count: int | None  # None if they have no order, or another number in each row
     repeated: bool
 
     @property
@@ -34,16 +29,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class SelectedPart:
-    """The part of an activation that rows, heads and positions select.
-
-    Attributes:
-        chosen: limited axis -> what is chosen along it.
-    """
+    """The part of an activation that rows, heads and positions select."""
 
     axes: Sequence[str]
     shape: tuple[int, ...]
     rows: list[int]
-    chosen: Mapping[int, Chosen]
+    chosen: Mapping[int, Chosen]  # by limited axis
 
     @property
     def spelled(self) -> str:
@@ -52,11 +43,7 @@ class SelectedPart:
         return "[" + ", ".join("n" if size is None else str(size) for size in sizes) + "]"
 
     def fits(self, shape: tuple[int, ...], later: bool = False) -> bool:
-        """Whether a value of a shape has one entry for all, or one for each, along every axis.
-
-        Args:
-            later: in a later step of a generation, which has more keys, and tokens of its own.
-        """
+        """Whether a value of a shape has one entry for all, or one for each, along every axis."""
         first = len(self.shape) - len(shape)
         return first >= 0 and all(self._fits(axis, size, later) for axis, size in enumerate(shape, first))
 
@@ -64,7 +51,7 @@ class SelectedPart:
         chosen = self.chosen.get(axis)
         if size == 1 or (chosen is not None and size == chosen.count):
             return True
-        if later and self.axes[axis] == "seq_k":
+        if later and self.axes[axis] == "seq_k":  # a later step of a generation has more keys
             return True
         return size == self.shape[axis] and (chosen is None or chosen.here)
 
