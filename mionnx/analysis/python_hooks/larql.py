@@ -61,9 +61,7 @@ def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Strea
     Example:
         model.forward_with_capture("The capital of France is", 3)[3].shape  # (seq, hidden)
     """
-    points = _points(model, layers)
-    cache = _forward_one(model, prompt, _capturing(HookSpec(), points, None))
-    return {layer: cache[point][0] for layer, point in points.items()}
+    return _residuals(model, prompt, HookSpec(), layers, None)
 
 
 @typed()
@@ -176,10 +174,7 @@ def generate_with_hooks(
 
 
 def _ablation(model: Runner, layers: Layers, positions: int | Sequence[int] | None = None) -> HookSpec:
-    spec, zero = HookSpec(), Intervention.Zero(positions=positions)
-    for point in _points(model, layers).values():
-        spec.intervene(point, zero)
-    return spec
+    return HookSpec().intervene([*_points(model, layers).values()], Intervention.Zero(positions=positions))
 
 
 def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
@@ -198,13 +193,14 @@ def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | 
 
 
 def _last_residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers) -> Streams:
+    return {layer: stream[0] for layer, stream in _residuals(model, prompt, spec, layers, -1).items()}
+
+
+def _residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers, positions: int | None) -> Streams:
     points = _points(model, layers)
-    cache = _forward_one(model, prompt, _capturing(spec, points, -1))
-    return {layer: cache[point][0, 0] for layer, point in points.items()}
-
-
-def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
-    return model.forward(one_prompt(model, prompt), spec, logits=False)
+    spec = spec.capture([*points.values()], positions=positions)
+    cache = model.forward(one_prompt(model, prompt), spec, logits=False)
+    return {layer: cache[point][0] for layer, point in points.items()}
 
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
@@ -216,9 +212,3 @@ def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
         if not isinstance(layer, int | np.integer) or not 0 <= layer < model.num_layers:
             raise HookError(f"layer {layer!r}: the model has the layers 0 to {model.num_layers - 1}")
     return {int(layer): HookPoint.ResidPost(layer) for layer in entries}
-
-
-def _capturing(spec: HookSpec, points: dict[int, HookPoint], positions: int | None) -> HookSpec:
-    for point in points.values():
-        spec.capture(point, positions=positions)
-    return spec
