@@ -19,7 +19,7 @@ from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
-from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
+from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of, states_of
 from mionnx.bind.selection import Selection, reads_keys
 from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
@@ -181,7 +181,7 @@ class Binder:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._memory: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._memory: dict[tuple[NamedRequest, ...], tuple[BoundCapture, ...]] = {}
         self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
@@ -240,7 +240,7 @@ def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
-def _chosen(request: Capture, hooks: HookIndex) -> Chosen:
+def _chosen(request: Capture, hooks: HookIndex) -> NamedRequest:
     """A request with the names that its predicate chooses now: they are remembered, not the predicate."""
     if callable(request.what):
         return replace(request, what=""), tuple(resolve(request, hooks.names))

@@ -35,10 +35,10 @@ class BoundCapture:
     dtype: np.dtype[Any]
 
 
-Chosen = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
+NamedRequest = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
 
 
-def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCapture, ...]:
+def bind_captures(requests: Iterable[NamedRequest], hooks: HookIndex) -> tuple[BoundCapture, ...]:
     """The values that requests to capture mean on a model, in execution order."""
     captures: dict[str, BoundCapture] = {}
     for request, names in requests:

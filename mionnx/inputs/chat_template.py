@@ -95,25 +95,25 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
     return settings
 
 
-def as_messages(given: Sequence[Message]) -> list[dict[str, Any]]:
+def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Check messages.
 
     As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
     """
-    if not given:
+    if not messages:
         raise InputError("a chat needs at least one message, {'role': 'user', 'content': TEXT}")
-    return [_as_message(i, message) for i, message in enumerate(given)]
+    return [_as_message(i, message) for i, message in enumerate(messages)]
 
 
-def _as_message(number: int, given: Message) -> dict[str, Any]:
-    if not isinstance(given.get("role"), str):
-        near = next((found for key in given if (found := nearest(str(key), ["role"]))), "")
-        raise InputError(f"message {number} has no role; it has {', '.join(map(repr, given)) or 'nothing'}{near}")
-    content = given.get("content")
+def _as_message(number: int, entry: Message) -> dict[str, Any]:
+    if not isinstance(entry.get("role"), str):
+        near = next((near for key in entry if (near := nearest(str(key), ["role"]))), "")
+        raise InputError(f"message {number} has no role; it has {', '.join(map(repr, entry)) or 'nothing'}{near}")
+    content = entry.get("content")
     parts = content if isinstance(content, list | tuple) else []
     if not isinstance(content, str | list | tuple | None) or not all(isinstance(part, Mapping) for part in parts):
         raise InputError(f"the content of message {number} must be a text, or a list of parts {{'type', 'text'}}")
-    message = {str(key): value for key, value in given.items() if value is not None}
+    message = {str(key): value for key, value in entry.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -125,7 +125,7 @@ class _Mark(NamedTuple):
     text: str
 
 
-def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Mark]]:
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[_Mark]]:
     """Messages with a mark at both ends of each text; white space stays outside."""
     unused = (chr(code) for code in PRIVATE if chr(code) not in str(messages))
     marks: list[_Mark] = []
@@ -139,16 +139,19 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Ma
         lead, _, tail = text.partition(core)
         return lead + start + core + end + tail
 
-    def content(number: int, given: Any) -> Any:
-        if isinstance(given, str):
-            return mark(number, given)
+    def marked_content(number: int, content: Any) -> Any:
+        if isinstance(content, str):
+            return mark(number, content)
         return [
             {**part, "text": mark(number, part["text"])} if isinstance(part.get("text"), str) else part
-            for part in given
+            for part in content
         ]
 
-    contents = [{"content": content(i, one["content"])} if "content" in one else {} for i, one in enumerate(messages)]
-    return [{**one, **marked} for one, marked in zip(messages, contents, strict=True)], marks
+    changed = [
+        {**one, "content": marked_content(i, one["content"])} if "content" in one else one
+        for i, one in enumerate(messages)
+    ]
+    return changed, marks
 
 
 def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Span]]:

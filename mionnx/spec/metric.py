@@ -31,24 +31,13 @@ GRADIENT_RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "fro
 
 
 class MetricSpec:
-    """A metric, one number a row, by its name and what it reads.
+    """A metric, one number a row, by its name and what it reads; see `HookSpec.set_metric`.
 
     Attributes:
         name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
             the mean of the negative log-probabilities of a row's own next tokens, or "cotangent", the sum of logits
             times numbers.
-        answer, versus: tokens, as ids or texts, one for all rows or one a row.
-        position: of each row's text, at which the logits are read, the last by default; None where all are ("loss", a
-            cotangent for all logits) or none (`of`).
-        reference: of "kl", logits [vocab] or [batch, vocab].
-        cotangent: of "cotangent", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq,
-            vocab]; the last has one for every logit that the call computes. With `of`, in the shape of that value.
-        of: of "cotangent", the name of the hook point whose value is summed in the place of the logits; None for these.
-        rules: the name of the rules of going back, of `GRADIENT_RULES`: "gradient" has the derivatives.
-
-    Raises:
-        GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
-            numbers of another shape, or unknown rules.
+        position: at which the logits are read; None where all are ("loss", a cotangent for all logits) or none (`of`).
     """
 
     def __init__(

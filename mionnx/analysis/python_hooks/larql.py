@@ -55,9 +55,6 @@ def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
 def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     """All tokens' residual stream after layers: layer -> [seq, hidden].
 
-    Raises:
-        HookError, InputError: as `capture_residuals`.
-
     Example:
         model.forward_with_capture("The capital of France is", 3)[3].shape  # (seq, hidden)
     """
@@ -82,7 +79,6 @@ def forward_ablate(
         positions: where it is zero; at every token if left out.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: an ablation behind all captured layers.
 
     Example:
@@ -101,7 +97,6 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
         capture_layers: layers after which the stream is returned.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: a vector of another shape, or a layer behind all captured ones.
 
     Example:
@@ -123,7 +118,6 @@ def patch_activations(
         capture_layers: layers after which the stream is returned.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: a position that one of the texts does not have, or a layer behind all captured ones.
 
     Example:
@@ -157,10 +151,6 @@ def generate_with_hooks(
 
     Returns:
         the continuation, as text and as ids.
-
-    Raises:
-        HookError, InputError, InterventionError: as the other verbs.
-        TokenizerError: the model has no tokenizer to make a text with.
 
     Example:
         text, ids = model.generate_with_hooks("The capital of France is", 3, ablate_layers=1)
