@@ -52,8 +52,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.chat_tokens import ChatTokens
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.tokens import Tokens
-from mionnx.inputs.unknown_words import UnknownWordWarning
+from mionnx.inputs.tokens import Tokens, UnknownWordWarning
 from mionnx.machine.dialects import unknown_import
 from mionnx.model import MIModel
 from mionnx.quantise.choice import FewBlocksWarning

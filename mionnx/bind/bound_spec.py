@@ -13,15 +13,14 @@ from mionnx.bind.effect import (
     refuse_idle_in,
     refuse_idle_states,
     refuse_idle_structure,
-    states_of,
 )
 from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
-from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
-from mionnx.bind.rwkv_gates import gates_of
+from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
+from mionnx.bind.rwkv_gates import gates_of, states_of
 from mionnx.bind.selection import Selection, reads_keys
 from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
@@ -29,12 +28,11 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
+from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
-from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec
@@ -71,14 +69,12 @@ class BoundSpec:
         return weight_inputs(self.edits)
 
     def on(self, batch: TokenBatch) -> "BoundSpec":
-        """The same spec, in the structure that a batch needs.
-
-        1. Where there is padding, an input says which scores and pattern entries are of texts: all others stay as they
-           are. Batches of any shape share that structure, and those without padding have nothing of it.
-        2. Logits of position -1 are the last column's, or where a text ends before it, those of chosen columns.
-        """
+        """The same spec, in the structure that a batch needs."""
+        # An input says which scores and pattern entries are of texts: all others stay as they are. Padded batches of
+        # any shape share that structure, and those without padding have nothing of it.
         bound = self.sparing_padding() if batch.padded else self
         outputs, part = self.plan.outputs, self.logits
+        # logits of position -1 are the last column's, except where a text ends before it
         if outputs.last and part is not None and (columns("logits", part.positions_, batch) != batch.seq - 1).any():
             return bound.with_outputs(replace(outputs, last=False, at_positions=True))
         return bound
@@ -112,7 +108,7 @@ class BoundSpec:
 
         Args:
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
-            checked: whether the interventions are known to have an effect.
+            checked: whether the interventions have an effect, as was seen before.
         """
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
@@ -141,6 +137,7 @@ class BoundSpec:
 
         Args:
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
+            selections: what the interventions select in the batch, where the caller has them.
         """
         if not self.edits and not states_of(self.spec):
             return
@@ -180,16 +177,11 @@ class BoundSpec:
 
 
 class Binder:
-    """Binds specs to one model, and remembers the meaning of capture requests.
-
-    A request means the same values at every call, unless splices bring hook points. A predicate is asked at
-    every call: the names that it chooses are remembered, not the predicate. (With the memory, a call that captures 184
-    hook points takes 1.2 ms of Python.)
-    """
+    """Binds specs to one model, and remembers the meaning of capture requests."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._memory: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._memory: dict[tuple[NamedRequest, ...], tuple[BoundCapture, ...]] = {}
         self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
@@ -206,24 +198,15 @@ class Binder:
         Args:
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
+        outputs = outputs or Outputs()
         if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
-            return self._of_nothing(outputs or Outputs())
+            if outputs not in self._empty:
+                self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
+            return self._empty[outputs]
         return self._bound(spec, outputs, logits, cuts, metric_of(spec, differentiated))
 
-    def _of_nothing(self, outputs: Outputs) -> BoundSpec:
-        """The empty spec with some outputs, bound once."""
-        bound = self._empty.get(outputs)
-        if bound is None:
-            bound = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
-        return bound
-
     def _bound(
-        self,
-        spec: HookSpec,
-        outputs: Outputs | None,
-        logits: Logits | None,
-        cuts: Iterable[str],
-        metric: MetricSpec | None,
+        self, spec: HookSpec, outputs: Outputs, logits: Logits | None, cuts: Iterable[str], metric: MetricSpec | None
     ) -> BoundSpec:
         hooks = index_hooks(spec, self.model)
         if hooks.chosen:
@@ -232,7 +215,6 @@ class Binder:
         nodes = [capture.node for capture in captures]
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
-        outputs = outputs or Outputs()
         of = read_by(metric, hooks)
         by = bind_gradients(spec.gradients, of, hooks)
         plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
@@ -244,7 +226,7 @@ class Binder:
 
     def _captures(self, spec: HookSpec, hooks: HookIndex) -> tuple[BoundCapture, ...]:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
-        if hooks.inner:
+        if hooks.inner:  # a request then means values that splices bring, too
             return bind_captures(chosen, hooks)
         captures = self._memory.get(chosen)
         if captures is None:
@@ -258,8 +240,8 @@ def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
-def _chosen(request: Capture, hooks: HookIndex) -> Chosen:
-    """A request with the names that its predicate chooses; with none if it has no predicate."""
+def _chosen(request: Capture, hooks: HookIndex) -> NamedRequest:
+    """A request with the names that its predicate chooses now: they are remembered, not the predicate."""
     if callable(request.what):
         return replace(request, what=""), tuple(resolve(request, hooks.names))
     return request, ()

@@ -2,8 +2,7 @@
 
 Decided by structure: which values a hook point leads to, and at which positions. Where that cannot tell, as with
 splices, which may do anything, an intervention is taken to have an effect. Values are not looked at: `Add(0)` and
-`Scale(1)` are the zero of a dose. A pass that returns the state shows every state intervention; one that returns
-captures alone shows those whose layer leads to a capture, at a position that is not later than what is captured.
+`Scale(1)` are the zero of a dose.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.knockout_mask import cut_edges, end_of
+from mionnx.bind.rwkv_gates import StateEdit, states_of
 from mionnx.bind.selection import Selection
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
@@ -26,7 +26,6 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import ValueShape
 from mionnx.spec.limits import LIMITS
-from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
@@ -64,13 +63,9 @@ class ShownValues:
 
 @dataclass(frozen=True)
 class OutputView:
-    """One value that is shown.
+    """One value that is shown."""
 
-    Attributes:
-        name: its output name, or "logits".
-    """
-
-    name: str
+    name: str  # of the output
     source: str
     before: bool = False
     derived: bool = False
@@ -89,9 +84,9 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
         if masks and not np.isneginf(one.values[0]).any():
             raise InterventionError(f"{edit.kind} at {edit.hook}: its mask has no -inf, so it knocks nothing out")
     for n, (edit, one) in enumerate(edits):
-        for later, other in _overwriting(edits, n, plan):
+        for later, other in _later(edits, n, plan):
             if _covers(other, one):
-                raise _overwritten(edit, later)
+                raise _overwritten(edit, edits[later][0])
     shown = ShownValues(plan.captures, plan.outputs.logits, plan.outputs.carried)
     for edit, _ in edits:
         _refuse_unseen(edit, edits, shown, model, None)
@@ -118,14 +113,19 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
         if named and not queries:
             raise _no_edge(selection, row, window)
         queried[row] = queries
-    if not any(queried.values()) and selection.intervention.rules.by_distance:
-        raise _unreached(selection, window)
-    if not any(queried.values()):
+    if any(queried.values()):
+        return queried
+    if not selection.intervention.rules.by_distance:
         raise InterventionError(
             f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
             "is selected and computed in this call, and at a key that it reads: its own position or an earlier one"
         )
-    return queried
+    longest = max(end_of(selection.call, row) for row in selection.rows)
+    within = "" if window is None else f", in a layer that reads {window} keys"
+    raise InterventionError(
+        f"{selection.edit.kind} at {selection.edit.hook}: it cuts nothing: no selected query has more than "
+        f"{int(selection.intervention.values[0])} tokens before it that it reads, in texts of at most {longest}{within}"
+    )
 
 
 def _no_edge(selection: Selection, row: int, window: int | None) -> InterventionError:
@@ -138,15 +138,6 @@ def _no_edge(selection: Selection, row: int, window: int | None) -> Intervention
     )
 
 
-def _unreached(selection: Selection, window: int | None) -> InterventionError:
-    longest = max(end_of(selection.call, row) for row in selection.rows)
-    within = "" if window is None else f", in a layer that reads {window} keys"
-    return InterventionError(
-        f"{selection.edit.kind} at {selection.edit.hook}: it cuts nothing: no selected query has more than "
-        f"{int(selection.intervention.values[0])} tokens before it that it reads, in texts of at most {longest}{within}"
-    )
-
-
 def _later(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[int, Intervention]]:
     """Later interventions at the same hook point that overwrite all of an earlier one."""
     hook = edits[n][0].hook
@@ -154,10 +145,6 @@ def _later(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[int, Intervention
     if any(edit.fit for _, edit, _ in here) and any(node.hook.startswith(f"{hook}.") for node in plan.captures):
         return  # a value inside a splice may show it
     yield from ((m, one) for m, _, one in here if m > n and one.rules.overwrites)
-
-
-def _overwriting(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[Edit, Intervention]]:
-    return ((edits[m][0], one) for m, one in _later(edits, n, plan))
 
 
 def _covers(other: Intervention, one: Intervention) -> bool:
@@ -251,23 +238,11 @@ def _unseen(edit: Edit, shown: ShownValues, chosen: ByRow | None, overwritten: C
     )
 
 
-State = StateKnockoutSpec | StateSteeringSpec
-
-
-def states_of(spec: HookSpec) -> list[State]:
-    """The state interventions of a spec."""
-    return [*spec.state_steerings, *spec.state_knockouts]
-
-
 def refuse_idle_states(
     spec: HookSpec, edits: Pairs, shown: ShownValues, model: HookedModel, batch: TokenBatch | None = None
 ) -> None:
-    """Refuse state interventions that nothing shown depends on.
-
-    Args:
-        edits: its other interventions; beside a splice, which may lead anywhere, nothing is refused.
-        batch: the tokens of the pass; any tokens if left out.
-    """
+    """Refuse state interventions that nothing shown depends on, in any pass or in that of a batch."""
+    # a pass that returns the state shows every one of them; a splice may lead anywhere
     if shown.carried or not model.metadata.recurrent or any(edit.fit for edit, _ in edits):
         return
     overwritten = replaced_whole(edits)
@@ -284,7 +259,7 @@ def refuse_idle_states(
             )
 
 
-def _leads_to(state: State, view: OutputView, model: HookedModel, overwritten: frozenset[str]) -> bool:
+def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritten: frozenset[str]) -> bool:
     """Whether a value that is shown can depend on the state in one of the targeted layers."""
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))
@@ -293,14 +268,14 @@ def _leads_to(state: State, view: OutputView, model: HookedModel, overwritten: f
     )
 
 
-def _begins(state: State, layer: int) -> list[str]:
+def _begins(state: StateEdit, layer: int) -> list[str]:
     """Hook points of a layer at which the effect of a state intervention begins."""
     mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer)]
     shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
     return [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
 
 
-def _in_time(state: State, positions: ByRow | None, batch: TokenBatch) -> bool:
+def _in_time(state: StateEdit, positions: ByRow | None, batch: TokenBatch) -> bool:
     """Whether any position shown is one of the intervention's, or later; None shows all."""
     if positions is None:
         return True

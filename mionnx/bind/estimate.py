@@ -19,7 +19,7 @@ class Estimate(Brief):
     Attributes:
         captures: name of the capture -> bytes.
         graph: of a spec with gradients, approximate bytes of its open graph.
-        passing: approximate bytes of the whole pass: its longest layer, logits and captures.
+        passing: approximate bytes of a pass: its longest layer, logits and captures.
         opening: of a spec with gradients, approximate seconds of processor time until its graph is open.
     """
 

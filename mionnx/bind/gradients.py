@@ -12,18 +12,13 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.plan import GradientNode, Gradients
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
 
 
 def metric_of(spec: HookSpec, computed: bool) -> MetricSpec | None:
-    """The metric of a spec.
-
-    Raises:
-        GradientError: gradients without a metric, rules without gradients, or a caller that computes none.
-    """
+    """The metric of a spec, refused where nothing reads it or the caller computes none."""
     if spec.gradients and spec.metric is None:
         raise GradientError(
             f"{spec.gradients[0]}: a gradient is that of a metric: set_metric('logit', answer=...) says of which"
@@ -41,8 +36,7 @@ def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tu
     """The gradients that requests mean on a model, in execution order."""
     if not requests:
         return ()
-    leading = _leading(of, hooks)
-    names = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+    leading, names = _leading(of, hooks), differentiable(hooks, of)
     chosen = [(request, _names(request, names, of, leading, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
 

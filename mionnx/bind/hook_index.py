@@ -27,7 +27,7 @@ class HookIndex:
         inner: name in the graph -> axes and dtype of a hook point inside a splice.
         interventions: those of the spec, in registration order, each at one hook point.
         fits: index of an intervention that is a splice -> its fragment's structure.
-        chosen: index of an intervention that a glob or predicate of the spec means -> this.
+        chosen: index of an intervention at a glob or predicate -> this.
     """
 
     model: HookedModel
@@ -73,21 +73,24 @@ class HookIndex:
 
 
 def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
-    """Index the hook points of a model and of a spec's splices, and its interventions.
-
-    A splice's glob or predicate means hook points of the model, and of the splices before it.
-    """
+    """Index the hook points of a model and of a spec's splices, and its interventions."""
     inner: dict[str, InnerHook] = {}
     interventions: list[tuple[HookPoint, Intervention]] = []
     hooks = HookIndex(model, inner, interventions, fits := {}, chosen := {})
     spliced: dict[int, dict[HookPoint, FittedFragment]] = {}
+    # splices first: a glob or predicate of one means hook points of the model, and of the splices before it
     for n, (where, one) in enumerate(spec.interventions):
         if one.fragment is not None:
             spliced[n] = {}
             for point in hooks.points(where):
                 with naming(where):
                     spliced[n][point] = fitted = _fit(hooks, point, one)
-                    inner |= _brought(point, fitted, inner)
+                    brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
+                    for name in brought.keys() & inner.keys():
+                        raise InterventionError(
+                            f"splice at {point}: another splice there brings the hook point {name!r} too"
+                        )
+                inner |= brought
     for n, (where, one) in enumerate(spec.interventions):
         for point in spliced.get(n) or hooks.points(where):
             index = len(interventions)
@@ -110,14 +113,6 @@ def naming(where: Where | None) -> Iterator[None]:
         raise type(error)(
             f"{error} ({str(where)!r} means that hook point too: narrow it, or choose by a function of the name)"
         ) from error
-
-
-def _brought(point: HookPoint, fitted: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
-    """The hook points that a splice brings."""
-    brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
-    for name in brought.keys() & before.keys():
-        raise InterventionError(f"splice at {point}: another splice there brings the hook point {name!r} too")
-    return brought
 
 
 def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> FittedFragment:

@@ -1,6 +1,7 @@
-"""`KnockoutMask`: the mask of a knockout on one token batch; its rows and columns are positions of each row's own text.
+"""Masks of attention: those of padding, causal and sliding-window ones, and `KnockoutMask`, of a knockout on a batch.
 
-Padding is no position, wherever it stands; keys of the past count. One mask so means the same in every batch.
+Rows and columns of a knockout's mask are positions of each row's own text: padding is no position, wherever it stands,
+and keys of the past count. One mask so means the same in every batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +13,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
-from mionnx.graph.axes import format_shape
+from mionnx.graph.axes import KEYS, SEQUENCE_AXES, format_shape
 from mionnx.inputs.token_batch import TokenBatch
 
 Shape = tuple[int, ...]
 Queries = Mapping[int, NDArray[np.int64]]
 AXES_OF_SCORES = ("batch", "n_heads", "seq_q", "seq_k")
+
+
+def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
+    """Entries of a value outside of padding: bool, 1 wide along axes without tokens."""
+    tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
+    real = np.ones((1,) * len(axes), np.bool_)
+    for at, axis in enumerate(axes):
+        if axis in tokens:
+            shape = [batch.batch, *(-1 if n == at else 1 for n in range(1, len(axes)))]
+            real = real & tokens[axis].reshape(shape)
+    return real
+
+
+def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
+    """[batch, seq, total] bool: keys that a query reads.
+
+    Padding, later positions and positions before the sliding window are not read; the window counts no padding.
+
+    Args:
+        window: number of keys that a query reads, its own included; None for all before it.
+    """
+    key = np.arange(batch.total)
+    seen = (key <= key[batch.total - batch.seq :, None]) & batch.attention_mask.astype(bool)[:, None, :]
+    if window is not None:
+        places = batch.attention_mask.cumsum(axis=1)
+        seen &= places[:, batch.total - batch.seq :, None] - places[:, None, :] < window
+    return seen
+
+
+def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: TokenBatch, window: int | None) -> None:
+    """Refuse a knockout that leaves a query without a key; `blocked` broadcasts to [batch, n_heads, seq, total]."""
+    # the softmax of such a row would be NaN, or fall on masked keys
+    left = (visible_keys(batch, window)[:, None] & ~blocked).any(axis=-1)  # [batch, n_heads or 1, seq]
+    blind = np.argwhere(~left & batch.real[:, None, :])
+    if len(blind):
+        row, head, query = blind[0].tolist()
+        heads = "every head" if left.shape[1] == 1 else f"head {head}"
+        raise InterventionError(
+            f"knockout at {hook}: the query at position {batch.token_positions[row, query]} of row {row} is left with "
+            f"no key in {heads}; its attention would be NaN. Keep at least one edge (a position may read itself)"
+        )
 
 
 @dataclass(frozen=True)
@@ -137,11 +179,7 @@ class KnockoutMask:
         return _places(np.arange(count), np.where(mask == 1, mask.cumsum() - 1, -1))
 
     def edges(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """The mask of one row as edges.
-
-        Returns:
-            the text positions of its queries [q] and keys [k], and which edges it cuts in any selected head [q, k].
-        """
+        """A row's edges: text positions of queries [q] and keys [k]; which are cut in any selected head [q, k]."""
         end = end_of(self.call, row)
         cut = np.isneginf(self.row(row))
         cut = cut if self.heads is None or len(cut) == 1 else cut[self.heads]
@@ -152,11 +190,7 @@ class KnockoutMask:
 
 @dataclass(frozen=True)
 class WindowMask:
-    """A mask that follows from distances: a query reads its own position and some before it.
-
-    Attributes:
-        tokens: how many before it.
-    """
+    """A mask that follows from distances: a query reads its own position and `tokens` before it."""
 
     tokens: int
     call: TokenBatch
@@ -188,7 +222,7 @@ def end_of(call: TokenBatch, row: int) -> int:
 
 
 def _places(positions: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Index of each wanted position among some; -1 where it is not among them."""
+    """Index of each target among some positions; -1 where it is not among them."""
     size = 2 + max(int(positions.max(initial=0)), int(targets.max(initial=0)))
     table = np.full(size, -1, np.int64)  # its last entry, which padding's -1 finds, is not among them
     table[positions] = np.arange(len(positions))
@@ -215,7 +249,6 @@ def cut_edges(
     Args:
         selected: row -> text positions of the queries that the intervention selects.
         limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
-        window: number of keys that a query reads, its own included; None for all before it.
 
     Yields:
         the row; whether the mask asks there for any edge to an earlier key, or to the query's own; the text positions

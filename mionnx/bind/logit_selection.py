@@ -13,7 +13,7 @@ from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, Outputs
-from mionnx.spec.attention_knockout import naturals, whole
+from mionnx.spec.limits import indices_of
 
 
 @typed(InputError)
@@ -41,10 +41,9 @@ class Logits:
     def outputs(self, carried: bool) -> Outputs:
         """The structure of a graph with this part of the logits."""
         last = self.positions_ == [-1]
-        at_positions = self.positions is not None and not last
         return Outputs(
             last=last,
-            at_positions=at_positions,
+            at_positions=self.positions is not None and not last,
             of_tokens=self.token_ids is not None,
             ranked=self.k is not None,
             carried=carried,
@@ -53,35 +52,25 @@ class Logits:
     @property
     def positions_(self) -> list[int]:
         """The positions as a list."""
-        return _listed(self.positions)
+        if self.positions is None:
+            return []
+        return [int(one) for one in (self.positions if isinstance(self.positions, Iterable) else [self.positions])]
 
     def feeds(self, call: TokenBatch, sizes: Sizes) -> dict[str, NDArray[Any]]:
-        """The inputs with the positions, tokens and k of this part.
-
-        Raises:
-            InputError: a token outside the vocabulary, or another k than 1 to its size.
-            InterventionError: a position that a row does not have.
-        """
+        """The inputs with the positions, tokens and k of this part."""
         feeds: dict[str, NDArray[Any]] = {}
         size = sizes.vocab_size
         if self.positions is not None:
-            chosen = [whole("position", position) for position in self.positions_]
-            if not chosen:
+            if not self.positions_:
                 raise InputError("logits of no positions would be empty")
-            feeds[LOGIT_COLUMNS] = columns("logits", chosen, call)
+            feeds[LOGIT_COLUMNS] = columns("logits", self.positions_, call)
         if self.token_ids is not None:
-            tokens = naturals("token", _listed(self.token_ids))
-            if not tokens or max(tokens) >= size:
-                raise InputError(f"logits of the tokens {tokens}; the vocabulary is 0 to {size - 1}")
+            tokens = indices_of("token_ids", self.token_ids)
+            if max(tokens) >= size:
+                raise InputError(f"logits of the tokens {[*tokens]}; the vocabulary is 0 to {size - 1}")
             feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)
         if self.k is not None:
             if not 1 <= self.k <= size:
                 raise InputError(f"k={self.k} of {size} logits")
             feeds[LOGIT_TOP_K] = np.array([self.k])
         return feeds
-
-
-def _listed(numbers: int | Iterable[int] | None) -> list[int]:
-    if numbers is None:
-        return []
-    return [int(numbers)] if isinstance(numbers, int | np.integer) else list(numbers)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.bind.attention_mask import of_texts
+from mionnx.bind.knockout_mask import of_texts
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.values import columns
 from mionnx.errors import GradientError
@@ -35,11 +35,7 @@ def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Ca
 
 
 def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes) -> Feeds:
-    """Make the inputs of a metric for one token batch.
-
-    Args:
-        metric: the metric, its tokens as ids.
-    """
+    """Make the inputs of a metric, its tokens as ids, for one token batch."""
     places = _places(logits)
     if metric.name in READS_ALL:
         return _loss(batch, places)
@@ -59,11 +55,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
 
 
 def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], batch: TokenBatch) -> Feeds:
-    """Make the inputs of a metric that sums the value at a hook point times numbers.
-
-    Args:
-        batch: the tokens; the numbers count for nothing at padding.
-    """
+    """Make the inputs of a metric that sums the value at a hook point times numbers; padding counts for nothing."""
     try:
         seed = np.broadcast_to(np.asarray(metric.cotangent, np.float32), shape)
         return {METRIC_SEED: np.where(of_texts(batch, axes), seed, np.float32(0)) if batch.padded else seed}
@@ -102,9 +94,8 @@ def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
         raise GradientError("the loss reads the logits of every position: leave out positions=")
     targets = np.zeros((batch.batch, batch.seq), np.int64)
     targets[:, :-1] = batch.input_ids[:, 1:]
-    real = batch.attention_mask[:, batch.total - batch.seq :].astype(bool)
     weights = np.zeros((batch.batch, batch.seq), np.float32)
-    weights[:, :-1] = real[:, :-1] & real[:, 1:]
+    weights[:, :-1] = batch.real[:, :-1] & batch.real[:, 1:]
     counts = weights.sum(axis=1, keepdims=True)
     if not counts.all():
         raise GradientError(f"row {int(np.argmin(counts))} has no next token to predict: the loss needs two tokens")

@@ -1,6 +1,6 @@
 """The structure of a spec on a model: its edits and captures, checked against the model's hook points."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,36 +13,33 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.metadata import IDENTITIES
 from mionnx.rewrite.plan import CaptureNode, Edit
-from mionnx.spec.capture import Capture
-from mionnx.spec.hook_choice import resolve
+from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.intervention import Intervention
 
 OF_NEURONS = ("MlpExpertGate", "MlpExpertUp", "MlpExpertAct")  # variants of hook points
+Axes = tuple[str, ...]
+HAVING: dict[str, Callable[[Axes], bool]] = {  # limit -> whether a value of some axes has what it chooses from
+    "heads": lambda axes: heads_axis(axes) is not None,
+    "neurons": lambda axes: neurons_axis(axes) is not None,
+    "experts": lambda axes: not {EXPERTS, CHOSEN}.isdisjoint(axes),
+}
 
 
 @dataclass(frozen=True)
 class BoundCapture:
-    """One captured value of a model.
-
-    Attributes:
-        dims: the axes of the value: names where they are dynamic, numbers where not.
-    """
+    """One captured value of a model."""
 
     node: CaptureNode
     request: Capture
-    dims: tuple[str | int, ...]
+    dims: tuple[str | int, ...]  # its axes: names where they are dynamic, numbers where not
     dtype: np.dtype[Any]
 
 
-Chosen = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
+NamedRequest = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
 
 
-def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCapture, ...]:
-    """The values that requests to capture mean on a model, in execution order.
-
-    Raises:
-        HookError: a hook point that the model does not have, or one captured in two different parts or dtypes.
-    """
+def bind_captures(requests: Iterable[NamedRequest], hooks: HookIndex) -> tuple[BoundCapture, ...]:
+    """The values that requests to capture mean on a model, in execution order."""
     captures: dict[str, BoundCapture] = {}
     for request, names in requests:
         for name in names or resolve(request, hooks.names):
@@ -92,19 +89,15 @@ def edits_of(hooks: HookIndex) -> tuple[Edit, ...]:
 def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index: int) -> Edit:
     """The structure of one intervention, checked against the model."""
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
-    _refuse_derived(point)
+    if point.derived:
+        raise InterventionError(f"{point} is derived and can only be captured; intervene at {point.instead} instead")
     kind = intervention.rules.at(point, axes, model.metadata.recurrent)
     _check_inner(point, points, intervention.kind)
     if intervention.positions is not None and not has_sequence(axes):
         raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")
-    if intervention.heads is not None and heads_axis(axes) is None:
-        with_heads = [name for name in model.metadata.hooks if heads_axis(HookPoint.parse(name).axes or ())]
-        near = [name for name in with_heads if name.startswith(f"blocks.{point.layer or 0}.")]
-        raise InterventionError(
-            f"{intervention.kind} at {point}: axes {list(axes)} have no heads; hook points that do: {', '.join(near)}"
-        )
-    if intervention.neurons is not None and neurons_axis(axes) is None:
-        raise _without_neurons(point, axes, intervention, model)
+    for what, has in HAVING.items():
+        if getattr(intervention, what) is not None and not has(axes):
+            raise _without(what, has, point, axes, intervention.kind, model)
     at_experts = _choice(point, axes, intervention, model)
     columns = intervention.experts is not None and at_experts is None
     limits = intervention.heads, intervention.rows, intervention.neurons
@@ -112,14 +105,14 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
     return Edit(point.name, kind, index, axes, intervention.positions is not None, masked, at_experts=at_experts)
 
 
-def _without_neurons(
-    point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel
+def _without(
+    what: str, has: Callable[[Axes], bool], point: HookPoint, axes: Axes, kind: str, model: HookedModel
 ) -> InterventionError:
-    """Refuse neurons at a hook point that has none; names those with neurons."""
-    with_neurons = [name for name in model.metadata.hooks if neurons_axis(HookPoint.parse(name).axes or ())]
-    near = [name for name in with_neurons if name.startswith(f"blocks.{point.layer or 0}.")] or with_neurons[:3]
+    """The refusal of heads, neurons or experts at a hook point that has none; it names those that do."""
+    others = [name for name in model.metadata.hooks if has(HookPoint.parse(name).axes or ())]
+    near = [name for name in others if name.startswith(f"blocks.{point.layer or 0}.")] or others[:3]
     where = f"hook points that do: {', '.join(near)}" if near else f"this {model.metadata.family} model has none"
-    return InterventionError(f"{one.kind} at {point}: axes {list(axes)} have no neurons; {where}")
+    return InterventionError(f"{kind} at {point}: axes {list(axes)} have no {what}; {where}")
 
 
 def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:
@@ -132,11 +125,6 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
         )
     if one.experts is None:
         return None
-    if not {EXPERTS, CHOSEN} & {*axes}:
-        routed = [name for name in model.metadata.hooks if {EXPERTS, CHOSEN} & {*(HookPoint.parse(name).axes or ())}]
-        near = [name for name in routed if name.startswith(f"blocks.{point.layer or 0}.")] or routed[:1]
-        where = f"; hook points that do: {', '.join(near)}" if near else f"; this {model.metadata.family} has none"
-        raise InterventionError(f"{one.kind} at {point}: axes {list(axes)} have no experts{where}")
     count = model.metadata.sizes.n_experts
     if count is not None and max(one.experts) >= count:
         raise InterventionError(f"{one.kind} at {point}: expert {max(one.experts)} of {count} (0 to {count - 1})")
@@ -149,11 +137,6 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
     return str(HookPoint.MlpExpertIndices(point.layer or 0)) if CHOSEN in axes else None
 
 
-def _refuse_derived(point: HookPoint) -> None:
-    if point.derived:
-        raise InterventionError(f"{point} is derived and can only be captured; intervene at {point.instead} instead")
-
-
 def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
     """Refuse what could not take effect inside a splice."""
     inner = points.inner.get(point.name)
@@ -161,11 +144,9 @@ def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
         return
     if not inner.live:
         raise InterventionError(f"{kind} at {point}: what its splice gives does not depend on it; it can be captured")
-    if inner.axes[:1] != ("batch",) or not {*filter(_named, inner.dims)} <= {*dynamic_sizes(1, 1, 1)}:
+    if inner.axes[:1] != ("batch",) or not {dim for dim in inner.dims if isinstance(dim, str)} <= {
+        *dynamic_sizes(1, 1, 1)
+    }:
         raise InterventionError(f"{kind} at {point}: its axes {list(inner.axes)} must begin with batch and be known")
     if np.dtype(inner.dtype).kind in "iubSU":
         raise InterventionError(f"{kind} at {point}: its numbers are {inner.dtype}; it can be captured")
-
-
-def _named(dim: str | int) -> bool:
-    return isinstance(dim, str)

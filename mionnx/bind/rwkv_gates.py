@@ -20,19 +20,17 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
 
-State = StateKnockoutSpec | StateSteeringSpec
+StateEdit = StateKnockoutSpec | StateSteeringSpec
+
+
+def states_of(spec: HookSpec) -> list[StateEdit]:
+    """The state interventions of a spec."""
+    return [*spec.state_steerings, *spec.state_knockouts]
 
 
 def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
-    """The gates of one pass; none where a default will do.
-
-    Padding is invisible: rows of unequal length run as they would alone.
-
-    Raises:
-        InterventionError: a state intervention on a model without recurrent state, or on positions, layers, heads or
-            terms that it does not have.
-    """
-    states: list[State] = [*spec.state_steerings, *spec.state_knockouts]
+    """The gates of one pass; none where a default will do."""
+    states = states_of(spec)
     if not metadata.recurrent:
         if states:
             raise InterventionError(
@@ -42,9 +40,11 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
         return {}
     if not states and batch.real.all():
         return {}
-    for state in states:
-        _validate(state, batch, metadata)
     sizes = metadata.sizes
+    reached = batch.lengths if batch.final_lengths is None else batch.final_lengths
+    for state in states:
+        state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
+        refuse_terms(state, metadata)
     factors = {name: np.ones((sizes.num_layers, batch.batch, batch.seq, sizes.num_heads), np.float32) for name in TERMS}
     for steering in spec.state_steerings:
         for term in steering.terms:
@@ -56,29 +56,21 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
                 factors[term][index] = 0
     for state in states:
         _refuse_idle(state, batch)
-    for factor in factors.values():
+    for factor in factors.values():  # padding is invisible: rows of unequal length run as they would alone
         factor[:, ~batch.real] = 0
     return dict(_changed(factors, metadata))
 
 
-def _validate(state: State, batch: TokenBatch, metadata: Metadata) -> None:
-    sizes = metadata.sizes
-    reached = batch.lengths if batch.final_lengths is None else batch.final_lengths
-    state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
-    refuse_terms(state, metadata)
-
-
-def refuse_terms(state: State, metadata: Metadata) -> None:
+def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     """Refuse a removal term where there is none."""
     if state.terms == ["erase"] and not metadata.has_removal:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:
-        raise InterventionError(
-            f"{state.title}: {metadata.family} has no removal term (erase); it has {', '.join(_terms(metadata))}"
-        )
+        others = ", ".join(term for term in TERMS if term != "erase")
+        raise InterventionError(f"{state.title}: {metadata.family} has no removal term (erase); it has {others}")
 
 
-def _refuse_idle(state: State, batch: TokenBatch) -> None:
+def _refuse_idle(state: StateEdit, batch: TokenBatch) -> None:
     """Refuse a phase without tokens in a single pass; in a generation it may be another step's."""
     if batch.final_lengths is None and not any(batch.columns(state.positions_, row) for row in range(batch.batch)):
         phases = ", ".join(str(position) for position in state.positions_)
@@ -87,12 +79,8 @@ def _refuse_idle(state: State, batch: TokenBatch) -> None:
         )
 
 
-def _terms(metadata: Metadata) -> list[str]:
-    return [term for term in TERMS if term != "erase" or metadata.has_removal]
-
-
 def _indices(
-    state: State, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
+    state: StateEdit, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
     """Indices into a gate at the tokens of a state intervention: layers, row, column, heads."""
     layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]
@@ -118,14 +106,7 @@ def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Ite
 
 
 def _distances(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Distance to the last visible token; the last entry is for the next pass's first token.
-
-    Args:
-        seen: [layers, batch, seq].
-
-    Returns:
-        [layers, batch, seq + 1]; beyond the call's first token, the state.
-    """
+    """[layers, batch, seq + 1]: distance to the last token seen; the last entry is for the next pass's first token."""
     at = np.arange(seen.shape[-1] + 1)
     last = np.maximum.accumulate(np.where(seen, at[:-1], -1), axis=-1)
     before = np.concatenate([np.full_like(last[..., :1], -1), last], axis=-1)

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mionnx.bind.attention_mask import of_texts
-from mionnx.bind.knockout_mask import KnockoutMask, WindowMask, end_of, first_position
-from mionnx.bind.selected_part import Chosen, SelectedPart
+from mionnx.bind.knockout_mask import KnockoutMask, WindowMask, end_of, first_position, of_texts
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import EXPERTS, KEYS, format_shape, heads_axis, neurons_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
@@ -22,6 +20,84 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import ValueShape
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Indices that a limit chooses along one axis."""
+
+    indices: Mapping[int, Sequence[int | None]]  # by selected row, in the order given; None for those of another step
+    count: int | None  # None if they have no order, or another number in each row
+    repeated: bool
+
+    @property
+    def here(self) -> bool:
+        """Whether all of it is in this step."""
+        return all(index is not None for row in self.indices.values() for index in row)
+
+
+@dataclass(frozen=True)
+class SelectedPart:
+    """The part of an activation that rows, heads and positions select, and values set at their places in it.
+
+    Along a limited axis a value has one entry for all that is chosen, or one for each in the order given, or one for
+    each index of the axis, from which the chosen ones are taken. Where the last two fit alike, the order given counts,
+    so that a spec means the same in a text of any length.
+    """
+
+    axes: Sequence[str]
+    shape: Shape
+    rows: list[int]
+    chosen: Mapping[int, Chosen]  # by limited axis
+
+    @property
+    def spelled(self) -> str:
+        """Its shape, for messages; "n" where rows select unequal numbers of positions."""
+        sizes = [self.chosen[axis].count if axis in self.chosen else size for axis, size in enumerate(self.shape)]
+        return "[" + ", ".join("n" if size is None else str(size) for size in sizes) + "]"
+
+    def fits(self, shape: Shape, later: bool = False) -> bool:
+        """Whether a value of a shape has one entry for all, or one for each, along every axis."""
+        first = len(self.shape) - len(shape)
+        return first >= 0 and all(self._fits(axis, size, later) for axis, size in enumerate(shape, first))
+
+    def _fits(self, axis: int, size: int, later: bool) -> bool:
+        chosen = self.chosen.get(axis)
+        if size == 1 or (chosen is not None and size == chosen.count):
+            return True
+        if later and self.axes[axis] == "seq_k":  # a later step of a generation has more keys
+            return True
+        return size == self.shape[axis] and (chosen is None or chosen.here)
+
+    def twice(self, shape: Shape) -> str | None:
+        """The axis along which a value has two entries for one index; None if there is none."""
+        sizes = dict(enumerate(shape, len(self.shape) - len(shape)))
+        ordered = (axis for axis, one in self.chosen.items() if 1 < sizes.get(axis, 1) == one.count and one.repeated)
+        return next((self.axes[axis] for axis in ordered), None)
+
+    def placed(self, value: NDArray[Any]) -> NDArray[Any]:
+        """A fitting value with its entries at their indices; it broadcasts to the activation."""
+        value = value.reshape((1,) * (len(self.shape) - value.ndim) + value.shape)
+        ordered = {axis: one for axis, one in self.chosen.items() if 1 < value.shape[axis] == one.count}
+        if not ordered:
+            return value
+        by_row = any(len({*map(tuple, one.indices.values())}) > 1 for axis, one in ordered.items() if axis)
+        sizes = [self.shape[axis] if axis in ordered else size for axis, size in enumerate(value.shape)]
+        full = np.zeros([self.shape[0] if by_row else sizes[0], *sizes[1:]], value.dtype)
+        for i, row in enumerate(self.rows):
+            source = value[i if 0 in ordered else row if len(value) > 1 else 0]
+            pairs = [_pairs(ordered.get(axis), size, row) for axis, size in enumerate(value.shape) if axis]
+            target = full[row if len(full) > 1 else 0]
+            target[np.ix_(*(there for there, _ in pairs))] = source[np.ix_(*(here for _, here in pairs))]
+        return full
+
+
+def _pairs(chosen: Chosen | None, size: int, row: int) -> tuple[list[int], list[int]]:
+    """Indices of the activation and of the value along an axis that belong together in a row."""
+    if chosen is None:
+        return [*range(size)], [*range(size)]
+    pairs = [(index, n) for n, index in enumerate(chosen.indices[row]) if index is not None]
+    return [index for index, _ in pairs], [n for _, n in pairs]
 
 
 @dataclass(frozen=True)
@@ -70,12 +146,7 @@ class Selection:
 
     @cached_property
     def positions(self) -> dict[int, list[int]] | None:
-        """Selected row -> absolute positions; None if no position limits it.
-
-        Raises:
-            InterventionError: a position that a row does not have, or that lies in the cached past; a phase of which
-                no token is there.
-        """
+        """Selected row -> absolute positions; None if no position limits it."""
         limit = self.intervention.positions
         if limit is None:
             return None
@@ -91,6 +162,7 @@ class Selection:
         return positions
 
     def _by_row(self, limit: Any) -> Sequence[Any]:
+        """The positions of each row, as they are written."""
         if isinstance(limit, str) or not isinstance(limit[0], tuple):
             return [limit] * self.call.batch
         if len(limit) != self.call.batch:
@@ -111,29 +183,22 @@ class Selection:
         return any(at >= lengths[row] for row, chosen in positions.items() for at in chosen)
 
     def mask(self) -> NDArray[np.bool_]:
-        """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide.
-
-        In a batch with padding, none of its scores and pattern entries: alone, a row has no such keys, and whatever
-        stood there (a zero in place of the lowest score) would let queries read them.
-        """
+        """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide."""
         mask = self._along(0, self.rows)
+        # Alone, a row has no keys of padding: whatever stood at their scores and pattern entries (a zero in place of
+        # the lowest score) would let queries read them.
         if self.call.padded and reads_keys(self.edit, self.intervention):
             mask = mask & of_texts(self.call, self.edit.axes)
         for axis, indices in self._counted().items():
             mask = mask & self._along(axis, indices)
         return mask
 
-    def columns_of_experts(self) -> list[int] | None:
-        """Selected columns of router logits; None for all, or at other hook points."""
-        experts = self.intervention.experts
-        return None if experts is None or EXPERTS not in self.edit.axes else list(experts)
-
     def _counted(self) -> dict[int, list[int]]:
-        """Limited axis -> chosen indices, alike in every row: heads, experts, neurons."""
-        axes = self.edit.axes
-        experts = axes.index(EXPERTS) if EXPERTS in axes else None
+        """Limited axis -> chosen indices, alike in every row: heads, neurons, experts' columns of router logits."""
+        axes, experts = self.edit.axes, self.intervention.experts
         chosen = [(heads_axis(axes), self.heads), (neurons_axis(axes), self.neurons)]
-        chosen.append((experts, self.columns_of_experts()))
+        if experts is not None and EXPERTS in axes:
+            chosen.append((axes.index(EXPERTS), [*experts]))
         return {axis: indices for axis, indices in chosen if axis is not None and indices is not None}
 
     def _along(self, axis: int, chosen: list[int]) -> NDArray[np.bool_]:
@@ -142,7 +207,7 @@ class Selection:
         return line.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
 
     def selected(self) -> NDArray[np.bool_]:
-        """The whole selection as a mask that broadcasts to the activation."""
+        """Everything selected, as a mask that broadcasts to the activation."""
         if self.intervention.positions is None:
             return self.mask()
         axis, at = sequence_axis(self.edit.axes), self.tokens()
@@ -172,15 +237,16 @@ class Selection:
         if form is ValueShape.ATTENTION_MASK:
             return self._cast(self.knockout_mask.in_batch, dtype)
         if self.intervention.limited:
-            return self._cast(self._placed(value), dtype)
+            self._refuse_misfit(self.part, value.shape)
+            return self._cast(self.part.placed(value), dtype)
         exact = form is ValueShape.EXACT and self.call.final_lengths is None
         if not (value.shape == self.shape if exact else broadcasts(value.shape, self.shape)):
             verb = "must be" if form is ValueShape.EXACT else "must broadcast to"
             raise self._refuse(f"value of shape {list(value.shape)} {verb} {self.spelled}")
-        full = self._cast(value, dtype)
+        cast = self._cast(value, dtype)
         if form is ValueShape.EXACT:
-            return np.ascontiguousarray(np.broadcast_to(full, self.shape))  # it stands for the activation itself
-        return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
+            return np.ascontiguousarray(np.broadcast_to(cast, self.shape))  # it stands for the activation itself
+        return cast.reshape((1,) * (len(self.shape) - cast.ndim) + cast.shape)
 
     def applied(self, activation: NDArray[Any], choice: NDArray[Any] | None = None) -> NDArray[Any]:
         """The activation after the intervention, computed in numpy by the kind's reference.
@@ -221,12 +287,6 @@ class Selection:
         prompt = end if prompts is None else int(prompts[row])
         return range(prompt if limit == "generated" else first, prompt if limit == "prompt" else end)
 
-    def _placed(self, value: NDArray[Any]) -> NDArray[Any]:
-        """A value of the selected part, its entries at the indices that they are given for."""
-        part = self.part
-        self._refuse_misfit(part, value.shape)
-        return part.placed(value)
-
     def _refuse_misfit(self, part: SelectedPart, shape: Shape, later: bool = False) -> None:
         if not part.fits(shape, later):
             raise self._refuse(
@@ -252,15 +312,12 @@ class Selection:
         return SelectedPart(self.edit.axes, self.shape, rows, chosen)
 
     def _chosen_tokens(self, positions: Mapping[int, Sequence[int]]) -> Chosen:
-        """The selected positions as columns.
-
-        A value may have an entry for each, except in the phase "generated": how many tokens are in it depends on the
-        text's length.
-        """
+        """The selected positions as columns."""
         limit = self.intervention.positions
         columns = {row: self.columns(row) for row in positions}
         limits = positions if isinstance(limit, str) else self._by_row(limit)
         counts = {len(limits[row]) for row in positions}
+        # no entry for each in the phase "generated": how many tokens are in it depends on the text's length
         count = counts.pop() if len(counts) == 1 and limit != "generated" else None
         return Chosen(columns, count, any(len(positions[row]) < len(limits[row]) for row in positions))
 
@@ -277,9 +334,9 @@ class Selection:
         """Refuse numbers of experts that the model does not have."""
         if self.experts is None:
             return
-        if (value != np.floor(value)).any() or value.min() < 0 or value.max() >= self.experts:
-            wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)].flat[0]
-            raise self._refuse(f"{wrong:g} is no expert; the model has {self.experts} (0 to {self.experts - 1})")
+        wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)]
+        if wrong.size:
+            raise self._refuse(f"{wrong[0]:g} is no expert; the model has {self.experts} (0 to {self.experts - 1})")
 
 
 def reads_keys(edit: Edit, intervention: Intervention) -> bool:

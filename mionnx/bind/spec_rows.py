@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from mionnx.bind.bound_spec import BoundSpec
-from mionnx.bind.row_values import RowValues
 from mionnx.bind.selection import Selection
-from mionnx.errors import GradientError
-from mionnx.graph.axes import TOKEN_AXES
+from mionnx.errors import GradientError, InterventionError
+from mionnx.graph.axes import KEYS, TOKEN_AXES, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.spec.kinds.kind import ValueShape
+from mionnx.spec.kinds.kind import Array, ValueShape
 from mionnx.spec.metric import MetricSpec, Tokens
 
 
@@ -46,30 +45,119 @@ def _listed(tokens: Tokens) -> bool:
 
 
 @dataclass(frozen=True)
-class SpecRows:
-    """A bound spec on a list of texts.
+class RowValues:
+    """An intervention on a list of texts, and a batch of some of its rows, padded on the left.
 
     Attributes:
-        whole: all rows as one batch: what the rows, columns and values of the spec are counted in.
+        selection: the intervention on all texts as one batch.
+        width: tokens of the longest of the rows.
     """
 
+    selection: Selection
+    rows: Sequence[int]
+    width: int
+
+    def of(self, value: Array) -> Array:
+        """The entries of a value that belong to the rows and tokens of the part."""
+        axes = self.selection.edit.axes
+        masks = self.selection.intervention.rules.shape is ValueShape.ATTENTION_MASK
+        full = value.reshape((1,) * (len(axes) - value.ndim) + value.shape)
+        entries = self._of_rows(full)
+        for axis, name in enumerate(axes):
+            if name in TOKEN_AXES and full.shape[axis] > 1:
+                entries = (self._of_text if masks else self._of_columns)(entries, axis, name)
+        return value if entries is full else np.ascontiguousarray(entries)
+
+    @cached_property
+    def chosen(self) -> list[int]:
+        """The rows of the part that the intervention selects, in its order."""
+        limit = self.selection.intervention.rows
+        return [*self.rows] if limit is None else [row for row in limit if row in self.rows]
+
+    @property
+    def in_phase(self) -> bool:
+        """Whether any of them has a chosen position, in some step of a generation."""
+        if self.selection.call.final_lengths is not None:
+            return True
+        positions = self.selection.positions or {}
+        return any(positions[row] for row in self.chosen)
+
+    def _of_rows(self, value: Array) -> Array:
+        """One entry for all rows, or one for each that is chosen."""
+        limit = self.selection.intervention.rows
+        if len(value) == 1:
+            return value
+        return value[[limit.index(row) for row in self.chosen] if limit and len(value) == len(limit) else self.chosen]
+
+    def _ordered(self, size: int, axis: int) -> bool:
+        """Whether a value has an entry for each chosen position along an axis, in the order given."""
+        part = self.selection.part.chosen.get(axis)
+        return part is not None and part.count == size
+
+    @cached_property
+    def _listed(self) -> dict[int, list[int]] | None:
+        """Row -> chosen positions, where as many are chosen in each row; None otherwise."""
+        limit = self.selection.intervention.positions
+        positions = None if limit is None or isinstance(limit, str) else self.selection.positions
+        return None if positions is None or len({*map(len, positions.values())}) != 1 else positions
+
+    def _of_columns(self, value: Array, axis: int, name: str) -> Array:
+        """Entries for columns of the whole as entries for columns, or positions, of the part."""
+        limited = axis == sequence_axis(self.selection.edit.axes)
+        if limited and self._ordered(value.shape[axis], axis):
+            return value
+        if limited and self._listed is not None:
+            columns = [[column or 0 for column in self.selection.columns(row)] for row in self.chosen]
+        else:
+            columns = [self._columns(row, name == KEYS) for row in self.chosen]
+        return _entries(value, axis, columns)
+
+    def _columns(self, row: int, keys: bool) -> list[int]:
+        """The column of the whole for each column of the part; any of them for padding."""
+        texts = self.selection.call
+        past = texts.total - texts.seq if keys else 0
+        real = past + np.flatnonzero(texts.real[row])
+        return [*range(past), *[past] * (self.width - len(real)), *real.tolist()]
+
+    def _of_text(self, value: Array, axis: int, name: str) -> Array:
+        """Entries of a mask for each position of a text, up to the longest row of the part."""
+        texts, size = self.selection.call, value.shape[axis]
+        longest = int(texts.lengths[list(self.rows)].max())
+        if texts.final_lengths is not None or (name != KEYS and self._ordered(size, axis)):
+            return value  # a mask of any length serves a text that grows
+        selected = texts.lengths[self.selection.rows]
+        if name != KEYS and size not in (int(selected.max()), int(texts.lengths.max()), texts.total):
+            raise InterventionError(
+                f"{self.selection.edit.kind} at {self.selection.edit.hook}: a mask of {size} queries after a past is "
+                "counted from the past's end, which the rows of a batch do not share: give one from position 0"
+            )
+        if name != KEYS and self._listed is not None:
+            return _entries(value, axis, [self._listed[row] for row in self.chosen])
+        room = [(0, max(0, longest - size) if at == axis else 0) for at in range(value.ndim)]
+        return np.pad(value, room).take(range(longest), axis=axis)
+
+
+def _entries(value: Array, axis: int, columns: Sequence[Sequence[int]]) -> Array:
+    """Entries along an axis, other ones in each row."""
+    shape = [len(columns) if at == 0 else -1 if at == axis else 1 for at in range(value.ndim)]
+    index = np.array(columns).reshape(shape)
+    return np.take_along_axis(np.broadcast_to(value, (len(columns), *value.shape[1:])), index, axis=axis)
+
+
+@dataclass(frozen=True)
+class SpecRows:
+    """A bound spec on a list of texts, all of them as one batch: its rows, columns and values are counted in that."""
+
     bound: BoundSpec
-    whole: TokenBatch
+    texts: TokenBatch
 
     @cached_property
     def selections(self) -> list[Selection]:
-        """The part of the whole that each intervention selects."""
-        return self.bound.selections(self.whole)
+        """The part of all texts that each intervention selects."""
+        return self.bound.selections(self.texts)
 
     def of(self, rows: Sequence[int], width: int) -> HookSpec:
-        """The spec of a batch of some rows, padded on the left.
-
-        An intervention that is limited to other rows is not in it.
-
-        Args:
-            rows: their numbers in the whole.
-            width: tokens of the longest of them.
-        """
+        """The spec of a batch of some rows, padded on the left to a width; what is limited to others is left out."""
         part, spec = copy(self.bound.spec), self.bound.spec
         points = [point for point, _ in self.bound.hooks.interventions]
         parts = [self._intervention(selection, rows, width) for selection in self.selections]
@@ -88,34 +176,31 @@ class SpecRows:
         if _nested(one):
             changed["positions"] = _positions(selection, rows)
         if one.rules.shape is not ValueShape.DIRECTIONS and one.values:
-            taken = tuple(map(values.of, one.values))
-            changed |= {"several": taken} if one.value is None else {"value": taken[0]}
+            parts = tuple(map(values.of, one.values))
+            changed |= {"several": parts} if one.value is None else {"value": parts[0]}
         return replace(one, **changed)
 
 
 def _positions(selection: Selection, rows: Sequence[int]) -> tuple[Any, ...]:
-    """The positions of some rows.
-
-    Where the selected rows have unequal numbers of them, a value has an entry for every column, and their order says
-    nothing: in ascending order they mean the same even where the rows of a part have equal numbers.
-    """
+    """The positions of some rows."""
     positions: Any = selection.intervention.positions
     absolute = selection.positions or {}
     if len({len(positions[row]) for row in absolute}) == 1:
         return tuple(positions[row] for row in rows)
+    # Where rows have unequal numbers of positions, a value has an entry for every column, and their order says nothing:
+    # in ascending order they mean the same even where the rows of a part have equal numbers.
     return tuple(tuple(sorted(absolute[row])) if row in absolute else positions[row] for row in rows)
 
 
 def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
     part = copy(metric)
-    part.answer, part.versus = (_taken(tokens, rows) for tokens in (metric.answer, metric.versus))
+    part.answer, part.versus = (_tokens(tokens, rows) for tokens in (metric.answer, metric.versus))
     if metric.reference is not None and metric.reference.ndim == 2:
         part.reference = metric.reference[list(rows)]
     if metric.cotangent is not None:
-        part.cotangent = (
-            metric.cotangent[list(rows)] if metric.cotangent.ndim == 2 and metric.of is None else metric.cotangent
-        )
-        if part.cotangent is metric.cotangent and metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
+        if metric.cotangent.ndim == 2 and metric.of is None:
+            part.cotangent = metric.cotangent[list(rows)]
+        elif metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
             raise GradientError(
                 f"cotangent {list(metric.cotangent.shape)} has numbers for every position, which the rows of several "
                 "batches do not share: run them as one batch, batch_size=None"
@@ -123,6 +208,6 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
     return part
 
 
-def _taken(tokens: Tokens, rows: Sequence[int]) -> Tokens:
+def _tokens(tokens: Tokens, rows: Sequence[int]) -> Tokens:
     entries: Any = tokens
     return [entries[row] for row in rows] if _listed(tokens) else tokens

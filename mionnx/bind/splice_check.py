@@ -42,11 +42,7 @@ class SpliceSite:
 
 
 def check_fragment(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedFragment:
-    """Check a fragment against its input values; the result is remembered by the fragment.
-
-    Args:
-        sites: the hook point it is put at, and the one that it reads besides, if any.
-    """
+    """Check a fragment against its input values: the hook point it is put at, and the one that it reads besides."""
     key = (opset, *sites)
     if key not in fragment.fits:
         fragment.fits[key] = _fit(fragment, opset, sites)

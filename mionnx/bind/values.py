@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mionnx.bind.attention_mask import refuse_rows_without_keys
 from mionnx.bind.hook_index import HookIndex
+from mionnx.bind.knockout_mask import refuse_rows_without_keys
 from mionnx.bind.plan import BoundCapture
 from mionnx.bind.selection import Selection, refuse_unread
 from mionnx.errors import InterventionError
@@ -107,11 +107,7 @@ def heads_of(capture: BoundCapture) -> NDArray[np.int64]:
 
 
 def columns(what: str, positions: Sequence[int], batch: TokenBatch) -> NDArray[np.int64]:
-    """The columns of a token batch at which positions of each row's text stand, [batch, n].
-
-    Raises:
-        InterventionError: a position that a row does not have, or that lies in the past.
-    """
+    """The columns of a token batch at which positions of each row's text stand, [batch, n]."""
     if batch.final_lengths is not None:
         raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")
     try:

@@ -1,8 +1,4 @@
-"""Render chat templates in a process of its own, with bounded memory and time: a template is not trusted.
-
-The process is started at the first chat and kept: its start takes longer than a thousand chats. One that exceeds its
-time is ended, and the next chat starts another.
-"""
+"""Render chat templates in a process of its own, with bounded memory and time: a template is not trusted."""
 
 import json
 import os
@@ -24,26 +20,20 @@ Process = subprocess.Popen[str]
 
 
 class ChatRenderer:
-    """Renders chat templates, one at a time.
-
-    Attributes:
-        seconds: limit for one chat.
-    """
+    """Renders chat templates, one at a time, in at most so many seconds each."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self._alone = Lock()
-        self._owned: tuple[int, Process | None] = (0, None)  # id of the process that started it
+        # Started at the first chat and kept, beside the id of the process that started it: a start takes longer than a
+        # thousand chats. One that exceeds its time is ended, and the next chat starts another.
+        self._owned: tuple[int, Process | None] = (0, None)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Render a template.
-
-        Args:
-            template: jinja2, with the functions and filters that transformers gives chat templates.
-            variables: plain values, as JSON has them.
+        """Render a template of jinja2, with the functions and filters that transformers gives chat templates.
 
         Raises:
-            InputError: values that JSON does not have.
+            InputError: variables that JSON does not have.
             TokenizerError: the template refuses the chat, fails, takes too long or too much memory.
         """
         try:
@@ -98,13 +88,12 @@ def _asked(process: Process, line: str | None, seconds: float) -> dict[str, Any]
         if line is not None:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        found = process.stdout.readline()
-        answer: dict[str, Any] | None = json.loads(found) if found.endswith("\n") else None
+        answer = process.stdout.readline()
+        return json.loads(answer) if answer.endswith("\n") else None
     except OSError:
         return None
     finally:
         timer.cancel()
-    return answer
 
 
 def _end(process: Process) -> str:

@@ -38,11 +38,7 @@ class GenerationTag(Extension):
 
 
 def raise_exception(message: str) -> None:
-    """Refuse a chat: a function for templates.
-
-    Raises:
-        TemplateError: always.
-    """
+    """Refuse a chat: a function for templates."""
     raise jinja2.TemplateError(message)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mionnx.errors import InputError, ModelError, TokenizerError, nearest
 from mionnx.graph.folder_file import check_regular, files_beside, read_json
@@ -36,11 +36,7 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's chat template.
-
-    Attributes:
-        tokens: special tokens that the template may name, `bos_token` for one.
-    """
+    """A model's chat template, and the special tokens that it may name, `bos_token` for one."""
 
     source: str
     tokens: Mapping[str, str]
@@ -48,13 +44,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> RenderedChat:
-        """Render messages, and find where each one stands in the text.
-
-        A second rendering has characters of no meaning at both ends of each content, and has to be the same otherwise.
-        """
+        """Render messages, and find where each one stands in the text."""
         plain = {"tools": None, "documents": None, **self.tokens, **variables}
         plain["add_generation_prompt"] = add_generation_prompt
         text = chats.render(self.source, {**plain, "messages": messages})
+        # a second rendering has a mark at both ends of each content, and has to be the same otherwise
         marked, marks = _marked(messages)
         try:
             spans = _spans(chats.render(self.source, {**plain, "messages": marked}), text, marks)
@@ -64,21 +58,15 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
-    """Load the chat template of a model's folder.
-
-    Args:
-        chosen: a template to use in place of the folder's.
-
-    Raises:
-        TokenizerError: there is none, or it is damaged.
-    """
+    """Load the chat template of a model's folder, or use a chosen one in its place."""
     try:
         config, older = _settings(folder, TOKENIZER_CONFIG), _settings(folder, OLDER)
         source = chosen if chosen is not None else _source(folder, config)
     except (ModelError, OSError, UnicodeError) as error:
         raise TokenizerError(f"the chat template of {folder} cannot be read: {error}") from error
-    tokens = {name: _content(value) for name, value in {**older, **config}.items() if name.endswith("_token")}
-    return ChatTemplate(source, {name: text for name, text in tokens.items() if isinstance(text, str)})
+    tokens = {name: token for name, token in {**older, **config}.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)})
 
 
 def _source(folder: Path, config: Mapping[str, Any]) -> str:
@@ -107,45 +95,37 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
     return settings
 
 
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def as_messages(given: Sequence[Message]) -> list[dict[str, Any]]:
+def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Check messages.
 
     As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
-
-    Raises:
-        InputError: no messages, or one without a role or with a content of another kind.
     """
-    if not given:
+    if not messages:
         raise InputError("a chat needs at least one message, {'role': 'user', 'content': TEXT}")
-    return [_as_message(i, message) for i, message in enumerate(given)]
+    return [_as_message(i, message) for i, message in enumerate(messages)]
 
 
-def _as_message(number: int, given: Message) -> dict[str, Any]:
-    if not isinstance(given.get("role"), str):
-        near = next((found for key in given if (found := nearest(str(key), ["role"]))), "")
-        raise InputError(f"message {number} has no role; it has {', '.join(map(repr, given)) or 'nothing'}{near}")
-    content = given.get("content")
+def _as_message(number: int, entry: Message) -> dict[str, Any]:
+    if not isinstance(entry.get("role"), str):
+        near = next((near for key in entry if (near := nearest(str(key), ["role"]))), "")
+        raise InputError(f"message {number} has no role; it has {', '.join(map(repr, entry)) or 'nothing'}{near}")
+    content = entry.get("content")
     parts = content if isinstance(content, list | tuple) else []
     if not isinstance(content, str | list | tuple | None) or not all(isinstance(part, Mapping) for part in parts):
         raise InputError(f"the content of message {number} must be a text, or a list of parts {{'type', 'text'}}")
-    message = {str(key): value for key, value in given.items() if value is not None}
+    message = {str(key): value for key, value in entry.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-@dataclass(frozen=True)
-class _Mark:
+class _Mark(NamedTuple):
     message: int
     start: str
     end: str
     text: str
 
 
-def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Mark]]:
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[_Mark]]:
     """Messages with a mark at both ends of each text; white space stays outside."""
     unused = (chr(code) for code in PRIVATE if chr(code) not in str(messages))
     marks: list[_Mark] = []
@@ -159,17 +139,19 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Ma
         lead, _, tail = text.partition(core)
         return lead + start + core + end + tail
 
-    def content(number: int, given: Any) -> Any:
-        if isinstance(given, str):
-            return mark(number, given)
-        return [{**part, "text": mark(number, part["text"])} if _has_text(part) else part for part in given]
+    def marked_content(number: int, content: Any) -> Any:
+        if isinstance(content, str):
+            return mark(number, content)
+        return [
+            {**part, "text": mark(number, part["text"])} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
 
-    contents = [{"content": content(i, one["content"])} if "content" in one else {} for i, one in enumerate(messages)]
-    return [{**one, **marked} for one, marked in zip(messages, contents, strict=True)], marks
-
-
-def _has_text(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("text"), str)
+    changed = [
+        {**one, "content": marked_content(i, one["content"])} if "content" in one else one
+        for i, one in enumerate(messages)
+    ]
+    return changed, marks
 
 
 def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Span]]:
@@ -183,7 +165,7 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
             plain.append(character)
     if "".join(plain) != text:
         return {}
-    found: dict[int, list[Span]] = {}
+    ranges: dict[int, list[Span]] = {}
     for mark in marks:
         starts, ends = places[mark.start], places[mark.end]
         if len(starts) == len(ends):
@@ -193,8 +175,8 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
             spans = [(end - len(text[end - n : end].lstrip()), end) for n, end in zip(lengths, ends, strict=True)]
         else:
             spans = [(start, start + _shared(text[start:], mark.text)) for start in starts if not ends]
-        found.setdefault(mark.message, []).extend(spans)
-    return {number: sorted(spans) for number, spans in found.items()}
+        ranges.setdefault(mark.message, []).extend(spans)
+    return {number: sorted(spans) for number, spans in ranges.items()}
 
 
 def _shared(one: str, other: str) -> int:

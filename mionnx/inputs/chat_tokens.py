@@ -104,21 +104,16 @@ def tokenize_chat(
     continue_final_message: bool,
     variables: Mapping[str, Any],
 ) -> ChatTokens:
-    """Tokenise messages by a template: the special tokens are those that the template writes.
-
-    Raises:
-        InputError: messages or options that make no chat.
-        TokenizerError: the template refuses the messages, or makes no tokens of them.
-    """
-    given = as_messages(messages)
+    """Tokenise messages by a template: the special tokens are those that the template writes."""
+    chat_messages = as_messages(messages)
     if add_generation_prompt and continue_final_message:
         raise InputError(
             "add_generation_prompt begins a new message, and continue_final_message none: give one of them"
         )
     if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message and given[-1]["role"] != ASSISTANT
-    chat = template.render(given, add_generation_prompt, variables)
-    text = _cut(chat, given[-1]) if continue_final_message else chat.text
+        add_generation_prompt = not continue_final_message and chat_messages[-1]["role"] != ASSISTANT
+    chat = template.render(chat_messages, add_generation_prompt, variables)
+    text = _cut(chat, chat_messages[-1]) if continue_final_message else chat.text
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -127,7 +122,7 @@ def tokenize_chat(
             f"({text[error.start]!a}), no text: it stands in a message or in the template"
         ) from error
     tokens = tokenize(tokenizer, text, add_special_tokens=False)
-    roles = tuple(one["role"] for one in given)
+    roles = tuple(one["role"] for one in chat_messages)
     return ChatTokens(tokens.text, tokens.ids, tokens.offsets, tokens.pieces, roles, chat.spans)
 
 

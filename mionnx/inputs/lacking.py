@@ -10,14 +10,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 
 def refuse_without_cache(model: HookedModel, what: str) -> None:
-    """Refuse what needs a cache, if the graph has none.
-
-    Args:
-        what: names the request, "generate".
-
-    Raises:
-        InputError: the graph takes no past.
-    """
+    """Refuse what needs a cache, "generate" for one, if the graph takes no past."""
     if not model.has_cache:
         raise InputError(
             f"{what} needs a cache, and the graph of {model.folder} has none: it takes no past_key_values. Single "
@@ -26,11 +19,7 @@ def refuse_without_cache(model: HookedModel, what: str) -> None:
 
 
 def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
-    """Refuse padded texts, if the graph would attend to the padding.
-
-    Raises:
-        InputError: a row of the batch is padded, and the graph does not heed its attention mask.
-    """
+    """Refuse padded texts, if the graph does not heed its attention mask."""
     if ATTENDS_TO_PADDING in model.metadata.exporter and batch.padded:
         raise InputError(
             f"the graph of {model.folder} attends to padding, which its file gave no mask for: give texts of one length"
@@ -38,14 +27,7 @@ def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
 
 
 def refuse_normed_stream(model: HookedModel, what: str) -> None:
-    """Refuse what takes the residual stream for a sum, if it is normed between additions.
-
-    Args:
-        what: names the request, "attribution".
-
-    Raises:
-        InputError: a later stream is not what earlier ones and the outputs of layers add up to.
-    """
+    """Refuse what takes the residual stream for a sum, "attribution" for one, if it is normed between additions."""
     if NORMED_STREAM in model.metadata.exporter:
         raise InputError(
             f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
@@ -54,17 +36,11 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
 
 
 def refuse_several_streams(model: HookedModel, what: str) -> None:
-    """Refuse to go on from the residual stream alone, if the logits read more than that.
-
-    Args:
-        what: names the request, "the logit lens".
-
-    Raises:
-        InputError: behind the last layer, the logits still depend on the tokens by another way than its stream.
-    """
+    """Refuse to go on from the residual stream alone, as "the logit lens" does, if the logits read more than that."""
     last = HookPoint.ResidPost(model.metadata.sizes.num_layers - 1).name
     flow = Dataflow(model.proto)
     inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
+    # a batch size or length that is read besides is no second stream
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
     if inputs & flow.read_by(flow.ancestors([LOGITS], known={last, *shapes})):
         raise InputError(

@@ -1,37 +1,59 @@
-"""Base of `KVCache` and `RWKVState`: what one pass leaves for the next, layer by layer."""
+"""Base of `KVCache` and `RWKVState`: what one pass leaves for the next, layer by layer.
 
+A saved cache is one `.safetensors` file: a tensor `{layer}.{part}` for each part of each layer, `attention_mask`, and
+in its metadata `mionnx_cache`, its kind.
+"""
+
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.errors import InputError
-from mionnx.inputs.cache_file import write_cache
-from mionnx.inputs.value import Value
+from mionnx.errors import InputError, SpecFileError
 from mionnx.machine import memory
 from mionnx.machine.arrays import LARGE_ARRAY, to_array
 from mionnx.machine.brief import Brief, count, shape_of, spelled
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.stored import Storable
-from mionnx.machine.typed import typed
+from mionnx.machine.tensor_file import read_tensors, write_tensors
+from mionnx.machine.typed import refusal, typed
 
+CACHE_KEY = "mionnx_cache"
+
+
+class ArrayOnDevice(Protocol):
+    """An array on another device; `np.asarray` copies it to the CPU."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its axes."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of its numbers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]: ...
+
+
+Value = NDArray[Any] | ArrayOnDevice  # an input or output of a pass
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
 
 class LazyLayers(Sequence[Layer]):
-    """Layers on the device that computed them, copied to the CPU one by one on access.
-
-    Attributes:
-        parts: of every layer, arrays or values on a device.
-        layer_of: a layer from its parts.
-    """
+    """Layers on the device that computed them, copied to the CPU one by one on access."""
 
     def __init__(self, parts: Sequence[tuple[Value, ...]], layer_of: Callable[[Iterable[NDArray[Any]]], Layer]) -> None:
         self.parts, self.layer_of = parts, layer_of
-        self._made: dict[int, Layer] = {}
+        self._copied: dict[int, Layer] = {}
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -44,9 +66,9 @@ class LazyLayers(Sequence[Layer]):
         if isinstance(index, slice):
             return LazyLayers(self.parts[index], self.layer_of)
         number = range(len(self))[index]
-        if number not in self._made:
-            self._made[number] = self.layer_of(map(np.asarray, self.parts[number]))
-        return self._made[number]
+        if number not in self._copied:
+            self._copied[number] = self.layer_of(map(np.asarray, self.parts[number]))
+        return self._copied[number]
 
     def __repr__(self) -> str:
         return f"<{len(self)} layers>"
@@ -54,7 +76,7 @@ class LazyLayers(Sequence[Layer]):
     def replaced(self, number: int, layer: Layer) -> "LazyLayers[Layer]":
         """The same layers but for one."""
         new = LazyLayers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
-        new._made = {**self._made, number: layer}
+        new._copied = {**self._copied, number: layer}
         return new
 
 
@@ -113,29 +135,49 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
             yield f"{part} of each layer: {shape_of(value)}"
 
     def get_layer(self, layer: int) -> Layer:
-        """The parts of one layer.
-
-        Raises:
-            InputError: no such layer.
-        """
+        """The parts of one layer."""
         if not 0 <= layer < self.num_layers:
             count = self.num_layers
             raise InputError(f"layer {layer} of a {self.NOUN} with {count} layers (0 to {count - 1})")
         return self.layers[layer]
 
-    def put_layer(self, layer: int, parts: Iterable[NDArray[Any]]) -> None:
-        """Put other parts in place of a layer's, unchecked."""
-        new, layers = self.layer_of(parts), self.layers
-        if isinstance(layers, LazyLayers):
-            self.layers = layers.replaced(layer, new)
+    def put_layer(self, layer: int, parts: Iterable[ArrayLike | None]) -> None:
+        """Put other parts in place of a layer's, cast to its dtypes; None leaves a part as it is.
+
+        Raises:
+            InputError: no such layer, no numbers, another shape, or NaN.
+        """
+        own = zip(self.PARTS, self.get_layer(layer), parts, strict=True)
+        new = self.layer_of(
+            [old if part is None else _like(old, part, f"{name} of layer {layer}") for name, old, part in own]
+        )
+        if isinstance(self.layers, LazyLayers):
+            self.layers = self.layers.replaced(layer, new)
         else:
-            self.layers = [new if i == layer else one for i, one in enumerate(layers)]
+            self.layers = [new if i == layer else one for i, one in enumerate(self.layers)]
+
+    def clear_layer(self, layer: int) -> None:
+        """Put zeros in place of a layer's parts, as before the first token."""
+        self.put_layer(layer, map(np.zeros_like, self.get_layer(layer)))
+
+    def clone_layer_from(self, donor: Self, layer: int) -> None:
+        """Take a layer from another one of the same kind and shape.
+
+        Raises:
+            InputError: no such layer in one of the two, or another shape.
+        """
+        self._check_donor(donor)
+        self.put_layer(layer, donor.get_layer(layer))
+
+    def _check_donor(self, donor: Any) -> None:
+        if not isinstance(donor, type(self)):  # `typed` checks no `Self`
+            raise InputError(refusal("donor", type(self), donor))
 
     def repeat(self, rows: int) -> Self:
         """Repeat a cache of one row: a prefix shared by many continuations.
 
         Raises:
-            InputError: it has several rows already; less than one row, or more than memory holds, are asked for.
+            InputError: it has several rows already, or less than one row, or more than memory holds, are requested.
         """
         size = rows * sum(value.nbytes for layer in self.held() for value in layer)
         if rows < 1 or (size > LARGE_ARRAY and size > memory.available()):
@@ -146,11 +188,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
 
     def select(self, rows: Sequence[int]) -> Self:
-        """The keys and values, or the states, of some rows, in the order given; padding stays.
-
-        Raises:
-            InputError: a row that it does not have.
-        """
+        """The keys and values, or the states, of some rows, in the order given; padding stays."""
         if any(not 0 <= row < self.batch for row in rows):
             raise InputError(f"rows {spelled([*rows])} of a {self.NOUN} of {self.batch} (0 to {self.batch - 1})")
         at = list(rows)
@@ -166,27 +204,81 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         return cls([cls.layer_of(parts) for parts in contents.pop("layers")], **contents)
 
     def save(self, path: str | Path) -> None:
-        """Write it as one safetensors file."""
+        """Write it as one safetensors file, which appears when it is complete.
+
+        Raises:
+            InputError: it cannot be written, or has a dtype that safetensors does not have.
+        """
         parts = {
             f"{i}.{part}": value
             for i, layer in enumerate(self.layers)
             for part, value in zip(self.PARTS, layer, strict=True)
         }
-        write_cache(path, self.KIND, {**parts, "attention_mask": self.attention_mask})
+        try:
+            write_tensors(path, {**parts, "attention_mask": self.attention_mask}, {CACHE_KEY: self.KIND})
+        except SpecFileError as error:
+            raise InputError(f"the cache cannot be saved: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the file is missing, damaged, of another kind, lacks a part, or holds NaN.
+        """
+        metadata, tensors = read_tensors(path, f"{path} is no saved cache", InputError)
+        if metadata.get(CACHE_KEY) != cls.KIND:
+            raise InputError(f"{path} is no saved cache of kind {cls.KIND!r}: {whose(metadata)}")
+        numbers = range(len({match[1] for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}))
+        layers = [[f"{i}.{part}" for part in cls.PARTS] for i in numbers]
+        if tensors.keys() != {"attention_mask", *(name for names in layers for name in names)} or not layers:
+            raise InputError(f"{path} is damaged: it lacks or has too many of its parts ({len(tensors)} tensors)")
+        for name, value in tensors.items():
+            if np.isnan(value.astype(np.float32)).any():
+                raise InputError(f"{path}: {name} has NaN")
+        mask = tensors["attention_mask"]
+        if mask.ndim != 2 or mask.dtype != np.int64 or not np.isin(mask, (0, 1)).all():
+            raise InputError(f"{path}: the attention_mask must be int64 [batch, seq] of 0 and 1")
+        return cls([cls.layer_of(tensors[name] for name in names) for names in layers], mask)
 
 
-def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
-    """Check a value against the one it replaces, and cast it to that one's dtype.
-
-    Raises:
-        InputError: no numbers, another shape, or NaN.
-    """
+def _like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
+    """A value in the dtype of the one that it replaces."""
     try:
-        given = to_array(value)
+        array = to_array(value)
     except ValueError as error:
         raise InputError(f"{what} must be numbers: {error}") from error
-    if given.shape != old.shape:
-        raise InputError(f"{what} must be {list(old.shape)}, got {list(given.shape)}")
-    if np.isnan(given.astype(np.float32)).any():
+    if array.shape != old.shape:
+        raise InputError(f"{what} must be {list(old.shape)}, got {list(array.shape)}")
+    if np.isnan(array.astype(np.float32)).any():
         raise InputError(f"{what} must not have NaN")
-    return given.astype(old.dtype)
+    return array.astype(old.dtype)
+
+
+def fitting_feeds(
+    cache: LayerCache[Any], shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[DTypeLike]
+) -> dict[str, Value]:
+    """A cache as the inputs of a graph.
+
+    Args:
+        shapes: input -> its shape, layer by layer.
+        dtypes: one for each part of a layer.
+
+    Raises:
+        InputError: another number of layers, another shape or dtype.
+    """
+    if cache.num_layers != (layers := len(shapes) // len(cache.PARTS)):
+        raise InputError(f"the {cache.NOUN} has {cache.num_layers} layers, the model {layers}")
+    feeds: dict[str, Value] = {}
+    parts = [part for layer in cache.held() for part in layer]
+    kinds = [np.dtype(one) for one in dtypes] * layers
+    for (name, shape), dtype, part in zip(shapes.items(), kinds, parts, strict=True):
+        value: Value = part if hasattr(part, "__array__") else np.asarray(part)
+        if value.shape != shape or value.dtype != dtype:
+            _, layer, kind = name.split(".")
+            raise InputError(
+                f"the {cache.NOUN}'s {kind} of layer {layer} is {value.dtype} {list(value.shape)}, "
+                f"expected {dtype} {list(shape)}"
+            )
+        feeds[name] = value
+    return feeds

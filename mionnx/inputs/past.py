@@ -3,27 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import cache_names
-from mionnx.inputs.kv_cache import KVCache, fitting_feeds
+from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.lacking import refuse_without_cache
+from mionnx.inputs.layer_cache import Value, fitting_feeds
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
-from mionnx.inputs.value import Value
 from mionnx.machine.arrays import zeros
-
-Arrays = dict[str, Value]
 
 
 def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
-    """Check `cache=` and `initial_state=`, and return the one that is given.
-
-    Raises:
-        InputError: both were given, or something that this kind of model or this graph does not have.
-    """
+    """Check `cache=` and `initial_state=`, and return the one that is given."""
     if cache is not None and initial_state is not None:
         raise InputError("give either cache or initial_state, not both")
     past = initial_state if cache is None else cache
@@ -39,7 +31,7 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
     return past
 
 
-def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arrays:
+def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> dict[str, Value]:
     """The inputs that carry the past of a call."""
     sizes, dtype = model.metadata.sizes, model.past_dtype
     if model.metadata.recurrent:
@@ -48,7 +40,7 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     if not isinstance(past, KVCache):
         return {name: zeros(shape, dtype) for name, shape in model.metadata.past_shapes(batch.batch, 0).items()}
     shapes = model.metadata.past_shapes(batch.batch, batch.total - batch.seq)
-    return fitting_feeds(past, shapes, np.dtype(dtype))
+    return fitting_feeds(past, shapes, (dtype, dtype))
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
@@ -67,7 +59,7 @@ def present_names(model: HookedModel, use_cache: bool) -> list[str]:
 
 
 def take_present(
-    model: HookedModel, found: Mapping[str, Value], batch: TokenBatch, use_cache: bool
+    model: HookedModel, outputs: Mapping[str, Value], batch: TokenBatch, use_cache: bool
 ) -> tuple[KVCache | None, RWKVState | None]:
     """The cache or state after a pass, from the outputs of its graph."""
     recurrent = model.metadata.recurrent
@@ -75,7 +67,7 @@ def take_present(
         return None, None
     names = cache_names(recurrent)
     parts = [
-        tuple(found[name] for name in names.layer_outputs(layer)) for layer in range(model.metadata.sizes.num_layers)
+        tuple(outputs[name] for name in names.layer_outputs(layer)) for layer in range(model.metadata.sizes.num_layers)
     ]
     if recurrent:
         return None, RWKVState.left(parts, batch.attention_mask)

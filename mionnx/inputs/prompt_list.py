@@ -21,7 +21,6 @@ class PromptList:
 
     Attributes:
         ids: [seq] each, without padding.
-        past: what came before them, as many rows; None if nothing did.
         past_mask: [rows, past], 1 for tokens of the past and 0 for its padding.
     """
 
@@ -48,7 +47,7 @@ class PromptList:
         if self.past is None or self.past_mask is None:
             return ids, None, None
         width = max(map(len, ids))
-        own = np.array([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+        own = np.array([[0] * (width - size) + [1] * size for size in map(len, ids)])
         return ids, np.concatenate([self.past_mask[list(rows)], own], axis=1), self.past.select(rows)
 
 
@@ -58,9 +57,6 @@ def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | Non
     Args:
         tokens, attention_mask: as `make_token_batch` takes them; padding on either side is left out.
         past: what came before, a row each.
-
-    Raises:
-        InputError: as `make_token_batch`; the row of a list is named.
     """
     rows = entries_of(tokens)
     if rows is None or attention_mask is not None or past is not None:

@@ -77,10 +77,7 @@ class TokenBatch:
         return np.where(self.real, self.position_ids, -1)
 
     def absolute(self, position: int, row: int) -> int:
-        """A position of a row's text, counted from its start.
-
-        Args:
-            position: from 0, or negative from the end of the prompt.
+        """A position of a row's text, counted from its start; negative ones come from the end of the prompt.
 
         Raises:
             LookupError: the row has no such position, or it lies in the past.
@@ -105,24 +102,24 @@ class TokenBatch:
             return int(self.lengths[row] - self.real[row].sum())
         return 0 if self.past_lengths is None else int(self.past_lengths[row])
 
-    def absolutes(self, given: Positions, row: int) -> list[int]:
+    def absolutes(self, positions: Positions, row: int) -> list[int]:
         """Positions of a row's text, counted from its start; for a phase, those in this batch."""
-        columns: dict[int, None] = {}
-        for position in [given] if isinstance(given, str) else given:
+        absolutes: dict[int, None] = {}  # in the order given, each once
+        for position in [positions] if isinstance(positions, str) else positions:
             if isinstance(position, str):
-                columns |= dict.fromkeys(self._phase(position, row))
+                absolutes |= dict.fromkeys(self._phase(position, row))
             else:
-                columns[self.absolute(position, row)] = None
-        return list(columns)
+                absolutes[self.absolute(position, row)] = None
+        return list(absolutes)
 
     def _phase(self, phase: str, row: int) -> list[int]:
         here = self.token_positions[row]
         end = here.max() + 1 if self.prompt_lengths is None else self.prompt_lengths[row]
         return [int(at) for at in here if at >= 0 and (at < end) == (phase == "prompt")]
 
-    def columns(self, given: Positions, row: int) -> list[int | None]:
+    def columns(self, positions: Positions, row: int) -> list[int | None]:
         """The column of each position of a row's text; None for positions of another step."""
-        return [self.column_of[row].get(at) for at in self.absolutes(given, row)]
+        return [self.column_of[row].get(at) for at in self.absolutes(positions, row)]
 
     @cached_property
     def column_of(self) -> list[dict[int, int]]:
@@ -130,21 +127,13 @@ class TokenBatch:
         return [{at: column for column, at in enumerate(row)} for row in self.token_positions.tolist()]
 
     def next_step(self, ids: NDArray[np.int64]) -> "TokenBatch":
-        """The next decoding step: one new token per row.
-
-        Args:
-            ids: [batch].
-        """
+        """The next decoding step: one new token per row, `ids` [batch]."""
         mask = np.concatenate([self.attention_mask, np.ones((self.batch, 1), np.int64)], axis=1)
         return replace(self, input_ids=ids[:, None].copy(), attention_mask=mask, position_ids=self.lengths[:, None])
 
     def feeds(self) -> dict[str, NDArray[np.int64]]:
         """The inputs of the graph."""
-        return {
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-        }
+        return {name: getattr(self, name) for name in ("input_ids", "attention_mask", "position_ids")}
 
 
 def make_token_batch(
@@ -165,16 +154,16 @@ def make_token_batch(
         prompt_length: tokens of each row's prompt, past included; what follows was generated. None: all is prompt.
 
     Raises:
-        InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
-            learned.
+        InputError: more positions than were learned, or a cache of other rows.
     """
     rows = read_rows(tokens)
-    ids, mask, given = rows.ids, rows.mask, rows.chosen_mask(attention_mask)
-    if given is not None:
-        mask = _mask(rows.mask_array(given), ids, cache)
+    ids, mask, own_mask = rows.ids, rows.mask, rows.chosen_mask(attention_mask)
+    if own_mask is not None:
+        mask = _mask(rows.mask_array(own_mask), ids, cache)
         _refuse_our_padding(mask[:, -ids.shape[1] :] > rows.mask)
     if cache is not None and mask.shape[1] == ids.shape[1]:
-        _check_batch(cache, ids)
+        if len(cache.attention_mask) != len(ids):
+            raise InputError(f"the cache holds {len(cache.attention_mask)} rows, the tokens are {len(ids)}")
         mask = np.concatenate([cache.attention_mask, mask], axis=1)
     _check_ids(ids, mask[:, -ids.shape[1] :], sizes.vocab_size)
     positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
@@ -191,14 +180,16 @@ def count_rows(tokens: Any) -> int:
     return len(read_rows(tokens).ids)
 
 
-def _prompt_lengths(given: int | Sequence[int], call: TokenBatch) -> NDArray[np.int64]:
-    lengths = np.asarray(given)
+def _prompt_lengths(prompt_length: int | Sequence[int], call: TokenBatch) -> NDArray[np.int64]:
+    lengths = np.asarray(prompt_length)
     if lengths.dtype.kind not in "iu" or lengths.shape not in ((), (call.batch,)):
-        raise InputError(f"prompt_length must be an integer, or one for each of the {call.batch} rows, got {given!r}")
-    spread = np.broadcast_to(lengths, call.batch).astype(np.int64)
-    if (spread < 1).any() or (spread > call.lengths).any():
-        raise InputError(f"prompt_length {given!r}: the rows have {call.lengths.tolist()} tokens")
-    return spread
+        raise InputError(
+            f"prompt_length must be an integer, or one for each of the {call.batch} rows, got {prompt_length!r}"
+        )
+    lengths = np.broadcast_to(lengths, call.batch).astype(np.int64)
+    if (lengths < 1).any() or (lengths > call.lengths).any():
+        raise InputError(f"prompt_length {prompt_length!r}: the rows have {call.lengths.tolist()} tokens")
+    return lengths
 
 
 def _mask(mask: NDArray[Any], ids: NDArray[np.int64], cache: Past | None) -> NDArray[np.int64]:
@@ -224,11 +215,6 @@ def _refuse_our_padding(counted: NDArray[np.bool_]) -> None:
             f"attention_mask has 1 at row {row}, column {column}, which is padding: the rows have unequal lengths and "
             "are padded on the left; give a mask of each row's own length, or none"
         )
-
-
-def _check_batch(cache: Past, ids: NDArray[np.int64]) -> None:
-    if cache.attention_mask.shape[0] != ids.shape[0]:
-        raise InputError(f"the cache holds {cache.attention_mask.shape[0]} rows, the tokens are {ids.shape[0]}")
 
 
 def _check_ids(ids: NDArray[np.int64], mask: NDArray[np.int64], vocab: int) -> None:

@@ -1,13 +1,7 @@
 """Prompts as rows of ids: arrays and tensors, lists, `Tokens`, a tokenizer's encodings and dictionaries.
 
 transformers' tokenizers give a dictionary (`BatchEncoding`), `tokenizers` gives an `Encoding`; neither library is
-imported here. A dictionary's keys:
-
-* `input_ids`: the ids, in any form that a prompt has.
-* `attention_mask`: 1 for tokens, 0 for padding; the same as the parameter of that name.
-* `token_type_ids`: zeros, as tokenizers write them for one text; others are refused, since the graph has no such input.
-* `special_tokens_mask`, `offset_mapping`, `length`, `overflow_to_sample_mapping` and `num_truncated_tokens` say
-  something of the text and nothing to the model: they are left aside. Any other key is refused.
+imported here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +16,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
 
 IDS, ATTENTION_MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+# Keys of a tokenizer's dictionary that say something of the text and nothing to the model.
 ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
 
 
@@ -32,7 +27,7 @@ class TokenRows:
     Attributes:
         ids: [batch, seq], int64; a copy.
         widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
-        own_mask: the attention_mask that came with the ids, as it was given; None without one.
+        own_mask: attention mask that came with the ids, as it was given.
     """
 
     ids: NDArray[np.int64]
@@ -47,34 +42,27 @@ class TokenRows:
         columns = np.arange(self.ids.shape[1])
         return (columns >= self.ids.shape[1] - np.array(self.widths)[:, None]).astype(np.int64)
 
-    def chosen_mask(self, given: Any) -> Any:
+    def chosen_mask(self, attention_mask: Any) -> Any:
         """The attention mask to use: the parameter, or the one that came with the ids.
 
         Raises:
             InputError: both, and they differ.
         """
-        if given is None or self.own_mask is None:
-            return self.own_mask if given is None else given
-        if not np.array_equal(self.mask_array(given), self.mask_array(self.own_mask)):
+        if attention_mask is None or self.own_mask is None:
+            return self.own_mask if attention_mask is None else attention_mask
+        if not np.array_equal(self.mask_array(attention_mask), self.mask_array(self.own_mask)):
             raise InputError("attention_mask is given twice, by itself and with the ids, and the two differ")
-        return given
+        return attention_mask
 
-    def mask_array(self, given: Any) -> NDArray[Any]:
+    def mask_array(self, attention_mask: Any) -> NDArray[Any]:
         """A mask [batch, seq or total]; rows of unequal length are padded as the ids are."""
-        if _is_ragged(given) and tuple(map(len, given)) == self.widths:
-            return _padded([read_array("a row of attention_mask", row) for row in given])
-        return np.atleast_2d(read_array("attention_mask", given))
+        if _is_ragged(attention_mask) and tuple(map(len, attention_mask)) == self.widths:
+            return _padded([read_array("a row of attention_mask", row) for row in attention_mask])
+        return np.atleast_2d(read_array("attention_mask", attention_mask))
 
 
 def read_rows(tokens: Any) -> TokenRows:
-    """Rows of ids, from whatever was given.
-
-    Args:
-        tokens: ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these.
-
-    Raises:
-        InputError: no ids, or something else.
-    """
+    """Rows of ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these."""
     if isinstance(tokens, Mapping):
         return _of_dictionary(tokens)
     if _is_encoding(tokens):
@@ -96,20 +84,16 @@ def entries_of(tokens: Any) -> Sequence[Any] | None:
     return tokens if listed and any(map(_is_row, tokens)) else None
 
 
-def read_row(given: Any) -> TokenRows:
-    """One row of a list of rows.
-
-    Raises:
-        InputError: several rows, or no ids.
-    """
-    if isinstance(given, Mapping) or _is_encoding(given):
-        row = read_rows(given)
+def read_row(prompt: Any) -> TokenRows:
+    """One row of a list of rows."""
+    if isinstance(prompt, Mapping) or _is_encoding(prompt):
+        row = read_rows(prompt)
         if len(row.ids) != 1:
             raise InputError(f"each entry of a list of prompts is one row, got {len(row.ids)} in one")
         return row
-    if isinstance(given, str):
-        raise InputError(f"a list of prompts holds texts or ids, not both: {given!r} is among ids")
-    ids = read_array("a row of tokens", given)
+    if isinstance(prompt, str):
+        raise InputError(f"a list of prompts holds texts or ids, not both: {prompt!r} is among ids")
+    ids = read_array("a row of tokens", prompt)
     if ids.ndim != 1:
         raise InputError(f"each row of tokens must be [seq], got shape {list(ids.shape)}")
     if ids.size == 0:
@@ -124,46 +108,42 @@ def _of_rows(rows: list[TokenRows]) -> TokenRows:
     return TokenRows(ids, tuple(row.widths[0] for row in rows), own if masked else None)
 
 
-def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
-    if IDS not in given:
-        if "role" in given:
+def _of_dictionary(dictionary: Mapping[Any, Any]) -> TokenRows:
+    if IDS not in dictionary:
+        if "role" in dictionary:
             raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
-        raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
+        raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, dictionary))}")
     keys = (IDS, ATTENTION_MASK, TYPES)
-    for key in given:
-        if key not in (*keys, *ASIDE) and given[key] is not None:
+    for key in dictionary:
+        if key not in (*keys, *ASIDE) and dictionary[key] is not None:
             choice = nearest(str(key), keys) or f"; it may have {', '.join(keys)}"
             raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
-    rows = read_rows(given[IDS])
-    refuse_types(given.get(TYPES))
-    own = given.get(ATTENTION_MASK)
+    rows = read_rows(dictionary[IDS])
+    refuse_types(dictionary.get(TYPES))
+    own = dictionary.get(ATTENTION_MASK)
     return rows if own is None else TokenRows(rows.ids, rows.widths, rows.chosen_mask(own))
 
 
-def refuse_types(given: Any) -> None:
-    """Refuse token types other than 0.
-
-    Raises:
-        InputError: the graph has no input for them.
-    """
-    parts = [] if given is None else given if _is_ragged(given) else [given]
+def refuse_types(types: Any) -> None:
+    """Refuse token types other than the zeros that tokenizers write for one text: the graph has no input for them."""
+    parts = [] if types is None else types if _is_ragged(types) else [types]
     if any(read_array(TYPES, part).astype(bool).any() for part in parts):
         raise InputError(f"{TYPES} holds other numbers than 0, and the model has no such input: leave it out")
 
 
-def is_one_prompt(given: Any) -> bool:
+def is_one_prompt(value: Any) -> bool:
     """Whether a value is one prompt, not a list: a text, an encoding or a dictionary."""
-    return isinstance(given, str | Mapping) or _is_encoding(given)
+    return isinstance(value, str | Mapping) or _is_encoding(value)
 
 
-def _is_encoding(given: Any) -> bool:
+def _is_encoding(value: Any) -> bool:
     """Whether a value is an encoding: `Tokens`, `tokenizers.Encoding`, a World one."""
-    return isinstance(given, Tokens) or (hasattr(given, "ids") and hasattr(given, "offsets"))
+    return isinstance(value, Tokens) or (hasattr(value, "ids") and hasattr(value, "offsets"))
 
 
-def _of_encoding(given: Any) -> TokenRows:
-    row = read_row(given.ids)
-    mask = getattr(given, ATTENTION_MASK, None)
+def _of_encoding(encoding: Any) -> TokenRows:
+    row = read_row(encoding.ids)
+    mask = getattr(encoding, ATTENTION_MASK, None)
     return row if mask is None else TokenRows(row.ids, row.widths, mask)
 
 
@@ -172,18 +152,14 @@ def _is_row(entry: Any) -> bool:
     return _is_encoding(entry) or (hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0)
 
 
-def _is_ragged(given: Any) -> bool:
-    return isinstance(given, list | tuple) and all(map(_is_row, given)) and len({*map(len, given)}) > 1
+def _is_ragged(rows: Any) -> bool:
+    return isinstance(rows, list | tuple) and all(map(_is_row, rows)) and len({*map(len, rows)}) > 1
 
 
-def read_array(what: str, given: Any) -> NDArray[Any]:
-    """An array or a tensor of ids as a numpy array; its dtype is not checked.
-
-    Raises:
-        InputError: no array, with `what` as its name.
-    """
+def read_array(what: str, array: Any) -> NDArray[Any]:
+    """An array or a tensor of ids as a numpy array; its dtype is not checked."""
     try:
-        return to_array(given)
+        return to_array(array)
     except ValueError as error:
         raise InputError(f"{what} must be an array of integers: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine import memory
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.caller import caller_level
 from mionnx.machine.typed import typed
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -27,6 +29,7 @@ FACTOR = 2**14  # by which all rules of a part of a tokenizer together may multi
 ADDED = 2**20  # bytes that they may add to it
 SLOW_LENGTH = 2**16  # characters of a text that takes so long that Ctrl-C may come meanwhile: some 0.05 s
 TAKEN = 80  # bytes that the library takes for a character, at the least: 84 to 270 with world-llama and SmolLM2
+WORDS_NAMED = 5  # unknown words that a warning names
 STEP = 0.1  # seconds after which Ctrl-C is heard where waiting for a lock does not hear it, as on Windows
 
 
@@ -104,11 +107,7 @@ class Tokens(Brief):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
-    """Load `tokenizer.json` of a model's folder, or the vocabulary of RWKV's World models.
-
-    Raises:
-        TokenizerError: there is none, or it is damaged.
-    """
+    """Load `tokenizer.json` of a model's folder, or the vocabulary of RWKV's World models."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         vocabulary = find_vocabulary(folder)
@@ -132,17 +131,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
 
 
 def check_growth(tokenizer: Tokenizer, path: Path) -> None:
-    """Check that no part of a tokenizer makes a text longer without bound.
-
-    Each `Replace` of a normalizer or a decoder may make a text longer, and those of a sequence multiply: 28 that make
-    two letters of one make 256 MB of a letter, in a call that nothing interrupts.
-
-    Args:
-        tokenizer: as its file says, not used yet.
-
-    Raises:
-        TokenizerError: a part does.
-    """
+    """Refuse a tokenizer of which a part makes a text longer without bound."""
+    # Each `Replace` may make a text longer, and those of a sequence multiply: 28 that make two letters of one make
+    # 256 MB of a letter, in a call that nothing interrupts.
     for name in ("normalizer", "decoder", "post_processor"):
         part = getattr(tokenizer, name)
         factor, added = (1, 0) if part is None else _growth(json.loads(part.__getstate__()), 1, 0)
@@ -207,14 +198,9 @@ def copy_tokenizer(file: Path, target: Path) -> None:
 def encode(
     tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True
 ) -> Encoding | WorldEncoding:
-    """Tokenise one text, which may have no tokens; Ctrl-C is heard meanwhile.
-
-    A text longer than a pass holds is refused by its tokens, not by its letters: rules may drop letters, and an unknown
-    word of any length is one token, so that its length alone bounds nothing.
-
-    Raises:
-        InputError: memory does not hold the tokens of so long a text.
-    """
+    """Tokenise one text, which may have no tokens; Ctrl-C is heard meanwhile."""
+    # Only what memory does not hold is refused by its letters: rules may drop letters, and an unknown word of any
+    # length is one token, so that the length of a text bounds no number of tokens.
     if len(text) > SLOW_LENGTH and (need := TAKEN * len(text)) > (free := memory.available()):
         raise InputError(
             f"a text of {len(text):,} characters needs {memory.format_bytes(need)} or more to be tokenised, and "
@@ -227,10 +213,7 @@ def encode(
 
 
 def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Encoding:
-    """Tokenise a text in a thread; the calling one stays in Python.
-
-    There an exception can reach it. Nothing stops the library: after Ctrl-C it goes on with the text, for nothing.
-    """
+    """Tokenise a text in a thread; the calling one stays in Python, where an exception can reach it."""
     future: Future[Encoding] = Future()
 
     def work() -> None:
@@ -239,6 +222,7 @@ def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> 
         except BaseException as error:  # Rust's panics too
             future.set_exception(error)
 
+    # a daemon: nothing stops the library, which goes on with the text after Ctrl-C
     Thread(target=work, name="mionnx tokens", daemon=True).start()
     while not future.done():
         wait([future], timeout=STEP)
@@ -253,11 +237,7 @@ def decode(tokenizer: Decoder, ids: Sequence[int], skip_special_tokens: bool = T
 
 
 def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
-    """The id of a text that is one token, white space around it aside.
-
-    Raises:
-        InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
-    """
+    """The id of a text that is one token, white space around it aside."""
     ids = encode(tokenizer, text, add_special_tokens=False).ids
     if len(ids) != 1:
         raise InputError(f"{text!r} is {len(ids)} tokens, not one")
@@ -268,14 +248,51 @@ def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
 
 
 def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True) -> Tokens:
-    """Tokenise one text, with the special tokens that the tokenizer adds if asked for.
-
-    Raises:
-        TokenizerError: the text has no tokens, or see `encode`.
-    """
+    """Tokenise one text that has tokens, with the special tokens that the tokenizer adds or without them."""
     encoding = encode(tokenizer, text, add_special_tokens)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {spelled(text)} is empty: it has no tokens")
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
     pieces = [texts[token] for token in encoding.ids]
     return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), pieces)
+
+
+class UnknownWordWarning(UserWarning):
+    """Words outside the vocabulary: the model reads its token for unknown words instead."""
+
+
+class UnknownWords:
+    """Warns of unknown words, the first time that a model is given some."""
+
+    def __init__(self, tokenizer: Tokenizer | WorldTokenizer, model: str) -> None:
+        self.token: str | None = None  # where the tokenizer knows every text
+        self._id: int | None = None
+        if not isinstance(tokenizer, WorldTokenizer) and (token := _unknown_token(tokenizer)) is not None:
+            self.token, self._id = token, tokenizer.token_to_id(token)
+        self.model = model
+        self._warned = False
+
+    def look(self, tokens: Tokens) -> None:
+        """Warn of the unknown words of a text; one that the text itself spells `<unk>` is none."""
+        if self._warned or self._id is None or self._id not in tokens.ids:
+            return
+        spans = (span for token, span in zip(tokens.ids.tolist(), tokens.offsets, strict=True) if token == self._id)
+        words = [*dict.fromkeys(tokens.text[slice(*span)].strip() for span in spans)]
+        words = [word for word in words if word and word != self.token]
+        if words:
+            self._warned = True
+            more = f" and {len(words) - WORDS_NAMED} more" if len(words) > WORDS_NAMED else ""
+            warnings.warn(
+                f"not in the vocabulary of {self.model}: {', '.join(map(repr, words[:WORDS_NAMED]))}{more}; the model "
+                f"reads {self.token} instead (said once for a model)",
+                UnknownWordWarning,
+                stacklevel=caller_level(),
+            )
+
+
+def _unknown_token(tokenizer: Tokenizer) -> str | None:
+    """The token that a tokenizer writes for unknown words."""
+    if type(tokenizer.model).__name__ != "Unigram":
+        return getattr(tokenizer.model, "unk_token", None)
+    model = json.loads(tokenizer.to_str())["model"]  # the library shows it nowhere else
+    return None if model.get("unk_id") is None else str(model["vocab"][model["unk_id"]][0])

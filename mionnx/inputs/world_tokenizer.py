@@ -53,11 +53,7 @@ class WorldTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> "WorldTokenizer":
-        """Read a vocabulary file.
-
-        Raises:
-            TokenizerError: it is missing or damaged.
-        """
+        """Read a vocabulary file."""
         try:
             with path.open(encoding="utf-8") as file:
                 return cls(dict(_entry(line, number, path) for number, line in enumerate(file, 1) if line.strip("\n")))
@@ -69,13 +65,7 @@ class WorldTokenizer:
         return max(self._bytes, default=0) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Tokenise a text.
-
-        No token is added: `add_special_tokens` is there because the library has it.
-
-        Raises:
-            TokenizerError: a byte that no token begins with, or half of a surrogate pair.
-        """
+        """Tokenise a text; `add_special_tokens` is there because the library has it, and adds none."""
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
@@ -132,11 +122,7 @@ def _entry(line: str, number: int, path: Path) -> tuple[int, bytes]:
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The World vocabulary in a model's folder: `rwkv_vocab*.txt`, or a `vocab.txt` that is one.
-
-    Raises:
-        TokenizerError: a file of that name is no regular one, or lies outside the folder.
-    """
+    """The World vocabulary in a model's folder: `rwkv_vocab*.txt`, or a `vocab.txt` that is one."""
     try:
         files = files_beside(folder, ["rwkv_vocab*.txt", "vocab.txt"])
     except ModelError as error:

@@ -14,9 +14,9 @@ from mionnx.bind.bound_spec import BoundSpec
 from mionnx.engine.cuda_graphs import padded
 from mionnx.engine.engine import Program
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch
-from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import refuse_too_large
 from mionnx.run.call_graph import open_call

@@ -21,8 +21,8 @@ from mionnx.rewrite.plan import GRADIENT, METRIC, TOP_IDS
 
 if TYPE_CHECKING:
     from mionnx.bind.bound_spec import BoundSpec
+    from mionnx.inputs.layer_cache import Value
     from mionnx.inputs.token_batch import TokenBatch
-    from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
 BEFORE_SUFFIX = ".before"  # ends the names of values before their interventions

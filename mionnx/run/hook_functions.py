@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.bind.attention_mask import of_texts
+from mionnx.bind.knockout_mask import of_texts
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.axes import KEYS, format_shape
 from mionnx.graph.dataflow import Dataflow

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InputError, InterventionError, ModelError
-from mionnx.inputs.value import Value
+from mionnx.inputs.layer_cache import Value
 from mionnx.run.hook_cache import HookCache
 from mionnx.spec.hook_spec import HookSpec
 

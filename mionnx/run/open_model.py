@@ -16,9 +16,8 @@ from mionnx.errors import InputError, ModelError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.packed_weight import at_accuracy_level
-from mionnx.inputs import tokens
 from mionnx.inputs.chat_template import ChatTemplate, load_chat_template
-from mionnx.inputs.unknown_words import UnknownWords
+from mionnx.inputs.tokens import UnknownWords, load_tokenizer
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine.caller import caller_level
 from mionnx.machine.disk_cache import DiskCache
@@ -54,7 +53,7 @@ class OpenModel:
     @once_property
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
         """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model."""
-        return tokens.load_tokenizer(self.hooked.folder)
+        return load_tokenizer(self.hooked.folder)
 
     @once_property
     def unknown_words(self) -> UnknownWords:

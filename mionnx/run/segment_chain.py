@@ -24,7 +24,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.report import Report
-from mionnx.inputs.value import Value
+from mionnx.inputs.layer_cache import Value
 from mionnx.rewrite.plan import Plan
 from mionnx.run.graph_memory import SEGMENT
 

@@ -11,9 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.machine.arrays import read_dtype, zeros
 from mionnx.machine.brief import Brief
-from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import shown, typed
+from mionnx.spec.limits import indices_of
 
 MOST_INDICES = 2**16  # layers, or heads, of any model
 
@@ -27,7 +27,7 @@ class LayerTargets(Brief, Storable):
 
     def __post_init__(self) -> None:
         if self.layers_ is not None:
-            self.layers_ = naturals("layer", self.layers_)
+            self.layers_ = [*indices_of("layers", self.layers_)]
 
     def layer(self, layer: int) -> Self:
         """Add one layer."""
@@ -35,7 +35,7 @@ class LayerTargets(Brief, Storable):
 
     def layers(self, layers: Iterable[int]) -> Self:
         """Add layers."""
-        self.layers_ = [*(self.layers_ or []), *naturals("layer", layers)]
+        self.layers_ = [*(self.layers_ or []), *indices_of("layers", layers)]
         return self
 
     def layer_range(self, start: int, end: int) -> Self:
@@ -47,11 +47,7 @@ class LayerTargets(Brief, Storable):
         return self.layers(range(start, start + at_most("layers", end + 1 - start)))
 
     def target_layers(self, num_layers: int) -> list[int]:
-        """The selected layers of a model with `num_layers` layers.
-
-        Raises:
-            InterventionError: a layer that the model does not have.
-        """
+        """The selected layers of a model with `num_layers` layers; others are refused."""
         if self.layers_ is None:
             return list(range(at_most("layers", num_layers)))
         if max(self.layers_) >= num_layers:
@@ -67,8 +63,24 @@ class LayerTargets(Brief, Storable):
 
 
 @typed(InterventionError)
+class HeadTargets:
+    """Heads, chained: `.head(0).heads([2, 5])`; all heads by default."""
+
+    heads_: list[int] | None
+
+    def head(self, head: int) -> Self:
+        """Add one head."""
+        return self.heads([head])
+
+    def heads(self, heads: Iterable[int]) -> Self:
+        """Add heads."""
+        self.heads_ = [*(self.heads_ or []), *indices_of("heads", heads)]
+        return self
+
+
+@typed(InterventionError)
 @dataclass(repr=False)
-class KnockoutSpec(LayerTargets):
+class KnockoutSpec(LayerTargets, HeadTargets):
     """Attention edges to knock out: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
 
     Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
@@ -82,16 +94,7 @@ class KnockoutSpec(LayerTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads_ is not None:
-            self.heads_ = naturals("head", self.heads_)
-
-    def head(self, head: int) -> Self:
-        """Add one head."""
-        return self.heads([head])
-
-    def heads(self, heads: Iterable[int]) -> Self:
-        """Add heads."""
-        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
-        return self
+            self.heads_ = [*indices_of("heads", self.heads_)]
 
     def edge(self, query: int, key: int) -> Self:
         """Cut one edge: the query at one position cannot read the key at another."""
@@ -109,11 +112,7 @@ class KnockoutSpec(LayerTargets):
         return self
 
     def length_of_any_text(self) -> int:
-        """Number of positions of the mask for texts of any length.
-
-        Raises:
-            InterventionError: a position that counts from a text's end, or edges of all later positions.
-        """
+        """Number of positions of the mask for texts of any length."""
         for query, key in self.edges:
             if query is None or min(query, key or 0) < 0:
                 raise InterventionError(
@@ -123,24 +122,8 @@ class KnockoutSpec(LayerTargets):
         return 1 + max(query for query, _ in self.edges if query is not None)
 
 
-def naturals(what: str, values: Iterable[int]) -> list[int]:
-    """Check that `values` are integers of 0 or above, at least one.
-
-    Raises:
-        InterventionError: there are none, or others.
-    """
-    integers = [whole(what, value) for value in listed(what, values, InterventionError)]
-    if not integers or min(integers) < 0:
-        raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {integers}")
-    return integers
-
-
 def whole(what: str, value: int) -> int:
-    """Check that `value` is an integer.
-
-    Raises:
-        InterventionError: it is not.
-    """
+    """Check that `value` is an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -148,22 +131,14 @@ def whole(what: str, value: int) -> int:
 
 
 def at_most(what: str, number: int) -> int:
-    """Check that a model can have so many layers or heads: a list of them is made.
-
-    Raises:
-        InterventionError: too many, or a negative number.
-    """
+    """Check that a model can have so many layers or heads, before a list of them is made."""
     if not 0 <= number <= MOST_INDICES:
         raise InterventionError(f"{number} {what}: a model has 0 to {MOST_INDICES}")
     return number
 
 
 def parse_edges(text: str) -> KnockoutSpec:
-    """Parse edges of a command line: QUERY>KEY, comma separated, `*` for all of one side.
-
-    Raises:
-        InterventionError: the text is not understood.
-    """
+    """Parse edges of a command line: QUERY>KEY, comma separated, `*` for all of one side."""
     spec = KnockoutSpec()
     for edge in text.split(","):
         query, arrow, key = edge.partition(">")
@@ -233,39 +208,36 @@ def _floating(dtype: DTypeLike) -> "np.dtype[Any]":
     return kind
 
 
-def _lengths(given: int | Sequence[int]) -> list[int]:
-    entries = [given] if isinstance(given, int | np.integer) else given
+def _lengths(seq_len: int | Sequence[int]) -> list[int]:
+    entries = [seq_len] if isinstance(seq_len, int | np.integer) else seq_len
     if not isinstance(entries, Iterable) or isinstance(entries, str):
-        raise InterventionError(f"a length is an integer, or one for each row, got {given!r}")
+        raise InterventionError(f"a length is an integer, or one for each row, got {seq_len!r}")
     lengths = [whole("length", entry) for entry in entries]
     if not lengths or min(lengths) < 1:
-        raise InterventionError(f"a text has a length of at least 1, got {given!r}")
+        raise InterventionError(f"a text has a length of at least 1, got {seq_len!r}")
     return lengths
 
 
 def _blocked(spec: KnockoutSpec, length: int) -> NDArray[np.bool_]:
     """[length, length]: the edges of a text that are cut."""
     blocked = np.zeros((length, length), bool)
-    for query, key in spec.edges:
-        _block(blocked, _index(query, length), _index(key, length))
+    for edge in spec.edges:
+        query, key = (_index(position, length) for position in edge)
+        if query is not None and key is not None:
+            if key > query:
+                raise InterventionError(
+                    f"edge({query}, {key}): a query never reads a later key, so there is nothing to knock out"
+                )
+            blocked[query, key] = True
+        elif query is not None:
+            if query == 0:
+                raise InterventionError("from_position(0): the first position reads only itself")
+            blocked[query, :query] = True
+        elif key is not None:
+            if key == length - 1:
+                raise InterventionError(f"to_position({key}): no later position reads the last one")
+            blocked[key + 1 :, key] = True
     return blocked
-
-
-def _block(blocked: NDArray, query: int | None, key: int | None) -> None:
-    if query is not None and key is not None:
-        if key > query:
-            raise InterventionError(
-                f"edge({query}, {key}): a query never reads a later key, so there is nothing to knock out"
-            )
-        blocked[query, key] = True
-    elif query is not None:
-        if query == 0:
-            raise InterventionError("from_position(0): the first position reads only itself")
-        blocked[query, :query] = True
-    elif key is not None:
-        if key == len(blocked) - 1:
-            raise InterventionError(f"to_position({key}): no later position reads the last one")
-        blocked[key + 1 :, key] = True
 
 
 def _index(position: int | None, seq_len: int) -> int | None:

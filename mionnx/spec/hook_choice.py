@@ -1,4 +1,4 @@
-"""`HookChoice`: the hook points that a request of a spec means, by name, glob or predicate."""
+"""`HookChoice`: the hook points that a request of a spec means, by name, glob or predicate; `Capture` reads them."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from mionnx.errors import HookError, SpecFileError
+from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint, nearest_hook
+from mionnx.graph.metadata import DTYPE_NAMES
 from mionnx.machine.brief import spelled
 from mionnx.machine.ranges import listed
+from mionnx.spec.limits import Indices, check_indices
 
 Predicate = Callable[[str], bool]
 Hook = HookPoint | str
@@ -34,11 +36,7 @@ class HookChoice:
 
     @property
     def text(self) -> str:
-        """Name or glob, as a spec file has it.
-
-        Raises:
-            SpecFileError: a predicate.
-        """
+        """Name or glob, as a spec file has it; a predicate is refused."""
         if callable(self.what):
             raise SpecFileError(f"{self.title} by predicate cannot be saved: name the hook points, or use a glob")
         return str(self.what)
@@ -75,26 +73,19 @@ def _names_one(glob: str) -> bool:
 
 
 def each(hooks: Hooks) -> Iterator[HookPoint | str | Predicate]:
-    """Each hook point, glob or predicate of those that `capture` or `intervene` is given.
-
-    Raises:
-        HookError: an empty list, or a dictionary.
-    """
+    """Each hook point, glob or predicate of those that `capture` or `intervene` is given."""
     if isinstance(hooks, HookPoint | str) or callable(hooks) or not isinstance(hooks, Iterable):
         several = [hooks]
     elif isinstance(hooks, Mapping) or not (several := listed("hook points", hooks, HookError)):
-        given = spelled(hooks)
-        raise HookError(f"hook points are a name, a glob, a function of the name, or a list of these, not {given}")
+        raise HookError(
+            f"hook points are a name, a glob, a function of the name, or a list of these, not {spelled(hooks)}"
+        )
     for hook in several:
         yield hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
 
 
 def resolve(request: HookChoice, names: Iterable[str]) -> list[str]:
-    """The hook points of a model that a request means.
-
-    Raises:
-        HookError: none; the message names the nearest one.
-    """
+    """The hook points of a model that a request means, at least one."""
     names = list(names)
     selected = [name for name in names if request.selects(name)]
     if selected:
@@ -105,3 +96,43 @@ def resolve(request: HookChoice, names: Iterable[str]) -> list[str]:
             f"names, such as {names[len(names) // 2]!r}"
         )
     raise HookError(f"the model has no hook point {str(request)!r}{nearest_hook(str(request), names)}")
+
+
+@dataclass(frozen=True)
+class Capture(HookChoice):
+    """One capture request: hook point, glob over names or predicate on them; limits; a dtype."""
+
+    before: bool = False
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    title: ClassVar[str] = "a capture"
+
+    def to_entry(self) -> dict[str, Any]:
+        """The capture's entry in a spec file."""
+        limits = {"positions": self.positions, "heads": self.heads, "dtype": self.dtype}
+        limited = {name: limit for name, limit in limits.items() if limit is not None}
+        return {"hook": self.text, "before": self.before, **limited}
+
+
+def requests_of(
+    hook: Hooks, before: bool, positions: Indices | None, heads: Indices | None, dtype: str | None = None
+) -> list[Capture]:
+    """Make the requests of a capture or gradient, one for each hook point, glob or predicate."""
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise InterventionError(f"dtype={dtype!r}; one of {', '.join(DTYPE_NAMES)}{nearest(str(dtype), DTYPE_NAMES)}")
+    limits = check_indices("positions", positions), check_indices("heads", heads)
+    return [Capture(what, before, *limits, dtype) for what in each(hook)]
+
+
+def add_new(requests: list[Capture], others: Iterable[Capture]) -> None:
+    """Append those of the others that are not there yet."""
+    for request in others:
+        if request not in requests:
+            requests.append(request)
+
+
+def described(request: Capture) -> str:
+    """A request as a summary shows it."""
+    return f"{request}{' before' * request.before}{f' as {request.dtype}' if request.dtype else ''}"

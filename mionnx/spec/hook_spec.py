@@ -20,16 +20,13 @@ from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
-from mionnx.spec.capture import Capture, add_new, described, requests_of
-from mionnx.spec.declaration import fill
-from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
+from mionnx.spec.hook_choice import Capture, Hook, HookChoice, Hooks, add_new, described, each, requests_of
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec, Tokens
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
-MOST_INTERVENTIONS = (
-    2000  # interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long
-)
+# Interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long.
+MOST_INTERVENTIONS = 2000
 
 Where = HookPoint | HookChoice
 
@@ -127,9 +124,9 @@ class HookSpec(Brief, Storable, Translated):
             position: of each row's own text, at which the logits are read; the last if left out. "loss", and a
                 cotangent for every logit, read all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
-            seed: of "cotangent", the derivative by the logits of a number that is no metric here, [vocab], [batch,
+            cotangent: of "cotangent", the derivative by the logits of a number that is no metric here, [vocab], [batch,
                 vocab] or [batch, seq, vocab]; with `of`, in that value's shape.
-            at: of "cotangent", a hook point whose value takes the place of the logits.
+            of: of "cotangent", a hook point whose value takes the place of the logits.
             rules: "gradient", the derivatives, or propagation rules in their place: "frozen_norm", "relp",
                 "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
@@ -166,10 +163,8 @@ class HookSpec(Brief, Storable, Translated):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
         chosen = [what if isinstance(what, HookPoint) else HookChoice(what) for what in each(hook)]
         for where in chosen:
-            if (
-                len(self.interventions) >= MOST_INTERVENTIONS
-                and sum(other == where for other, _ in self.interventions) >= MOST_INTERVENTIONS
-            ):
+            several = len(self.interventions) >= MOST_INTERVENTIONS  # spares short specs the comparisons
+            if several and sum(other == where for other, _ in self.interventions) >= MOST_INTERVENTIONS:
                 raise HookError(
                     f"{where} has {MOST_INTERVENTIONS:,} interventions, the most: a value may have an entry a position"
                 )
@@ -179,9 +174,6 @@ class HookSpec(Brief, Storable, Translated):
     def set_state_knockout(self, *specs: StateKnockoutSpec) -> HookSpec:
         """Register knockouts of tokens' writes into an RWKV state; each of them applies.
 
-        Raises:
-            HookError: something else than a `StateKnockoutSpec`.
-
         Example:
             spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(0).layer(3))
         """
@@ -190,9 +182,6 @@ class HookSpec(Brief, Storable, Translated):
 
     def set_state_steering(self, *specs: StateSteeringSpec) -> HookSpec:
         """Register scales of tokens' writes into an RWKV state; where several apply, they multiply.
-
-        Raises:
-            HookError: something else than a `StateSteeringSpec`.
 
         Example:
             spec = HookSpec().set_state_steering(StateSteeringSpec(2.0).position(0).head(1))
@@ -238,7 +227,10 @@ class HookSpec(Brief, Storable, Translated):
 
     def has_intervention_at(self, hook: Hook) -> bool:
         """Whether any intervention targets a hook point."""
-        return any(_targets(where, str(hook)) for where, _ in self.interventions)
+        places = (where for where, _ in self.interventions)
+        return any(
+            where.name == str(hook) if isinstance(where, HookPoint) else where.selects(str(hook)) for where in places
+        )
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.captures), "capture"), count(len(self.interventions), "intervention"))
@@ -269,20 +261,12 @@ class HookSpec(Brief, Storable, Translated):
         write_atomic(Path(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The bytes of the file that `save` writes; equal specs have equal bytes.
-
-        Raises:
-            SpecFileError: a capture or intervention by predicate, or a dtype that safetensors does not have.
-        """
+        """The bytes of the file that `save` writes; equal specs have equal bytes."""
         return spec_file.serialise(*self._declaration())
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the file that `save` writes, hexadecimal; equal specs have equal ones.
-
-        Raises:
-            SpecFileError: a capture or intervention by predicate, or a dtype that safetensors does not have.
-        """
+        """SHA-256 of the file that `save` writes, hexadecimal; equal specs have equal ones."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def _declaration(self) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
@@ -292,15 +276,15 @@ class HookSpec(Brief, Storable, Translated):
             for n, (_, intervention) in enumerate(self.interventions)
             for name, array in intervention.rules.stored(intervention).items()
         }
-        metric = [] if self.metric is None else [self.metric]
-        tensors |= {f"metric.{name}": array for one in metric for name, array in one.tensors.items()}
+        if self.metric is not None:
+            tensors |= {f"metric.{name}": array for name, array in self.metric.tensors.items()}
         declaration = {
             "captures": [request.to_entry() for request in self.captures],
             "interventions": [intervention.to_entry(_text(where)) for where, intervention in self.interventions],
             "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
             "gradients": [request.to_entry() for request in self.gradients],
-            "metric": [one.to_entry() for one in metric],
+            "metric": [] if self.metric is None else [self.metric.to_entry()],
         }
         return declaration, tensors
 
@@ -309,7 +293,7 @@ class HookSpec(Brief, Storable, Translated):
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> HookSpec:
-        return fill(HookSpec(), **contents)
+        return spec_file.fill(HookSpec(), **contents)
 
     @staticmethod
     def load(path: str | Path) -> HookSpec:
@@ -322,14 +306,10 @@ class HookSpec(Brief, Storable, Translated):
         Example:
             spec = HookSpec.load("spec.safetensors")
         """
-        return spec_file.load(path, lambda declaration, tensors: fill(HookSpec(), declaration, tensors))
+        return spec_file.load(path, HookSpec())
 
 
 Spec = TypeVar("Spec")
-
-
-def _targets(where: Where, name: str) -> bool:
-    return where.name == name if isinstance(where, HookPoint) else where.selects(name)
 
 
 def _text(where: Where) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -49,39 +50,37 @@ def checked(limits: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_indices(what: str, indices: Indices | None) -> tuple[int, ...] | None:
-    """Indices as a tuple; None stays None.
+    """Indices as a tuple; None stays None."""
+    return None if indices is None else indices_of(what, indices)
 
-    Raises:
-        InterventionError: none at all, something else than integers, or negative ones that are no positions.
-    """
-    if indices is None:
-        return None
+
+def indices_of(what: str, indices: Indices) -> tuple[int, ...]:
+    """One or more integers as a tuple; of "positions" alone they may be negative."""
     if isinstance(indices, Mapping):
         raise InterventionError(f"{what} must be one or more integers, got the dictionary {indices!r:.60}")
     indices = _plain(indices)
     entries = tuple(listed(what, indices, InterventionError)) if isinstance(indices, Iterable) else (indices,)
-    if not entries or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in entries):
+    try:
+        numbers = tuple(operator.index(entry) for entry in entries if not isinstance(entry, bool))
+    except TypeError:
+        numbers = ()
+    if not entries or len(numbers) < len(entries):
         raise InterventionError(f"{what} must be one or more integers, got {shown(entries)}")
-    if what != "positions" and min(entries) < 0:
+    if what != "positions" and min(numbers) < 0:
         raise InterventionError(f"{what} are counted from 0, got {shown(entries)}")
-    return tuple(int(i) for i in entries)
+    return numbers
 
 
-def check_positions(positions: Positions | None) -> tuple[Any, ...] | str | None:
-    """Positions as a tuple, as a tuple of one tuple a batch row, or a phase by name.
-
-    Raises:
-        InterventionError: an unknown phase, or something else than integers.
-    """
-    positions = _plain(positions)
+def check_positions(limit: Positions | None) -> tuple[Any, ...] | str | None:
+    """Positions as a tuple, as a tuple of one tuple a batch row, or a phase by name."""
+    positions: Any = _plain(limit)
     if isinstance(positions, str):
         if positions not in PHASES:
             raise InterventionError(f"no phase {positions!r}, only {' and '.join(PHASES)}{nearest(positions, PHASES)}")
         return positions
-    given: Any = positions
-    if not isinstance(given, Iterable) or isinstance(given, Mapping):
-        return check_indices("positions", given)
-    entries = listed("positions", given, InterventionError)
+    if not isinstance(positions, Iterable) or isinstance(positions, Mapping):
+        return check_indices("positions", positions)
+    entries = listed("positions", positions, InterventionError)
     if entries and not any(entry is None or isinstance(entry, int | np.integer) for entry in entries):
         return tuple(check_indices("positions", row) for row in entries)
     return check_indices("positions", entries)

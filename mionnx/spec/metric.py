@@ -31,24 +31,13 @@ GRADIENT_RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "fro
 
 
 class MetricSpec:
-    """A metric, one number a row, by its name and what it reads.
+    """A metric, one number a row, by its name and what it reads; see `HookSpec.set_metric`.
 
     Attributes:
         name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
             the mean of the negative log-probabilities of a row's own next tokens, or "cotangent", the sum of logits
             times numbers.
-        answer, versus: tokens, as ids or texts, one for all rows or one a row.
-        position: of each row's text, at which the logits are read, the last by default; None where all are ("loss", a
-            cotangent for all logits) or none (`of`).
-        reference: of "kl", logits [vocab] or [batch, vocab].
-        cotangent: of "cotangent", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq,
-            vocab]; the last has one for every logit that the call computes. With `of`, in the shape of that value.
-        of: of "cotangent", the name of the hook point whose value is summed in the place of the logits; None for these.
-        rules: the name of the rules of going back, of `GRADIENT_RULES`: "gradient" has the derivatives.
-
-    Raises:
-        GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
-            numbers of another shape, or unknown rules.
+        position: at which the logits are read; None where all are ("loss", a cotangent for all logits) or none (`of`).
     """
 
     def __init__(
@@ -91,11 +80,6 @@ class MetricSpec:
         where = {name: value for name, value in (("position", self.position), ("of", self.of)) if value is not None}
         return {"name": self.name, "rules": self.rules, **tokens, **where}
 
-    @staticmethod
-    def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
-        """The metric of an entry."""
-        return MetricSpec(**{**entry, **tensors})
-
     def __str__(self) -> str:
         words = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
         words += [] if self.of is None else [f"of={self.of}"]
@@ -103,11 +87,7 @@ class MetricSpec:
 
 
 def check_metric(name: str) -> None:
-    """Check the name of a metric.
-
-    Raises:
-        GradientError: an unknown metric, or one without a gradient.
-    """
+    """Refuse an unknown metric, or one without a gradient."""
     if reason := NO_GRADIENT.get(name):
         raise GradientError(f"metric {name!r} has no gradient: {reason}; there are {', '.join(READS)}")
     if name not in READS:
@@ -115,11 +95,7 @@ def check_metric(name: str) -> None:
 
 
 def check_rules(rules: str) -> None:
-    """Check the name of a set of rules.
-
-    Raises:
-        GradientError: an unknown one.
-    """
+    """Refuse an unknown set of rules."""
     if rules not in GRADIENT_RULES:
         raise GradientError(
             f"no rules {rules!r}; there are {', '.join(GRADIENT_RULES)}{nearest(str(rules), GRADIENT_RULES)}"
@@ -141,13 +117,9 @@ def _each(tokens: Tokens, token_id: Callable[[Token], int]) -> Tokens:
     return None if tokens is None else token_id(tokens)
 
 
-def _check_read(name: str, given: Mapping[str, Any]) -> None:
-    """Check the parts of a metric against those it reads.
-
-    Raises:
-        GradientError: a part is missing, or not read.
-    """
-    for part, value in given.items():
+def _check_read(name: str, parts: Mapping[str, Any]) -> None:
+    """Check the parts of a metric against those that it reads."""
+    for part, value in parts.items():
         if value is None and part in READS[name]:
             raise GradientError(f"metric {name!r} needs {part}=")
         if value is not None and part not in READS[name]:
@@ -155,11 +127,7 @@ def _check_read(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: str | None) -> int | None:
-    """The position of the logits to read; None for all of them, or none.
-
-    Raises:
-        GradientError: no integer, or a position that nothing would read.
-    """
+    """The position of the logits to read; None for all of them, or none."""
     read = "the loss reads every position" if name in READS_ALL else None
     if of is not None:
         read = f"the value at {of} is read, and no logits"
@@ -167,20 +135,18 @@ def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: s
         read = f"a cotangent {list(cotangent.shape)} has numbers for every position"
     if read and position is not None:
         raise GradientError(f"position={position} has no effect: {read}")
-    return None if read else -1 if position is None else _whole(position)
-
-
-def _whole(position: object) -> int:
+    if read:
+        return None
     try:
-        return operator.index(position)  # type: ignore[arg-type]
+        return -1 if position is None else operator.index(position)  # type: ignore[arg-type]
     except TypeError:
         raise GradientError(f"position {position!r} is no integer") from None
 
 
-def _numbers(what: str, given: ArrayLike | None, ranks: tuple[int, ...]) -> NDArray[Any] | None:
-    if given is None:
+def _numbers(what: str, numbers: ArrayLike | None, ranks: tuple[int, ...]) -> NDArray[Any] | None:
+    if numbers is None:
         return None
-    array = np.asarray(given)
+    array = np.asarray(numbers)
     if array.ndim not in ranks or array.dtype.kind not in "fiu":
         raise GradientError(f"{what} is {array.dtype} {list(array.shape)}; it has {' or '.join(map(str, ranks))} axes")
     if not np.isfinite(array).all():

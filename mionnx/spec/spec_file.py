@@ -25,7 +25,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,53 +34,64 @@ from numpy.typing import NDArray
 from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of
+from mionnx.spec.intervention import Intervention, find_kind
+from mionnx.spec.metric import MetricSpec
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 SPEC_FORM = "1"
 REQUIRED = ("captures", "interventions")
 OPTIONAL = ("state_knockouts", "state_steerings", "gradients", "metric")
-Declaration = dict[str, Any]
 Tensors = dict[str, NDArray[Any]]
-Spec = TypeVar("Spec")
+Spec = TypeVar("Spec", bound=Any)  # a `HookSpec`, which imports this file
 
 
 def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
-    """The bytes of a spec file.
-
-    Args:
-        declaration: the lists of rule 3; optional ones are left out where they are empty.
-        tensors: values by name.
-    """
-    return to_bytes(tensors, _metadata(declaration))
-
-
-def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:
+    """The bytes of a spec file: the lists of rule 3, and values by name."""
     lists = {key: entries for key, entries in declaration.items() if entries or key in REQUIRED}
-    return {"mionnx_spec": SPEC_FORM, "declaration": json.dumps(lists)}
+    return to_bytes(tensors, {"mionnx_spec": SPEC_FORM, "declaration": json.dumps(lists)})
 
 
-def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spec:
-    """Read a spec file.
-
-    Args:
-        build: makes the spec of a declaration, and takes the tensors that it uses out of the dictionary.
-
-    Raises:
-        SpecFileError: the file is missing, damaged, or of another version.
-    """
+def load(path: str | Path, spec: Spec) -> Spec:
+    """Read a spec file into an empty spec."""
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
     if "mionnx_spec" not in metadata:
         raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
     if metadata["mionnx_spec"] != SPEC_FORM:
         raise SpecFileError(f"{path} is no spec of version {SPEC_FORM}: its metadata says {metadata['mionnx_spec']!r}")
     with told_of(path):
-        spec = build(_checked(json.loads(metadata["declaration"])), tensors)
+        declaration = json.loads(metadata["declaration"])
+        lists = [isinstance(part, list) for part in declaration.values()]
+        if not {*REQUIRED} <= declaration.keys() <= {*REQUIRED, *OPTIONAL} or not all(lists):
+            raise ValueError(f"the declaration must be lists: {', '.join(REQUIRED)}; {', '.join(OPTIONAL)} may follow")
+        fill(spec, declaration, tensors)
     if tensors:
         raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
     return spec
 
 
-def _checked(declaration: Any) -> Declaration:
-    lists = [isinstance(part, list) for part in declaration.values()]
-    if not {*REQUIRED} <= declaration.keys() <= {*REQUIRED, *OPTIONAL} or not all(lists):
-        raise ValueError(f"the declaration must be lists: {', '.join(REQUIRED)}; {', '.join(OPTIONAL)} may follow")
-    return declaration
+def fill(spec: Spec, declaration: Mapping[str, Any], tensors: Tensors) -> Spec:
+    """Register what a declaration says; the tensors that it uses are taken out of `tensors`."""
+    for what, ask in (("captures", spec.capture), ("gradients", spec.gradient)):
+        for entry in declaration.get(what, []):
+            if not isinstance(entry["before"], bool):
+                raise ValueError(f"before must be true or false, got {entry['before']!r}")
+            limits = {name: entry[name] for name in ("positions", "heads", "dtype") if name in entry}
+            ask(_hook(entry), before=entry["before"], **limits)
+    for entry in declaration.get("metric", []):
+        arrays: dict[str, Any] = {name: tensors.pop(name) for name in [*tensors] if name.startswith("metric.")}
+        spec.metric = MetricSpec(**entry, **{name.removeprefix("metric."): array for name, array in arrays.items()})
+    for n, entry in enumerate(declaration["interventions"]):
+        names = find_kind(entry["kind"]).stored_values
+        values = {name: tensors.pop(f"interventions.{n}.{name}") for name in names}
+        spec.intervene(_hook(entry), Intervention.from_entry(entry, values))
+    for entry in declaration.get("state_knockouts", []):
+        spec.set_state_knockout(StateKnockoutSpec.from_entry(entry))
+    for entry in declaration.get("state_steerings", []):
+        spec.set_state_steering(StateSteeringSpec.from_entry(entry))
+    return spec
+
+
+def _hook(entry: Mapping[str, Any]) -> str:
+    if not isinstance(entry["hook"], str):
+        raise ValueError(f"hook must be a name or a glob, got {entry['hook']!r}")
+    return entry["hook"]

@@ -20,7 +20,7 @@ import numpy as np
 from mionnx.errors import InterventionError, nearest
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
-from mionnx.spec.attention_knockout import LayerTargets, at_most, naturals, whole
+from mionnx.spec.attention_knockout import HeadTargets, LayerTargets, at_most, whole
 from mionnx.spec.limits import PHASES
 
 TERMS = ("write", "erase", "decay", "token_shift")
@@ -69,11 +69,7 @@ class StateTargets(LayerTargets):
         return {"positions": self.positions_, "layers": self.layers_, "terms": self.terms}
 
     def _targeting(self, entry: dict[str, Any]) -> Self:
-        """Take positions, layers and terms from an entry.
-
-        Raises:
-            ValueError: unknown terms.
-        """
+        """Take positions, layers and terms from an entry."""
         terms = entry["terms"]
         if not isinstance(terms, list) or not {*terms} <= {*TERMS}:
             raise ValueError(f"terms must be among {', '.join(TERMS)}, got {terms!r}")
@@ -82,15 +78,7 @@ class StateTargets(LayerTargets):
         return self if entry["layers"] is None else self.layers(entry["layers"])
 
     def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
-        """Check against a model and a text, before anything runs.
-
-        Args:
-            num_layers, num_heads: of the model.
-            seq_len: tokens of the text.
-
-        Raises:
-            InterventionError: no position, a position or layer that does not exist, or an unknown term.
-        """
+        """Check against a model and a text of `seq_len` tokens, before anything runs."""
         self.target_layers(num_layers)
         if not self.positions_:
             raise InterventionError(f"{self.title}: no position was given, so it would do nothing")
@@ -142,7 +130,7 @@ class StateKnockoutSpec(StateTargets):
 
 @typed(InterventionError)
 @dataclass(repr=False)
-class StateSteeringSpec(StateTargets):
+class StateSteeringSpec(StateTargets, HeadTargets):
     """Scale tokens' writes into the recurrent state: `StateSteeringSpec(2.0).position(0)`.
 
     A scale of 0 knocks out, 1 changes nothing, below 1 dampens, above 1 amplifies. Where a knockout applies to the same
@@ -172,21 +160,8 @@ class StateSteeringSpec(StateTargets):
         steering = cls(entry["scale"])._targeting(entry)
         return steering if entry["heads"] is None else steering.heads(entry["heads"])
 
-    def head(self, head: int) -> Self:
-        """Add one head; all heads by default."""
-        return self.heads([head])
-
-    def heads(self, heads: Iterable[int]) -> Self:
-        """Add heads."""
-        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
-        return self
-
     def target_heads(self, num_heads: int) -> list[int]:
-        """The selected heads of a model with `num_heads` heads.
-
-        Raises:
-            InterventionError: a head that the model does not have.
-        """
+        """The selected heads of a model with `num_heads` heads; others are refused."""
         if self.heads_ is None:
             return list(range(at_most("heads", num_heads)))
         if max(self.heads_) >= num_heads:
@@ -194,7 +169,7 @@ class StateSteeringSpec(StateTargets):
         return sorted(set(self.heads_))
 
     def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
-        """See `StateTargets.validate`; heads are checked too."""
+        """Check heads too."""
         super().validate(num_layers, seq_len)
         if num_heads is not None:
             self.target_heads(num_heads)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, KnockoutSpec, create_knockout_mask
-from mionnx.bind.attention_mask import visible_keys
+from mionnx.bind.knockout_mask import visible_keys
 from mionnx.inputs.token_batch import TokenBatch
 
 IDS = np.arange(3, 13)[None]

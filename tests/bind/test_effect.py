@@ -22,7 +22,7 @@ from mionnx import (
     StateSteeringSpec,
     create_knockout_mask,
 )
-from mionnx.spec.capture import Capture
+from mionnx.spec.hook_choice import Capture
 
 MODELS = Path(__file__).parents[2] / "models"
 IDS = np.arange(3, 8)[None]

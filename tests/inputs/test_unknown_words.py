@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mionnx import MIModel, UnknownWordWarning
-from mionnx.inputs.tokens import tokenize
-from mionnx.inputs.unknown_words import UnknownWords
+from mionnx.inputs.tokens import UnknownWords, tokenize
 
 
 @pytest.fixture

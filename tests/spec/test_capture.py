@@ -3,7 +3,7 @@
 import pytest
 
 from mionnx.errors import InterventionError, SpecFileError
-from mionnx.spec.capture import Capture
+from mionnx.spec.hook_choice import Capture
 from mionnx.spec.hook_spec import HookSpec
 
 

@@ -22,7 +22,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
-from mionnx.spec.attention_knockout import naturals
+from mionnx.spec.limits import indices_of
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
 
@@ -193,7 +193,7 @@ def _meant(nodes: Nodes, point: str, heads: int | Iterable[int] | None) -> set[i
     own = {number for number, node in enumerate(nodes.senders) if node.hook in matching}
     if heads is None:
         return own
-    chosen = naturals("head", heads if isinstance(heads, Iterable) else [heads])
+    chosen = indices_of("heads", heads)
     for name in matching:
         count = sum(node.hook == name and node.head is not None for node in nodes.senders)
         if max(chosen, default=0) >= count:

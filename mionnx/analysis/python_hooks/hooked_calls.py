@@ -1,25 +1,35 @@
-"""Run a model with Python functions at its hook points: `run_with_hooks`, `run_with_cache`."""
+"""Run a model with Python functions at its hook points: `run_with_hooks`, `run_with_cache`.
+
+The graph is cut at the hooked values and runs segment by segment, for each batch of a list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.hooked_run import RunInputs, run_backwards, run_batches
 from mionnx.errors import GradientError, HookError, InputError, nearest
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine.softmax import logsumexp
 from mionnx.machine.typed import typed
+from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
+from mionnx.run.call_graph import bind_pass
 from mionnx.run.decoding import StepFunctions
-from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_functions import HookFunction, Where, register
+from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
+from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.hook_caches import joined
+from mionnx.run.hook_functions import Hook, HookFunction, Where, dead_hooks, refuse_change, register, replacement
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -131,11 +141,14 @@ def run_with_hooks(
         logits = model.run_with_hooks("The capital of France is", [("blocks.2.attn.hook_z", mute)])
     """
     check_return_type(return_type)
-    inputs = RunInputs(model, model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     check_batch_size(batch_size)
     spec, functions = hooks or HookSpec(), StepFunctions(model.hooked, fwd_hooks)
     if spec.metric is not None or spec.gradients:
         raise GradientError("hooks= has a metric or gradients, and no logits tell them: `forward` returns them")
+    past = choose_past(model.hooked, cache, initial_state)
+    logits = return_type is not None
+    request = ListRequest(model.ids(tokens), spec, batch_size, attention_mask, past, prompt_length, logits)
+    batch = _batch(model, request)
     if backward := register(model.hooked, bwd_hooks):
         if isinstance(batch_size, int):
             raise GradientError("bwd_hooks are called for one batch: `gradients` has batch_size=")
@@ -145,12 +158,12 @@ def run_with_hooks(
                 "do as interventions, in hooks="
             )
         differentiated = {"name": metric or "loss", "answer": answer, "versus": versus}
-        result = run_backwards(inputs, spec, backward, differentiated)
+        result = _run_backwards(model, request, backward, differentiated)
     elif not metric is answer is versus is None:
         raise GradientError("metric=, answer= and versus= are what bwd_hooks= differentiates, and there are none")
     else:
-        result = run_batches(inputs, spec, functions, batch_size, return_type is not None, state=False)
-    return convert_logits(return_type, result.output() if return_type else None, inputs.batch)
+        result = _run(model, request, batch, functions)
+    return convert_logits(return_type, result, batch)
 
 
 @takes_encoding
@@ -197,21 +210,23 @@ def run_with_cache(
         cache["resid_post", 2].shape  # (1, seq, hidden)
     """
     check_return_type(return_type)
-    inputs = RunInputs(model, model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    check_batch_size(batch_size)
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
-    check_batch_size(batch_size)
-    functions = StepFunctions(model.hooked, fwd_hooks)
-    if stop_at_layer is not None:
-        if return_type != "logits":
-            raise InputError("stop_at_layer= returns the residual stream, and no logits for a return_type=")
-        end = _end(model, stop_at_layer)
-        spec = _until(model, spec, end, names_filter is None)
-        result = run_batches(inputs, spec, functions, batch_size, logits=False, state=False)
-        return result[end], result
-    result = run_batches(inputs, spec, functions, batch_size, return_type is not None, state=True)
-    return convert_logits(return_type, result.output() if return_type else None, inputs.batch), result
+    functions, past = StepFunctions(model.hooked, fwd_hooks), choose_past(model.hooked, cache, initial_state)
+    logits = return_type is not None
+    request = ListRequest(model.ids(tokens), spec, batch_size, attention_mask, past, prompt_length, logits)
+    batch = _batch(model, request)
+    if stop_at_layer is None:
+        result = _run(model, request, batch, functions, state=True)
+        return convert_logits(return_type, result, batch), result
+    if return_type != "logits":
+        raise InputError("stop_at_layer= returns the residual stream, and no logits for a return_type=")
+    end = _end(model, stop_at_layer)
+    spec = _until(model, spec, end, names_filter is None)
+    result = _run(model, replace(request, spec=spec, logits=False), batch, functions)
+    return result[end], result
 
 
 def _end(model: Runner, layer: int) -> HookPoint:
@@ -245,6 +260,104 @@ def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> H
     return spec
 
 
+def _batch(model: Runner, request: ListRequest) -> TokenBatch:
+    sizes = model.hooked.metadata.sizes
+    return make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
+
+
+def _forward(model: Runner, request: ListRequest) -> HookCache:
+    """Run without functions."""
+    return model.forward(
+        request.tokens,
+        request.spec,
+        attention_mask=request.attention_mask,
+        cache=request.past,
+        prompt_length=request.prompt_length,
+        logits=request.logits,
+        batch_size=request.batch_size,
+    )
+
+
+def _run(
+    model: Runner, request: ListRequest, batch: TokenBatch, functions: StepFunctions, state: bool = False
+) -> HookCache:
+    """Run a list with functions, which act after the interventions at their hook point, and before captures there.
+
+    Args:
+        batch: all rows of the request.
+        state: whether the state that an RWKV model ends with is returned to the user.
+    """
+    if not functions.names:
+        return _forward(model, request)
+    hooked, logits, size = model.hooked, bool(request.logits), request.batch_size
+    outputs = Outputs(logits=logits, carried=logits and hooked.metadata.recurrent)
+
+    def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
+        here = functions.of_rows(rows)
+        bound = model.binder.bind(spec, outputs, cuts=here.names).on(part)
+        chain = model.variants.chain(bound.plan, here.names, part.batch * part.seq)
+        returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
+        returned += present_names(hooked, False) if state and outputs.carried else []
+        dead = dead_hooks(hooked, here.names, returned)
+
+        def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
+            if name not in dead:
+                return here.call(hooked, part, 0, name, value)
+            before = value.copy()
+            return refuse_change(name, before, here.call(hooked, part, 0, name, value))
+
+        results = chain.run({*bound.outputs(False)}, bound.inputs(part, past), between)
+        return collect(bound, part, results, False)
+
+    bound = partial(bind_pass, model.binder, request.spec, logits, False)
+    if not isinstance(size, int) and (batch.batch == 1 or in_one_pass(bound(), batch, size)):
+        return run(request.spec, batch, request.past, False, range(batch.batch))
+    return joined(map_rows(model, request, lambda _, cache: cache, "run", run=run, keep=True), bound(), batch)
+
+
+def _run_backwards(
+    model: Runner, request: ListRequest, functions: Mapping[str, list[HookFunction]], metric: Mapping[str, Any]
+) -> HookCache:
+    """Run a model and go back from a metric, with functions at the gradients, by hook point in execution order.
+
+    1. The gradients of the metric by all hooked values come from one pass.
+    2. The functions are called from the last hook point to the first, with the gradient by the value there.
+    3. A gradient g changed to g' reaches earlier hook points as the difference does: one more pass differentiates the
+       value times (g' - g), and its gradients are added to theirs.
+    """
+
+    def forward(spec: HookSpec, logits: bool = True) -> HookCache:
+        return _forward(model, replace(request, spec=spec, logits=logits, batch_size=None))
+
+    cache = forward(deepcopy(request.spec).set_metric(**metric).gradient([*functions]))
+    gradients = {} if cache.grad is None else {name: np.array(value) for name, value in cache.grad.items()}
+    flow = Dataflow(model.hooked.proto)
+    for name in reversed([*functions]):
+        before = gradients[name].copy()
+        gradients[name] = _called(model, name, functions[name], gradients[name])
+        change = gradients[name] - before
+        leading = flow.read_by(flow.ancestors([name]))
+        earlier = [other for other in functions if other in leading and other != name]
+        if earlier and change.any():
+            again = deepcopy(request.spec).capture(name).set_metric("cotangent", cotangent=change, of=name)
+            for other, value in (forward(again.gradient(earlier), logits=False).grad or {}).items():
+                gradients[other] += value
+    cache.grad = HookCache(None, gradients, num_layers=model.num_layers)
+    return cache
+
+
+def _called(model: Runner, name: str, functions: list[HookFunction], value: NDArray[Any]) -> NDArray[Any]:
+    """The gradient after its functions, each called on the result of the one before."""
+    hook = Hook(HookPoint.parse(name))
+    for function in functions:
+        returned = function(value, hook=hook)
+        if returned is not None and returned is not value:
+            value = replacement(model.hooked, hook, function, returned, value)
+        if not np.isfinite(value).all():
+            raise GradientError(f"a function at the gradient of {name} left NaN or an infinity")
+    return value
+
+
 def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
     """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
 
@@ -262,13 +375,11 @@ def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float6
     return losses
 
 
-def convert_logits(return_type: str | None, logits: NDArray[Any] | None, batch: TokenBatch) -> Any:
-    """Convert logits to a return type: "logits", "loss", "loss per token", "both" or None.
-
-    A loss is the mean over all tokens, in nats; "both" is a pair of logits and loss.
-    """
-    if return_type is None or logits is None:
+def convert_logits(return_type: str | None, cache: HookCache, batch: TokenBatch) -> Any:
+    """The logits of a call as a return type: "logits", "loss", "loss per token", "both" or None."""
+    if return_type is None:
         return None
+    logits = cache.output()
     if return_type == "logits":
         return logits
     losses = loss_per_token(logits, batch)

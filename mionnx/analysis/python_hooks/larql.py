@@ -55,15 +55,10 @@ def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
 def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     """All tokens' residual stream after layers: layer -> [seq, hidden].
 
-    Raises:
-        HookError, InputError: as `capture_residuals`.
-
     Example:
         model.forward_with_capture("The capital of France is", 3)[3].shape  # (seq, hidden)
     """
-    points = _points(model, layers)
-    cache = _forward_one(model, prompt, _capturing(HookSpec(), points, None))
-    return {layer: cache[point][0] for layer, point in points.items()}
+    return _residuals(model, prompt, HookSpec(), layers, None)
 
 
 @typed()
@@ -84,7 +79,6 @@ def forward_ablate(
         positions: where it is zero; at every token if left out.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: an ablation behind all captured layers.
 
     Example:
@@ -103,7 +97,6 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
         capture_layers: layers after which the stream is returned.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: a vector of another shape, or a layer behind all captured ones.
 
     Example:
@@ -125,7 +118,6 @@ def patch_activations(
         capture_layers: layers after which the stream is returned.
 
     Raises:
-        HookError, InputError: as `capture_residuals`.
         InterventionError: a position that one of the texts does not have, or a layer behind all captured ones.
 
     Example:
@@ -160,10 +152,6 @@ def generate_with_hooks(
     Returns:
         the continuation, as text and as ids.
 
-    Raises:
-        HookError, InputError, InterventionError: as the other verbs.
-        TokenizerError: the model has no tokenizer to make a text with.
-
     Example:
         text, ids = model.generate_with_hooks("The capital of France is", 3, ablate_layers=1)
     """
@@ -176,10 +164,7 @@ def generate_with_hooks(
 
 
 def _ablation(model: Runner, layers: Layers, positions: int | Sequence[int] | None = None) -> HookSpec:
-    spec, zero = HookSpec(), Intervention.Zero(positions=positions)
-    for point in _points(model, layers).values():
-        spec.intervene(point, zero)
-    return spec
+    return HookSpec().intervene([*_points(model, layers).values()], Intervention.Zero(positions=positions))
 
 
 def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
@@ -198,13 +183,14 @@ def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | 
 
 
 def _last_residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers) -> Streams:
+    return {layer: stream[0] for layer, stream in _residuals(model, prompt, spec, layers, -1).items()}
+
+
+def _residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers, positions: int | None) -> Streams:
     points = _points(model, layers)
-    cache = _forward_one(model, prompt, _capturing(spec, points, -1))
-    return {layer: cache[point][0, 0] for layer, point in points.items()}
-
-
-def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
-    return model.forward(one_prompt(model, prompt), spec, logits=False)
+    spec = spec.capture([*points.values()], positions=positions)
+    cache = model.forward(one_prompt(model, prompt), spec, logits=False)
+    return {layer: cache[point][0] for layer, point in points.items()}
 
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
@@ -216,9 +202,3 @@ def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
         if not isinstance(layer, int | np.integer) or not 0 <= layer < model.num_layers:
             raise HookError(f"layer {layer!r}: the model has the layers 0 to {model.num_layers - 1}")
     return {int(layer): HookPoint.ResidPost(layer) for layer in entries}
-
-
-def _capturing(spec: HookSpec, points: dict[int, HookPoint], positions: int | None) -> HookSpec:
-    for point in points.values():
-        spec.capture(point, positions=positions)
-    return spec

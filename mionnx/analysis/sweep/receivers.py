@@ -11,7 +11,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.machine.ranges import listed
-from mionnx.spec.attention_knockout import naturals
+from mionnx.spec.limits import indices_of
 
 INTO_ATTENTION, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "MlpPre", "FinalNorm"
 Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
@@ -97,7 +97,7 @@ def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) ->
     axis = heads_axis(axes)
     if axis is None:
         raise InputError(f"{name} has no heads to choose from")
-    heads = tuple(naturals("head", chosen if isinstance(chosen, Iterable) else [chosen]))
+    heads = indices_of("heads", chosen)
     count = int(model.axes(HookPoint.parse(name))[axis])
     if max(heads) >= count:
         raise InputError(f"heads {list(heads)} of {name}, which has {count} (0 to {count - 1})")

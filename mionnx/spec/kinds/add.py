@@ -19,11 +19,7 @@ class Add(Kind):
     has_strength = True
 
     @classmethod
-    def make(
-        cls,
-        vector: ArrayLike,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, vector: ArrayLike, **limits: Unpack[Limits]) -> Change:
         """Add `vector`, broadcast to the value's shape and cast to its dtype (steering).
 
         Args:

@@ -17,27 +17,17 @@ from mionnx.spec.limits import Limits
 
 @dataclass(frozen=True)
 class Clamp(Kind):
-    """Clamp the activation between two bounds.
-
-    Attributes:
-        scores: whether it applies to masked attention scores, whose masked entries it leaves: a lower bound would
-            let queries read keys that the mask hides.
-    """
+    """Clamp the activation between two bounds."""
 
     name = "clamp"
     values = ("low", "high")
     infinities = {"low": -np.inf, "high": np.inf}  # noqa: RUF012
     infinity_remedy = "a side that is open is None"
     spelling = "LOW..HIGH"
-    scores: bool = False
+    scores: bool = False  # masked scores stay: a lower bound would let queries read keys that the mask hides
 
     @classmethod
-    def make(
-        cls,
-        low: ArrayLike | None = None,
-        high: ArrayLike | None = None,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, low: ArrayLike | None = None, high: ArrayLike | None = None, **limits: Unpack[Limits]) -> Change:
         """Clamp the value: min(max(x, low), high).
 
         Args:

@@ -39,10 +39,7 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks.
-
-    Without a text, `seq_len` is None.
-    """
+    """Reads values on a command line; `n_heads` and `seq_len`, None without a text, shape attention masks."""
 
     n_heads: int
     seq_len: int | None
@@ -79,34 +76,20 @@ class Kind(ABC):
 
     A subclass is a frozen dataclass in a file of its own in this folder, where `KINDS` finds it. Its fields, if it has
     any, are structure: they shape the graph and are part of cache keys through `repr`. Values are never part of it.
-
-    Attributes:
-        name: in specs, files and reports.
-        values: names of its value inputs; a single one is called "value".
-        shape: how values relate to the activation's shape.
-        infinities: name of a value -> the infinity that it may hold.
-        infinity_remedy: what the refusal of another infinity advises.
-        spelling: the value on the command line, "" without one; None if the kind has no option.
-        of_prompt: whether reading the spelling needs the length of a prompt.
-        has_fragment: whether an ONNX fragment takes the place of values.
-        overwrites: whether nothing is left of the activation where it applies, whatever the values.
-        by_distance: whether an attention mask follows from the distances of queries and keys: the value is a number.
-        has_strength: whether a compiled graph can have its strength as an input; see `strength`.
-        strength_step: node whose input is multiplied by the strength, by its name; None: the value itself is.
     """
 
     name: ClassVar[str]
-    values: ClassVar[tuple[str, ...]] = ("value",)
+    values: ClassVar[tuple[str, ...]] = ("value",)  # names of its value inputs; a single one is called "value"
     shape: ClassVar[ValueShape] = ValueShape.BROADCAST
-    infinities: ClassVar[Mapping[str, float]] = {}
+    infinities: ClassVar[Mapping[str, float]] = {}  # name of a value -> the infinity that it may hold
     infinity_remedy: ClassVar[str] = "only Knockout takes -inf, at hook_scores"
-    spelling: ClassVar[str | None] = "VALUE"
-    of_prompt: ClassVar[bool] = False
-    has_fragment: ClassVar[bool] = False
-    overwrites: ClassVar[bool] = False
-    by_distance: ClassVar[bool] = False
-    has_strength: ClassVar[bool] = False
-    strength_step: ClassVar[str | None] = None
+    spelling: ClassVar[str | None] = "VALUE"  # on the command line, "" without a value; None: it has no option
+    of_prompt: ClassVar[bool] = False  # reading the spelling needs the length of a prompt
+    has_fragment: ClassVar[bool] = False  # an ONNX fragment takes the place of values
+    overwrites: ClassVar[bool] = False  # nothing is left of the activation where it applies, whatever the values
+    by_distance: ClassVar[bool] = False  # its mask follows from distances of queries and keys: the value is a number
+    has_strength: ClassVar[bool] = False  # a compiled graph can have its strength as an input; see `strength`
+    strength_step: ClassVar[str | None] = None  # node whose input the strength multiplies; None: the value itself
 
     def __str__(self) -> str:
         return self.name
@@ -118,14 +101,7 @@ class Kind(ABC):
 
     @abstractmethod
     def nodes(self, op: Operators, x: Any, *values: Any) -> Any:
-        """Add the nodes that change an activation.
-
-        Args:
-            values: graph inputs, one for each name in `values`, of the activation's dtype.
-
-        Returns:
-            the changed activation.
-        """
+        """The changed activation, as nodes; `values` are graph inputs of the activation's dtype."""
 
     @abstractmethod
     def reference(self, x: Array, *values: Any) -> Array:
@@ -136,11 +112,7 @@ class Kind(ABC):
         return 2 if self.shape is ValueShape.DIRECTIONS else activation
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Kind":
-        """The kind at a hook point, with the structure that it has there.
-
-        Raises:
-            InterventionError: the kind makes no sense there.
-        """
+        """The kind at a hook point, with the structure that it has there; refused where it makes no sense."""
         return self
 
     def strength(self, *values: Array) -> float | None:
@@ -152,19 +124,11 @@ class Kind(ABC):
         return op.Mul(value, strength)
 
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
-        """The constructor's arguments from their spelling on the command line.
-
-        Raises:
-            InterventionError: what was not understood.
-        """
+        """The constructor's arguments from their spelling on the command line."""
         return [reader.array(text)] if self.values else []
 
     def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The values as the kind holds them.
-
-        Raises:
-            InterventionError: values that contradict each other, or that this kind cannot have.
-        """
+        """The values as the kind holds them; refused where it cannot have them."""
         return values
 
     @property
@@ -188,20 +152,11 @@ class Kind(ABC):
         return {name: np.asarray(value, order="C") for name, value in zip(self.values, change.values, strict=True)}
 
     def restored(self, tensors: Mapping[str, Array], reads: str | None, **limits: Any) -> Change:
-        """The change of tensors in a spec file.
-
-        Raises:
-            ValueError: tensors that no constructor makes.
-            InterventionError: see `change`.
-        """
+        """The change of tensors in a spec file; a `ValueError` where no constructor makes these."""
         return self.change([tensors[name] for name in self.values], **limits)
 
     def change(self, values: Sequence[ArrayLike], **limits: Unpack[Limits]) -> Change:
-        """One intervention of this kind, its values and limits checked.
-
-        Raises:
-            InterventionError: no numbers, none at all, NaN, a forbidden infinity, or limits that are none.
-        """
+        """One intervention of this kind, its values and limits checked."""
         named = zip(self.values, values, strict=True)
         arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
         if self.values == ("value",):

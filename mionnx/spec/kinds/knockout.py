@@ -27,11 +27,7 @@ class Knockout(Kind):
     of_prompt = True
 
     @classmethod
-    def make(
-        cls,
-        mask: ArrayLike,
-        **limits: Unpack[RowLimits],
-    ) -> Change:
+    def make(cls, mask: ArrayLike, **limits: Unpack[RowLimits]) -> Change:
         """Add a mask of 0 (keep) and -inf (knock out) to attention scores, before the softmax.
 
         Args:

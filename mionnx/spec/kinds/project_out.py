@@ -28,11 +28,7 @@ class ProjectOut(Kind):
     strength_step = "along"  # x - strength (x D^T) D: the directions enter twice, the strength once
 
     @classmethod
-    def make(
-        cls,
-        direction: ArrayLike,
-        **limits: Unpack[ExpertLimits],
-    ) -> Change:
+    def make(cls, direction: ArrayLike, **limits: Unpack[ExpertLimits]) -> Change:
         """Remove a direction along the last axis (direction ablation): x - (x . d) d, |d| = 1.
 
         Args:

@@ -21,11 +21,7 @@ class Replace(Kind):
     overwrites = True
 
     @classmethod
-    def make(
-        cls,
-        tensor: ArrayLike,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, tensor: ArrayLike, **limits: Unpack[Limits]) -> Change:
         """Put `tensor` in place of the value (activation patching).
 
         Args:

@@ -16,23 +16,15 @@ from mionnx.spec.limits import Limits
 
 @dataclass(frozen=True)
 class Scale(Kind):
-    """Multiply the activation by a factor.
-
-    Attributes:
-        scores: whether it applies to masked attention scores. Their masked entries are the dtype's lowest number;
-            scaled up they would be -inf, and a row of them (padding) NaN.
-    """
+    """Multiply the activation by a factor."""
 
     name = "scale"
     has_strength = True
+    # Masked scores are the dtype's lowest number; scaled up they would be -inf, and a row of them (padding) NaN.
     scores: bool = False
 
     @classmethod
-    def make(
-        cls,
-        factor: ArrayLike,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, factor: ArrayLike, **limits: Unpack[Limits]) -> Change:
         """Multiply by `factor`: a number, or an array that broadcasts to the value's shape.
 
         Args:

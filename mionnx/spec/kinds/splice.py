@@ -26,13 +26,7 @@ class Splice(Kind):
     has_fragment = True
 
     @classmethod
-    def make(
-        cls,
-        fragment: Source,
-        *,
-        reads: HookPoint | str | None = None,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, fragment: Source, *, reads: HookPoint | str | None = None, **limits: Unpack[Limits]) -> Change:
         """Replace the value by what a small ONNX model computes from it.
 
         See `mionnx.graph.fragment`.

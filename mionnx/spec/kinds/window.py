@@ -24,12 +24,9 @@ class Window(Knockout):
     of_prompt = False
     by_distance = True
 
+    # of a number, where the mask of a knockout is given
     @classmethod
-    def make(  # type: ignore[override]  # of a number, where the mask of a knockout is given
-        cls,
-        tokens: int,
-        **limits: Unpack[RowLimits],
-    ) -> Change:
+    def make(cls, tokens: int, **limits: Unpack[RowLimits]) -> Change:  # type: ignore[override]
         """Let a query read its own position and the `tokens` before it, and no other.
 
         A mask of 0 and -inf, as `Knockout` adds it, in a text of any length, with a cache and in batches. A layer's own

@@ -19,10 +19,7 @@ class Zero(Kind):
     overwrites = True
 
     @classmethod
-    def make(
-        cls,
-        **limits: Unpack[Limits],
-    ) -> Change:
+    def make(cls, **limits: Unpack[Limits]) -> Change:
         """Put zeros in place of the value (zero ablation).
 
         Args:

@@ -67,7 +67,7 @@ def test_a_path_to_the_end_is_the_direct_effect(models):
         (InputError, "nothing would read", 5),
         (InputError, "a pair of one and its heads", [("blocks.1.attn.hook_q", 0, 1)]),
         (InputError, "read by none of the receivers blocks.0.attn.hook_q", "blocks.0.attn.hook_q"),
-        (InterventionError, "a head is an integer", [("blocks.1.attn.hook_q", 1.5)]),
+        (InterventionError, "heads must be one or more integers", [("blocks.1.attn.hook_q", 1.5)]),
         (InterventionError, "heads are counted from 0", [("blocks.1.attn.hook_q", -1)]),
     ],
 )
