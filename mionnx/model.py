@@ -28,7 +28,8 @@ from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
-from mionnx.verify import verbs as comparing
+from mionnx.verify import bisect as bisection
+from mionnx.verify import verify as comparing
 
 # Attributes that `dir(model)` leaves out: other rooms read them.
 INSIDE = {
@@ -98,7 +99,7 @@ class MIModel(Runner, Translated):
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model
     verify = comparing.verify
-    bisect = comparing.bisect
+    bisect = bisection.bisect
     # words of TransformerLens: `mionnx/analysis/python_hooks/transformer_lens.py` has theirs and ours
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks

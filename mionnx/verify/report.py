@@ -9,10 +9,9 @@ import onnx
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
-from mionnx.verify.compare import Side
-from mionnx.verify.environment import environment
 from mionnx.verify.graph_under_test import GraphUnderTest
-from mionnx.verify.narrow_fault import Narrowed
+from mionnx.verify.runtimes import GraphRuntime
+from mionnx.verify.steps import Side, StepPart
 
 PROGRAM = '''"""Runs both sides on inputs.npz as they were compared, and prints how far each is from what was seen:
 expected.npz is {first}, found.npz is {second}."""
@@ -45,14 +44,14 @@ for title, file, run in ({sides}):
 '''
 
 
-def write_report(folder: Path, summary: str, part: Narrowed, first: Side, second: Side) -> None:
+def write_report(folder: Path, summary: str, part: StepPart, first: Side, second: Side) -> None:
     """Write a folder that shows the narrowed difference without mionnx."""
     files = {"model.onnx": second} if first.graph is second.graph else {"first.onnx": first, "model.onnx": second}
     try:
         folder.mkdir(parents=True)
         for name, side in files.items():
             (folder / name).write_bytes(_standing(side.graph, part).SerializeToString())
-        for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.found)):
+        for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.other)):
             np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
         (folder / "reproduce.py").write_text(_program(first, second, files))
         (folder / "README.md").write_text(_text(summary, part, first, second))
@@ -60,7 +59,7 @@ def write_report(folder: Path, summary: str, part: Narrowed, first: Side, second
         raise ModelError(f"cannot write {folder}: {error}") from error
 
 
-def _standing(graph: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
+def _standing(graph: GraphUnderTest, part: StepPart) -> onnx.ModelProto:
     """Extract the part, weights included; the first model may lack some of the start values."""
     outputs = {name for node in graph.dataflow.nodes for name in node.output}
     proto = graph.part([name for name in part.starts if name in outputs], [part.value])
@@ -71,7 +70,7 @@ def _standing(graph: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
 def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
     functions, sides = [], []
     for name, side in (("first", first), ("second", second)):
-        source = side.graph_runtime.source() if side.graph_runtime else None
+        source = side.runtime.source() if isinstance(side.runtime, GraphRuntime) else None
         if source is None:
             functions.append(f"# {side.title} is not run from Python")
             continue
@@ -87,10 +86,10 @@ def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
     )
 
 
-def _text(summary: str, part: Narrowed, first: Side, second: Side) -> str:
+def _text(summary: str, part: StepPart, first: Side, second: Side) -> str:
     inputs = "\n".join(f"- `{name}` {value.dtype} {list(value.shape)}" for name, value in part.feeds.items())
     models = "" if first.graph is second.graph else "`first.onnx` is the same part of the first model. "
-    where = {side.title: environment(side.runtime) for side in (first, second) if side.runtime}
+    where = {side.title: side.runtime.environment() for side in (first, second) if side.runtime}
     return (
         f"# {first.title} and {second.title} disagree\n\n{summary}\n\n"
         f"`model.onnx` on `inputs.npz` gives `{part.value}`: `expected.npz` in {first.title}, `found.npz` in "
