@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.harvest import open_writer, write
+from mionnx.analysis.harvest.harvest import open_writer
 from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.analysis.harvest.settings import Settings
 from mionnx.analysis.harvest.shard_maker import Groups, Made, ShardMaker
@@ -63,7 +63,7 @@ def harvest(
     if not writer.rows.texts.again:
         raise InputError("texts of an iterator stay in this process: give a file, a folder or a list to workers")
     with cluster(address, model, workers, cpus) as processes:
-        return write(writer, partial(_by_workers, processes), progress)
+        return writer.write(partial(_by_workers, processes), progress)
 
 
 def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[Made]:

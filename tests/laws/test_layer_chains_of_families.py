@@ -4,8 +4,7 @@ import numpy as np
 
 from mionnx.analysis.quantisation.budget import whole_stacks
 from mionnx.analysis.quantisation.candidates import of_blocks
-from mionnx.analysis.quantisation.importance import mean_squares
-from mionnx.analysis.quantisation.layer_chain import Stage
+from mionnx.analysis.quantisation.layer_chain import Stage, mean_squares
 from mionnx.analysis.quantisation.matrix_loss import FloatModel, matrix_losses
 from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import make_token_batch

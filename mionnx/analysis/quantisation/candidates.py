@@ -70,7 +70,7 @@ def _together(name: str, experts: Sequence[Candidate]) -> Candidate:
 def _held(
     other: HookedModel, flow: Dataflow, tensors: Mapping[str, onnx.TensorProto], name: str, table: bool
 ) -> Candidate | None:
-    """A weight of a quantised model; None if it has no blocks of this name."""
+    """A weight in blocks of a quantised model."""
     packed = BlockNames.of(name).packed
     product, looked_up = packed in tensors, table and table_name(name) in tensors
     if not product and not looked_up:
