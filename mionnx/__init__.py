@@ -22,8 +22,7 @@ from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
-from mionnx.analysis.statistics.collect import statistics_of
-from mionnx.analysis.statistics.statistics import Statistics
+from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse

@@ -18,7 +18,7 @@ from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
-from mionnx.analysis.statistics import collect
+from mionnx.analysis.statistics import statistics as dataset
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
@@ -94,7 +94,7 @@ class MIModel(Runner, Translated):
     features = active_features.features
     # datasets: activations on disk, and moments without storing them
     harvest = harvesting.harvest
-    statistics = collect.statistics
+    statistics = dataset.statistics
     # deployment, reproducibility
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model

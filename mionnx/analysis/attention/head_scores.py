@@ -1,27 +1,31 @@
-"""`head_scores`: how strongly each head behaves like a previous-token, duplicate-token or induction head."""
+"""`head_scores`: how strongly each head behaves like a previous-token, duplicate-token or induction head.
+
+A random sequence is repeated: in the second half, token i has occurred at i - period. The kinds, as induction heads
+were described (Olsson et al. 2022, "In-context Learning and Induction Heads") and as TransformerLens' head detector has
+them:
+
+* previous_token: attends to i - 1;
+* duplicate_token: attends to i - period, where the same token stood;
+* induction: attends to i - period + 1, to what followed it there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.attention.head_scores_result import HeadScores
-from mionnx.analysis.attention.repeated_sequences import (
-    HEAD_KINDS,
-    RepeatedSequences,
-    attention_to,
-    check_kinds,
-    repeat_sequences,
-)
+from mionnx.analysis.attention.head_scores_result import TITLES, HeadScores
 from mionnx.bind.hook_index import index_hooks
-from mionnx.errors import HookError, InputError, InterventionError
+from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.inputs.tokens import encode
+from mionnx.machine import memory
 from mionnx.machine.progress import shown
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
@@ -29,6 +33,7 @@ from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
+HEAD_KINDS = tuple(TITLES)
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
@@ -46,14 +51,14 @@ def head_scores(
 ) -> HeadScores:
     """Score heads as previous-token, duplicate-token and induction heads.
 
-    A score is the mean attention on random repeated sequences, see `mionnx.analysis.attention.repeated_sequences`. Rows
-    run in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
+    A score is the mean attention on random repeated sequences, see `mionnx.analysis.attention.head_scores`. Rows run
+    in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
 
     Args:
         kinds: kinds of heads, in the order of the result.
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
-        seed: of the sequences.
+        seed: a number that determines the sequences.
         token_ids: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
         progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
@@ -79,7 +84,7 @@ def head_scores(
     done = 0
     with shown(progress) as show:
         show("attention patterns", 0, batch)
-        for ids in sequences.chunks(rows):
+        for ids in (sequences.ids[at : at + rows] for at in range(0, batch, rows)):
             cache = numbers(model.forward(ids, spec, logits=False))
             for layer, point in enumerate(points):
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
@@ -144,3 +149,80 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
     encoded = encode(model.tokenizer, "a")
     marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
     return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)
+
+
+@dataclass(frozen=True)
+class RepeatedSequences:
+    """Random sequences, each repeated once, behind a prefix.
+
+    Attributes:
+        ids: [batch, prefix + 2 period].
+        period: tokens of one sequence, all different.
+        prefix: number of tokens before the first.
+    """
+
+    ids: NDArray[np.int64]
+    period: int
+    prefix: int
+
+    @property
+    def queries(self) -> range:
+        """The positions of the second half."""
+        return range(self.prefix + self.period, self.prefix + 2 * self.period)
+
+    @property
+    def chance(self) -> float:
+        """Score of uniform attention to all positions."""
+        return float(np.mean([1 / (position + 1) for position in self.queries]))
+
+
+def repeat_sequences(
+    candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int
+) -> RepeatedSequences:
+    """Draw random sequences and repeat each of them once.
+
+    Args:
+        prefix: ids before each row.
+
+    Raises:
+        InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
+    """
+    for name, value in (("batch", batch), ("period", period), ("seed", seed)):
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise InputError(f"{name}={value!r}: an integer of 0 or above is expected")
+    if batch < 1 or period < 2:
+        raise InputError(f"batch={batch}, period={period}: at least 1 row of sequences of 2 tokens")
+    if period > len(candidates):
+        raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
+    if (size := batch * (len(prefix) + 2 * period) * 16) > memory.available():
+        raise InputError(f"batch={batch}: the sequences alone need {memory.format_bytes(size)}, more than is free")
+    random = np.random.default_rng(seed)
+    once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
+    start = np.tile(np.array(prefix, np.int64), (batch, 1))
+    return RepeatedSequences(np.concatenate([start, once, once], axis=1), period, len(prefix))
+
+
+def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Check names of kinds."""
+    names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in names:
+        if kind not in HEAD_KINDS:
+            raise InputError(
+                f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
+            )
+    if not names or len({*names}) != len(names):
+        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(names)}")
+    return names
+
+
+def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
+    """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
+
+    Args:
+        pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
+    """
+    # a kind's distance from the query back to its target
+    back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
+    at = np.arange(sequences.period)
+    seen = pattern[:, :, at, np.array(sequences.queries) - back]  # [batch, n_heads, period]
+    return seen.mean(axis=-1, dtype=np.float64).sum(axis=0)

@@ -26,7 +26,7 @@ TARGETS = {
 class HeadScores(Shown):
     """Attention scores of heads on random repeated sequences.
 
-    `mionnx.analysis.attention.repeated_sequences` defines the kinds.
+    `mionnx.analysis.attention.head_scores` defines the kinds.
 
     Attributes:
         values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets

@@ -26,8 +26,8 @@ class Fit(Storable):
     """The probe of one hook point.
 
     Attributes:
-        scores: name -> the score of each fold, [folds].
-        weights: [classes, ...], or [1, ...] of two classes and of values; for activations as they are.
+        scores: name -> [folds].
+        weights: [classes, ...], or [1, ...] for two classes and for values; for activations as they are.
         intercept: [classes] or [1].
     """
 
@@ -41,7 +41,6 @@ class ProbeResult(Shown):
     """Linear probes, by hook point.
 
     Attributes:
-        fits: hook point -> its probe.
         classes: the label of each class, ascending; None where values were predicted.
         baseline: the accuracy of the most frequent class; 0 for values.
         settings: "folds", "penalty", "seed", and the number of labelled "tokens", of their "texts", and of the "groups"
@@ -99,7 +98,7 @@ class ProbeResult(Shown):
     def spread(self, metric: str | None = None) -> dict[str, float]:
         """Hook point -> the standard deviation of a score over folds (n - 1)."""
         name = metric or self.metric
-        self.score(name)  # refuses what there is not
+        self.score(name)  # refuses a score that these probes do not have
         return {hook: float(np.nanstd(fit.scores[name], ddof=1)) for hook, fit in self.fits.items()}
 
     def top(self, k: int = 5) -> list[tuple[str, float]]:

@@ -199,9 +199,8 @@ def matrix_losses(
     """Measure each candidate by itself, on the beginnings of prompts.
 
     Args:
-        candidates: at most one for each weight.
-        calls: the prompts; see `sample`.
-        progress: called as (stage, done, total) in matrices.
+        candidates: matrices to put in, at most one for each weight.
+        calls: prompts, of which `sample` takes the beginnings.
     """
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.analysis.attention import head_scores
-from mionnx.analysis.attention.repeated_sequences import HEAD_KINDS, repeat_sequences
+from mionnx.analysis.attention.head_scores import HEAD_KINDS, repeat_sequences
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
 
