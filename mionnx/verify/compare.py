@@ -217,7 +217,7 @@ def _fault(
 
 def _fault_at(graph: GraphUnderTest, name: str, local: Difference) -> Fault:
     before = graph.names[: graph.names.index(name)]
-    return Fault(name, graph.starts_of(before, [name]), local.relative, graph.nodes_of(before, [name]))
+    return Fault(name, graph.dataflow.needed(before, [name]), local.relative, graph.nodes_of(before, [name]))
 
 
 def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: ComparisonSettings) -> Fault:

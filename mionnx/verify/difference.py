@@ -14,6 +14,7 @@ from mionnx.machine.stored import Storable
 
 ELEMENTS_AT_ONCE = 2**18  # elements looked at together, so that no third array of the size of the two is made
 TOP = 5
+TWICE, ONE_THREAD, IN_BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
@@ -248,3 +249,22 @@ def layer_losses(lost: Mapping[str, float]) -> list[LayerLoss]:
         if before is not None and after is not None:
             losses.append(LayerLoss(layer, before, after, after - before))
     return losses
+
+
+@dataclass(frozen=True)
+class Repeat(Storable):
+    """Difference of a run that was repeated in another way.
+
+    Attributes:
+        what: `TWICE`, `ONE_THREAD` or `IN_BATCH`.
+        identical: whether all bits are, at every hook point.
+        relative: the largest difference as a share of its hook point's largest value.
+        first: the first hook point that differs.
+    """
+
+    runtime: str
+    what: str
+    identical: bool
+    max_abs: float
+    relative: float
+    first: str | None

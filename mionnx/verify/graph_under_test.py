@@ -1,6 +1,6 @@
 """`GraphUnderTest`: one model with one spec on some prompts, as a graph that can be run in parts."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -20,7 +20,7 @@ from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
-from mionnx.rewrite import Plan, rewrite
+from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.spec.hook_spec import HookSpec
 
@@ -33,10 +33,9 @@ class GraphUnderTest:
     """One model with one spec on some prompts.
 
     Attributes:
-        spec: what intervenes, each at one hook point.
+        spec: interventions, each at one hook point.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
-        calls: one a prompt.
-        title: what distinguishes it from another graph in the same comparison; empty if there is one only.
+        title: distinguishes it from another graph in the same comparison; empty if there is one only.
     """
 
     def __init__(
@@ -56,15 +55,10 @@ class GraphUnderTest:
             spec.capture(name)
         return bind(spec, self.model, Outputs(carried=False))
 
-    @property
-    def plan(self) -> Plan:
-        """The structure of the graph, with every compared hook point an output."""
-        return self.bound.plan
-
     @cached_property
     def proto(self) -> onnx.ModelProto:
         """Graph with the spec's interventions and the type of every value, without weights."""
-        written, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
+        written, _ = rewrite(self.model.proto, self.bound.plan, self.model.metadata)
         proto = onnx_file.parse(written)
         feeds = self.feeds(self.calls[0])  # no input of these has a default: OpenVINO takes one that has for a constant
         weights = [tensor for tensor in proto.graph.initializer if tensor.name not in feeds]
@@ -86,7 +80,7 @@ class GraphUnderTest:
 
     def graph_hash(self) -> str:
         """SHA-256 of the graph with the spec's interventions, in hexadecimal."""
-        plan = bind(self.spec, self.model, Outputs(carried=False)).plan  # not `plan`: it has the compared hook points
+        plan = bind(self.spec, self.model, Outputs(carried=False)).plan  # without the compared hook points
         written, _ = rewrite(self.model.proto, plan, self.model.metadata)
         return sha256(onnx_file.parse(written).SerializeToString(deterministic=True)).hexdigest()
 
@@ -102,10 +96,6 @@ class GraphUnderTest:
     def feeds(self, call: TokenBatch) -> Arrays:
         """The inputs of one call: tokens, an empty past, and the spec's values."""
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
-
-    def starts_of(self, values: Collection[str], ends: Iterable[str]) -> list[str]:
-        """Select the values that some others are computed from directly."""
-        return self.dataflow.needed(values, [*ends])
 
     def nodes_of(self, starts: Iterable[str], ends: Iterable[str]) -> list[str]:
         """The nodes between some values and others, as `name (operator)`, in the order in which they run."""
@@ -133,12 +123,7 @@ class GraphUnderTest:
             yield group
 
     def longer(self, call: TokenBatch, ids: NDArray[np.int64]) -> TokenBatch:
-        """A call with tokens after its prompt.
-
-        Args:
-            call: the prompt, [batch, seq].
-            ids: [batch, n].
-        """
+        """A call with tokens [batch, n] after its prompt [batch, seq]."""
         both = np.concatenate([call.input_ids, ids], axis=1)
         batch = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
         return replace(batch, final_lengths=call.final_lengths)

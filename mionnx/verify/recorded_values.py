@@ -60,9 +60,6 @@ class RecordedValues:
             self._hash.update(data.data)
         self._end += data.nbytes
 
-    def __contains__(self, key: tuple[int, str]) -> bool:
-        return f"{key[0]}.{key[1]}" in self._places
-
     def get(self, prompt: int, name: str) -> NDArray[Any]:
         """A value, mapped from the file."""
         dtype, shape, start = self._places[f"{prompt}.{name}"]

@@ -60,8 +60,9 @@ def write_report(folder: Path, summary: str, part: StepPart, first: Side, second
 
 
 def _standing(graph: GraphUnderTest, part: StepPart) -> onnx.ModelProto:
-    """Extract the part, weights included; the first model may lack some of the start values."""
+    """Extract the part, weights included."""
     outputs = {name for node in graph.dataflow.nodes for name in node.output}
+    # the first model may lack some of the start values
     proto = graph.part([name for name in part.starts if name in outputs], [part.value])
     onnx_file.embed(proto, graph.model.folder)
     return proto
@@ -78,12 +79,8 @@ def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
         lines = "".join(f"    {line}\n" if line else "\n" for line in source.splitlines())
         functions.append(f"def {name}(path, feeds):\n{lines}".rstrip())
         sides.append(f'("{side.title}", "{file}", {name})')
-    return PROGRAM.format(
-        first=first.title,
-        second=second.title,
-        functions="\n\n\n".join(functions),
-        sides=", ".join([*sides, ""]).strip(),
-    )
+    texts = {"functions": "\n\n\n".join(functions), "sides": ", ".join([*sides, ""]).strip()}
+    return PROGRAM.format(first=first.title, second=second.title, **texts)
 
 
 def _text(summary: str, part: StepPart, first: Side, second: Side) -> str:

@@ -11,6 +11,7 @@ from mionnx.errors import HookError, InputError, RuntimeMissingError, SpecFileEr
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.machine.ranges import at_least
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import ComparisonSettings
 from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
@@ -44,24 +45,20 @@ class Request:
 
     def check(self) -> None:
         """Refuse what contradicts itself or would have no effect."""
-        if isinstance(self.runtimes, str) or not self.runtimes:
-            raise InputError(f"runtimes must be a list of names, got {self.runtimes!r}")
+        if not self.runtimes:
+            raise InputError("runtimes must be a list of names, at least one, got []")
         double = [title for title in self.runtimes if list(self.runtimes).count(title) > 1]
         if double:
             raise InputError(f"runtime {double[0]!r} is there twice; to run one twice, ask for `repeat`")
         check_tolerance(self.tolerance)
-        integers = isinstance(self.positions, Sequence) and all(
-            isinstance(one, int | np.integer) for one in self.positions
-        )
-        if self.positions is not None and not (integers and len(self.positions)):
-            raise InputError(f"positions must be a list of integers, at least one, got {self.positions!r}")
+        at_least("greedy", self.greedy, 0)
+        if self.positions is not None and not len(self.positions):
+            raise InputError("positions must be a list of integers, at least one, got []")
         if self.checkpoint is not None:
             if not any(title.split(":")[0] == "torch" for title in self.runtimes):
                 raise InputError("checkpoint= is for torch, which is not among the runtimes")
             if self.other is not None:
                 raise InputError("checkpoint= with other=: torch would run one checkpoint in place of both models")
-        if self.greedy < 0:
-            raise InputError(f"greedy must be an integer of 0 or above, got {self.greedy!r}")
         if self.record and not self.record.parent.is_dir():
             raise SpecFileError(f"cannot write {self.record}: there is no folder {self.record.parent}")
         if self.record and self.against:

@@ -12,14 +12,13 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.difference import HookDifference, LayerLoss
-from mionnx.verify.result_table import list_of, loss_table, matrix_table, percent, verification_table
+from mionnx.verify.difference import HookDifference, LayerLoss, Repeat
+from mionnx.verify.result_table import list_of, loss_table, matrix_table, percent, repeats_table, verification_table
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, readable
 
 LEAST_DIFFERENCE = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 NAMED_NODES = 8  # nodes of a step that are named
 NARROW_WIDTH = 80  # columns of a terminal that has no room for all numbers
-TWICE, ONE_THREAD, IN_BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Beside(Brief, Storable):
         logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
             shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
-        layers: of a second model, what each layer adds to its distance from the first.
+        layers: for a second model, the distance that each layer adds.
     """
 
     title: str
@@ -95,39 +94,16 @@ class Beside(Brief, Storable):
             return str(self.fault)
         if self.agrees(tolerance):
             return None
-        if self.steepest is None:
+        steps = [(row.local, row.name) for row in self.rows if row.local is not None]
+        if not steps:
             return f"largest difference at {self.worst.name}; what single steps add was not measured"
-        most, at = self.steepest.local, self.steepest.name
+        most, at = max(steps, key=lambda step: step[0])
         return f"no single step adds more than {tolerance:g}: the differences add up, most of all ({most:.2e}) at {at}"
 
     @property
     def worst(self) -> HookDifference:
         """Hook point with the largest relative difference."""
         return max(self.rows, key=lambda row: row.relative)
-
-    @property
-    def steepest(self) -> HookDifference | None:
-        """Hook point whose step adds most by itself."""
-        return max((row for row in self.rows if row.local is not None), key=lambda row: row.local or 0.0, default=None)
-
-
-@dataclass(frozen=True)
-class Repeat(Storable):
-    """Difference of a run that was repeated in another way.
-
-    Attributes:
-        what: `TWICE`, `ONE_THREAD` or `IN_BATCH`.
-        identical: whether all bits are, at every hook point.
-        relative: the largest difference as a share of its hook point's largest value.
-        first: the first hook point that differs.
-    """
-
-    runtime: str
-    what: str
-    identical: bool
-    max_abs: float
-    relative: float
-    first: str | None
 
 
 @dataclass(repr=False)
@@ -179,11 +155,11 @@ class Verification(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        verdicts = [
-            {"agrees": one.agrees(self.tolerance), "trouble": one.trouble(self.tolerance)} for one in self.besides
+        least = self.tolerance
+        besides = [
+            {**asdict(one), "worst": one.worst.name, "agrees": one.agrees(least), "trouble": one.trouble(least)}
+            for one in self.besides
         ]
-        pairs = zip(self.besides, verdicts, strict=True)
-        besides = [{**asdict(one), "worst": one.worst.name, **verdict} for one, verdict in pairs]
         repeats, matrices = [*map(asdict, self.repeats)], [*map(asdict, self.matrices)]
         return {**vars(self), "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
 
@@ -199,7 +175,7 @@ class Verification(Shown):
         yield from self.notes
 
     def summary(self) -> str:
-        """One line."""
+        """Names of the runtimes that agree or disagree, in one line."""
         others = [one.title for one in self.besides if not one.agrees(self.tolerance)]
         parts = [f"{title} FAILED" for title in self.failed]
         if others:
@@ -257,12 +233,7 @@ class Verification(Shown):
     def _extra_tables(self) -> Iterator[Table]:
         """Repeated runs, layers of second models, and quantised matrices, where there are any."""
         if self.repeats:
-            heads = ("runtime", "repeated", "bits", "largest relative", "first at")
-            table = Table(*heads, on_page={"heading": "Repeated"})
-            for one in self.repeats:
-                bits = "[green]identical" if one.identical else "[red]differ"
-                table.add_row(escape(one.runtime), one.what, bits, readable(one.relative), one.first or "")
-            yield table
+            yield repeats_table(self.repeats)
         for beside in self.besides:
             if beside.layers:
                 yield self._layers(beside)

@@ -9,7 +9,7 @@ from rich.table import Column
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
-from mionnx.verify.difference import HookDifference, LayerLoss
+from mionnx.verify.difference import HookDifference, LayerLoss, Repeat
 from mionnx.view import Table
 from mionnx.view.page import NO_NUMBER
 
@@ -42,14 +42,16 @@ def _table(rows: list[dict[str, str]], titles: Mapping[str, str], title: str, he
     return table
 
 
-def repeats_table(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Table of repeated runs: runtime, repetition, bits, relative difference, hook point."""
+def repeats_table(repeats: Sequence[Repeat]) -> Table:
+    """Table of repeated runs, for a terminal and a page."""
 
     def form(short: bool) -> Table:
         heads = ("runtime", "repeated", "bits", "relative", "first at")
-        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
-        for *cells, first in rows:
-            table.add_row(*cells, short_name(first) if short else first)
+        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads), on_page={"heading": "Repeated"})
+        for run in repeats:
+            bits = "[green]identical" if run.identical else "[red]differ"
+            first = short_name(run.first or "") if short else run.first or ""
+            table.add_row(escape(run.runtime), run.what, bits, f"{run.relative:.1e}", first)
         return table
 
     return _in_two_forms(form)

@@ -37,11 +37,7 @@ Piece = Callable[[Arrays], Arrays]
 
 
 class Runtime(ABC):
-    """Something that runs a model.
-
-    Attributes:
-        title: its name with its settings: "ort-cpu:none", say.
-    """
+    """Something that runs a model; its title is a name with settings, such as "ort-cpu:none"."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -157,7 +153,7 @@ class TorchEager(Runtime):
         return exporting.exporter_for(folder), folder
 
     def missing(self, graph: GraphUnderTest) -> str | None:
-        if any(edit.fit is not None for edit in graph.plan.edits):
+        if any(edit.fit is not None for edit in graph.bound.plan.edits):
             return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
         if FOUND_BY_STRUCTURE in graph.model.metadata.exporter:
             family = graph.model.metadata.family

@@ -72,7 +72,7 @@ def local_difference(side: Side, recording: RecordedValues, before: Sequence[str
         before: the hook points before the step, all on the recording.
     """
     difference, graph = Difference(unit=unit), side.graph
-    starts = graph.starts_of(before, [end])
+    starts = graph.dataflow.needed(before, [end])
     with side.opened(starts, [end]) as piece:
         for prompt, call in enumerate(graph.calls):
             feeds = graph.feeds(call) | {name: recording.get(prompt, name) for name in starts}
@@ -110,7 +110,7 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
         the part; the whole step, if nothing inside differs by more than the tolerance.
     """
     values = _shared(first.graph, second.graph, [*inputs], end)
-    starts = first.graph.starts_of([*inputs], values)
+    starts = first.graph.dataflow.needed([*inputs], values)
     with first.opened(starts, values) as piece:
         expected = piece(first.graph.feeds(first.graph.calls[prompt]) | {name: inputs[name] for name in starts})
 
@@ -138,7 +138,7 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
 def _run(side: Side, inputs: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str) -> StepPart:
     """One value computed from others."""
     graph = side.graph
-    starts = graph.starts_of([*inputs], [value])
+    starts = graph.dataflow.needed([*inputs], [value])
     feeds = graph.feeds(graph.calls[prompt]) | {name: inputs[name] for name in starts}
     with side.opened(starts, [value]) as piece:
         outputs = piece(feeds)

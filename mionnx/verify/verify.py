@@ -29,11 +29,11 @@ from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import ComparisonSettings, compare, stream
 from mionnx.verify.compare import record as record_side
-from mionnx.verify.difference import Difference
+from mionnx.verify.difference import IN_BATCH, ONE_THREAD, TWICE, Difference, Repeat
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.request import Request, as_recorded, names_of
-from mionnx.verify.result import IN_BATCH, ONE_THREAD, TWICE, Beside, Repeat, Verification
+from mionnx.verify.result import Beside, Verification
 from mionnx.verify.runtimes import PROVIDER, WITH_THREADS, Runtime, runtime_of
 from mionnx.verify.steps import Side
 

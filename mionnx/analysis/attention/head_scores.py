@@ -27,7 +27,7 @@ from mionnx.inputs.token_rows import read_array
 from mionnx.inputs.tokens import encode
 from mionnx.machine import memory
 from mionnx.machine.progress import shown
-from mionnx.machine.ranges import listed
+from mionnx.machine.ranges import at_least, listed
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
@@ -37,7 +37,7 @@ HEAD_KINDS = tuple(TITLES)
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
-@typed(leave=["token_ids", "batch", "period", "seed"])
+@typed(leave=["token_ids"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = HEAD_KINDS,
@@ -126,10 +126,10 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
         if not isinstance(tokens, Iterable):
-            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-        ids = read_array("tokens", tokens if hasattr(tokens, "__len__") else listed("tokens", tokens))
+            raise InputError(f"token_ids={tokens!r}: the ids to draw from are integers, [count]")
+        ids = read_array("token_ids", tokens if hasattr(tokens, "__len__") else listed("token_ids", tokens))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+            raise InputError(f"token_ids={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model.check_token(token) for token in ids]).astype(np.int64)
     sequences = repeat_sequences(candidates, prefix, batch, period, seed)
     limit = model.hooked.metadata.sizes.max_positions
@@ -187,11 +187,8 @@ def repeat_sequences(
     Raises:
         InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
     """
-    for name, value in (("batch", batch), ("period", period), ("seed", seed)):
-        if not isinstance(value, int | np.integer) or value < 0:
-            raise InputError(f"{name}={value!r}: an integer of 0 or above is expected")
-    if batch < 1 or period < 2:
-        raise InputError(f"batch={batch}, period={period}: at least 1 row of sequences of 2 tokens")
+    for name, value, least in (("batch", batch, 1), ("period", period, 2), ("seed", seed, 0)):
+        at_least(name, value, least)
     if period > len(candidates):
         raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
     if (size := batch * (len(prefix) + 2 * period) * 16) > memory.available():

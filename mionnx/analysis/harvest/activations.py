@@ -129,7 +129,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         """Open a folder; its arrays are read when they are used.
 
         Raises:
-            SpecFileError: there is no harvest, it is damaged, or it is not finished.
+            SpecFileError: there is no finished harvest.
         """
         self.folder = Path(folder)
         manifest = read_manifest(self.folder)

@@ -118,8 +118,8 @@ class Made:
 
     Attributes:
         texts: number of texts up to its end.
-        dropped: tokens of rows that the format has no place for.
-        damage: of the file that was there before, if it had any.
+        dropped: number of tokens that the format has no place for.
+        damage: damage of the file that was there before.
     """
 
     number: int

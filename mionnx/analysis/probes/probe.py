@@ -73,8 +73,6 @@ def probe(
     at_least("folds", folds, 2)
     at_least("seed", seed, 0)
     at_most("seed", seed, SEEDS)
-    if not isinstance(activations, Activations):
-        raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
     if not 0 < penalty < np.inf:
         raise InputError(f"penalty={penalty!r}: a number above 0")
     names = [*activations] if points is None else [*points]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,13 @@ class Fit(Storable):
     intercept: Numbers
 
 
+@dataclass(eq=False, repr=False)
 @typed(InputError, leave=["hook", "label"])
 class ProbeResult(Shown):
     """Linear probes, by hook point.
 
     Attributes:
+        fits: hook point -> its probe.
         classes: the label of each class, ascending; None where values were predicted.
         baseline: the accuracy of the most frequent class; 0 for values.
         settings: "folds", "penalty", "seed", and the number of labelled "tokens", of their "texts", and of the "groups"
@@ -50,19 +52,11 @@ class ProbeResult(Shown):
         result.accuracy["blocks.2.hook_resid_post"], result.top(3)
     """
 
-    INSIDE: ClassVar[tuple[type[Storable], ...]] = (Fit,)
-
-    def __init__(
-        self, fits: Mapping[str, Fit], classes: list[Any] | None, baseline: float, settings: Mapping[str, Any]
-    ) -> None:
-        self.fits, self.classes, self.baseline, self.settings = dict(fits), classes, baseline, dict(settings)
-
-    def _contents(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def _of_contents(cls, contents: dict[str, Any]) -> Self:
-        return cls(**contents)
+    fits: dict[str, Fit]
+    classes: list[Any] | None
+    baseline: float
+    settings: dict[str, Any]
+    INSIDE: ClassVar = (Fit,)
 
     @property
     def metric(self) -> str:
@@ -157,15 +151,14 @@ class ProbeResult(Shown):
 
     def _texts(self) -> str:
         """Number of texts, and of groups if several texts are of one."""
-        texts = self.settings["texts"]
-        groups = self.settings.get("groups", texts)
+        texts, groups = self.settings["texts"], self.settings["groups"]
         return count(texts, "text") + (f" in {count(groups, 'group')}" if groups != texts else "")
 
     def facts(self) -> str:
         """One line on how the scores came about."""
         baseline = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
         folds = self.settings["folds"]
-        parts = "texts" if self.settings.get("groups", self.settings["texts"]) == self.settings["texts"] else "groups"
+        parts = "texts" if self.settings["groups"] == self.settings["texts"] else "groups"
         return f"{self.metric} on {parts} held out ({folds} folds, ± is the standard deviation over them){baseline}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +196,6 @@ class ProbeResult(Shown):
         return Series(kind, values, errors=errors)
 
     def _columns(self) -> Columns:
-        """One row for each hook point and fold."""
         points, folds = [HookPoint.parse(hook) for hook in self.fits], self.settings["folds"]
         pairs = [(point.name, point.layer) for point in points]
         names = [*next(iter(self.fits.values())).scores]

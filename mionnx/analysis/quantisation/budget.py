@@ -35,6 +35,7 @@ from mionnx.machine.progress import Progress
 from mionnx.quantise.matrices import expert_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
+from mionnx.run.segments import Arrays
 
 WIDE_BITS = 8  # bits of the matrices that cost too much in 4
 IN_FLOATS = 0  # in place of a number of bits
@@ -172,15 +173,20 @@ class Search:
         key = tuple(bits.values())
         if key not in self.measured:
             candidates = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
+            by_input = {name: one for one in candidates for name in one.inputs}
             stage, done = f"measuring all matrices together, {len(self.measured) + 1}", 0
 
-            def report(more: int) -> None:
+            def others(names: Sequence[str]) -> Arrays:
                 nonlocal done
-                done += more
-                self.progress(stage, done, len(candidates))
+                arrays: Arrays = {}
+                for one in {by_input[name].name: by_input[name] for name in names if name in by_input}.values():
+                    array = self.model.held(one.name, one.numbers())
+                    arrays |= {name: array for name in one.inputs if name in names}
+                    done += 1
+                    self.progress(stage, done, len(candidates))
+                return arrays
 
-            by_input = {name: one for one in candidates for name in one.inputs}
-            logits = self.model.with_all(by_input, self.text.calls, report)
+            logits = self.model.chain.logits_of([*map(Stage.first, self.text.calls)], others)
             self.measured[key] = Divergence.of(self.text.first, logits).mean
         return self.measured[key]
 

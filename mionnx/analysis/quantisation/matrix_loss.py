@@ -1,6 +1,6 @@
 """Cost of each quantised matrix by itself, put into the model of floats one at a time; KL of next tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,26 +158,6 @@ class FloatModel:
         stack = np.array(rows_of(self.hooked, expert[0], turned=True))
         stack[expert[1]] = oriented
         return stack
-
-    def with_all(
-        self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], report: Callable[[int], None]
-    ) -> Iterator[NDArray[Any]]:
-        """The logits of each prompt with many matrices in place of its own.
-
-        Args:
-            candidates: by the inputs that they are fed to.
-            report: called for every matrix, with 1.
-        """
-
-        def others(names: Any) -> Arrays:
-            arrays: Arrays = {}
-            for candidate in {one.name: one for name in names if (one := candidates.get(name)) is not None}.values():
-                array = self.held(candidate.name, candidate.numbers())
-                arrays |= {name: array for name in candidate.inputs if name in names}
-                report(1)
-            return arrays
-
-        return self.chain.logits_of([*map(Stage.first, calls)], others)
 
 
 def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:

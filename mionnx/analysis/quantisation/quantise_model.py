@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.quantisation.budget import IN_FLOATS, WIDE_BITS, Bits, MeasuredText, Search, text_of, whole_stacks
+from mionnx.analysis.quantisation.budget import IN_FLOATS, WIDE_BITS, MeasuredText, Search, text_of, whole_stacks
 from mionnx.analysis.quantisation.layer_chain import LOGITS, Importance, mean_squares
 from mionnx.analysis.quantisation.matrix_loss import Divergence, FloatModel
 from mionnx.analysis.quantisation.windows import Ids, calls_of, digest, own_text, windows
@@ -141,43 +142,40 @@ def _text(ids: Sequence[Ids], own: bool) -> dict[str, Any]:
     return {"text": "own" if own else "given", "text_sha256": digest(ids), "tokens": sum(one.size for one in ids)}
 
 
-def _within(model: Runner, folder: Path, search: Search, entry: dict[str, Any], text: dict[str, Any]) -> Path:
-    """Choose bits and write the model; the next bits if it turns out to be above the bound."""
-    bits, more = search.run()
-    begin = {name: matrix.bits for name, matrix in search.matrices.items()}
-    without = search.kl(begin)
-    facts = {"bound": search.bound, "kl_without": without, "bytes_without": search.bytes(begin), **text}
-    for one in (bits, *more):
-        if _written(model, folder, search, one, entry, facts):
-            return folder
-    raise ModelError(f"budget={search.bound:g} is not met by the model as it is written, whatever the bits")
-
-
 class _AboveError(Exception):
     """The model as it is written is above the bound."""
 
 
-def _written(
-    model: Runner, folder: Path, search: Search, bits: Bits, entry: dict[str, Any], facts: dict[str, Any]
-) -> bool:
-    """Write a model, unless it turns out to be above the bound."""
-    settings = search.settings
-    try:
-        with new_folder(folder, ModelError) as partial:
-            changed = _settings(settings, bits)
-            quantise_into(model.hooked, partial, changed, search.progress, importance=search.importance)
-            opened = HookedModel.open(partial, check="none")
-            divergence = _measured(opened, search.text, model.options.threads, search.progress)
-            if divergence.mean > search.bound:
-                raise _AboveError
-            wide = [name for name, one in bits.items() if one == WIDE_BITS and settings.bits_of(name) != WIDE_BITS]
-            floats = [name for name, one in bits.items() if one == IN_FLOATS]
-            moved = {"moved_to_8_bits": wide, "moved_to_floats": floats}
-            reached = {"kl": divergence.mean, "top_1": divergence.top_1, "bytes": search.bytes(bits), **moved}
-            _record(opened, {**entry, "budget": facts | reached})
-    except _AboveError:
-        return False
-    return True
+def _within(model: Runner, folder: Path, search: Search, entry: dict[str, Any], text: dict[str, Any]) -> Path:
+    """Choose bits and write the model; the next bits if it turns out to be above the bound."""
+    bits, more = search.run()
+    settings, threads = search.settings, model.options.threads
+    begin = {name: matrix.bits for name, matrix in search.matrices.items()}
+    facts = {"bound": search.bound, "kl_without": search.kl(begin), "bytes_without": search.bytes(begin), **text}
+    for one in (bits, *more):
+        floats = [name for name, count in one.items() if count == IN_FLOATS]
+        wide = [name for name, count in one.items() if count == WIDE_BITS]
+        moved = [name for name in wide if settings.bits_of(name) != WIDE_BITS]
+        changed = _settings(settings, wide, floats, len(wide) + len(floats) == len(one))
+        with suppress(_AboveError):
+            with new_folder(folder, ModelError) as partial:
+                quantise_into(model.hooked, partial, changed, search.progress, importance=search.importance)
+                opened = HookedModel.open(partial, check="none")
+                divergence = _measured(opened, search.text, threads, search.progress)
+                if divergence.mean > search.bound:
+                    raise _AboveError
+                facts |= {"kl": divergence.mean, "top_1": divergence.top_1, "bytes": search.bytes(one)}
+                facts |= {"moved_to_8_bits": moved, "moved_to_floats": floats}
+                _record(opened, {**entry, "budget": facts})
+            return folder
+    raise ModelError(f"budget={search.bound:g} is not met by the model as it is written, whatever the bits")
+
+
+def _settings(settings: Quantisation, wide: list[str], floats: list[str], no_other: bool) -> Quantisation:
+    keep = (*settings.keep, *map(escape, floats))
+    if no_other:
+        return replace(settings, bits=WIDE_BITS, in_8_bits=(), keep=keep)
+    return replace(settings, in_8_bits=tuple(map(escape, wide)), keep=keep)
 
 
 def _measured(hooked: HookedModel, text: MeasuredText, threads: int, progress: Progress) -> Divergence:
@@ -205,12 +203,3 @@ def _record(hooked: HookedModel, entry: dict[str, Any]) -> None:
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
     (hooked.folder / GRAPH).write_bytes(proto.SerializeToString())
-
-
-def _settings(settings: Quantisation, bits: Bits) -> Quantisation:
-    floats = tuple(escape(name) for name, one in bits.items() if one == IN_FLOATS)
-    wide = tuple(escape(name) for name, one in bits.items() if one == WIDE_BITS)
-    keep = (*settings.keep, *floats)
-    if len(wide) + len(floats) == len(bits):
-        return replace(settings, bits=WIDE_BITS, in_8_bits=(), keep=keep)
-    return replace(settings, in_8_bits=wide, keep=keep)

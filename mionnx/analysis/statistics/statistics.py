@@ -291,8 +291,6 @@ def statistics_of(
     Example:
         mionnx.statistics_of(Activations("folder"), covariance=True).covariance("blocks.2.hook_resid_post")
     """
-    if not isinstance(activations, Activations):
-        raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
     _check(by, covariance)
     moments = Statistics(by)
     moments.texts = activations.texts
