@@ -12,7 +12,7 @@ from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.harvest import open_writer
 from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.analysis.harvest.settings import Settings
-from mionnx.analysis.harvest.shard_maker import Groups, Made, ShardMaker
+from mionnx.analysis.harvest.shard_maker import FinishedShard, Groups, ShardMaker
 from mionnx.analysis.harvest.texts import Source
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
 from mionnx.errors import InputError
@@ -66,7 +66,7 @@ def harvest(
         return writer.write(partial(_by_workers, processes), progress)
 
 
-def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[Made]:
+def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
     maker = replace(maker, model=workers.model(maker.model))
     return workers.map(groups.__iter__, _ShardWork, maker)
 
@@ -77,6 +77,6 @@ class _ShardWork:
 
     maker: ShardMaker
 
-    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> Made:
+    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> FinishedShard:
         number, rows = task
         return self.maker.shard(number, rows)

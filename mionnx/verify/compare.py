@@ -1,11 +1,4 @@
-"""Runtimes compared hook point by hook point, streaming: one runtime at a time, a group of values at a time.
-
-1. The first runtime's values are recorded on disk as they are computed, and so are those of a runtime that gives them
-   in its own order.
-2. Every other runtime's values are compared with the recorded ones as they are computed, and let go.
-3. What a step adds by itself is measured by running the step in the second runtime on the first one's values. A
-   runtime that runs models as a whole (torch) has its values fed to the other one instead.
-"""
+"""Runtimes compared hook point by hook point, streaming: one runtime at a time, a group of values at a time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +63,7 @@ def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress:
         ModelError: the runtime has no value at a hook point.
     """
     runtime, graph = side.runtime, side.graph
-    assert runtime is not None
+    assert runtime is not None  # a recorded run is read, not run
     groups = list(runtime.groups(graph, graph.names))
     for done, group in enumerate(groups):
         progress(side.title, done, len(groups))
@@ -100,7 +93,7 @@ def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) 
 
 
 def _choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
-    """Continue each prompt greedily; every token runs the whole text anew."""
+    """Continue each prompt greedily."""
     if not settings.greedy:
         return []
     assert side.runtime is not None
@@ -117,6 +110,7 @@ def _continued(run: Pass, graph: GraphUnderTest, call: TokenBatch, count: int) -
     ids = np.zeros((call.batch, 0), np.int64)
     limit = graph.model.metadata.sizes.max_positions
 
+    # the whole text runs anew for every token: no runtime has to have a cache
     def extend(_: str, logits: NDArray[Any]) -> None:
         nonlocal ids
         ids = np.concatenate([ids, logits[:, -1:].argmax(-1)], axis=1)
@@ -131,6 +125,8 @@ def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettin
     begin = time.monotonic()
     names, runtime = second.graph.names, second.runtime
     assert runtime is not None
+    # a runtime that runs models as a whole (torch) gives its values in its own order: they are recorded, to feed them
+    # to the steps of the first; of all others nothing is kept
     if not second.by_parts and first.by_parts and settings.local:
         second.recording = RecordedValues(scratch / "second")
     differences, logits = _differences(first, second, settings)
@@ -225,6 +221,7 @@ def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: C
     side, feeder = (first, second) if first.by_parts else (second, first)
     model, names = side.graph.model, side.graph.names
     starts = names[: names.index(fault.hook)]
+    # torch gives values at hook points only, derived ones not among them
     begin = max((model.order[name] for name in starts), default=-1)
     inner = [
         point.name

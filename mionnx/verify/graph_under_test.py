@@ -44,6 +44,7 @@ class GraphUnderTest:
         model.need_weights()
         self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
         self.spec = HookSpec().extend(spec)
+        # the names are captured instead, and globs and predicates resolved for runtimes that know names only
         self.spec.captures.clear()
         self.spec.interventions = [*index_hooks(spec, model).interventions]
 

@@ -115,8 +115,8 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
         expected = piece(first.graph.feeds(first.graph.calls[prompt]) | {name: inputs[name] for name in starts})
 
     def part(value: str, *before: str) -> StepPart:
-        known = inputs | {name: expected[name] for name in before}
-        return _run(second, known, value, expected[value], prompt, unit_of(first, second))
+        values_before = inputs | {name: expected[name] for name in before}
+        return _run(second, values_before, value, expected[value], prompt, unit_of(first, second))
 
     for place, value in enumerate(values):
         alone = part(value, *values[:place])

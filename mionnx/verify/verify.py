@@ -111,7 +111,7 @@ def verify(
         result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
         assert result.agrees, result.summary()
     """
-    if other is not None and runtimes is RUNTIMES:
+    if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
         runtimes = RUNTIMES[:1]
     prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
     greedy = 0 if texts else greedy
@@ -169,7 +169,7 @@ def _verified(
     settings = ComparisonSettings(tolerance, request.local, request.greedy, request.positions, progress, notes)
     if recording is not None:
         recorded = recording.facts["names"]
-        if not request.points:
+        if not request.points:  # all that was recorded, and the spec's captures, which are refused if they were not
             names = [*recorded, *(name for name in names_of(model, (), spec) if name not in recorded)]
         calls, names, settings = as_recorded(recording, calls, names, model, settings)
         prompts = [*recording.facts["texts"]]
@@ -178,6 +178,7 @@ def _verified(
     calls = [_with_horizon(call, settings.greedy) for call in calls]
     graph = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
     runtimes, skipped = request.split_runtimes(graph)
+    # those of weights are read from the disk: only where another machine asks for them
     hashes = graph.hashes() if request.record or recording else {"graph": graph.graph_hash()}
     sides = [Side(graph, runtime) for runtime in runtimes]
     with TemporaryDirectory() as scratch:

@@ -119,9 +119,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
         settings: those of the harvest.
 
     Example:
-        made = Activations("activations")
-        made["blocks.2.hook_resid_post"][:1000].mean(axis=0)
-        for batch in made.batches(4096):
+        activations = Activations("activations")
+        activations["blocks.2.hook_resid_post"][:1000].mean(axis=0)
+        for batch in activations.batches(4096):
             batch["blocks.2.hook_resid_post"].shape, batch["token_ids"].shape
     """
 
@@ -224,7 +224,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
             HookError: a hook point that was not harvested.
 
         Example:
-            for batch in made.batches(4096, seed=1, convert=torch.from_numpy):
+            for batch in activations.batches(4096, seed=1, convert=torch.from_numpy):
                 ...
         """
         at_least("size", size, 1)

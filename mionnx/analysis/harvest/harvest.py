@@ -21,8 +21,8 @@ from mionnx.analysis.harvest.settings import Settings, cast_spec, exact_spec
 from mionnx.analysis.harvest.shard_maker import (
     PARTIAL_SHARD,
     Column,
+    FinishedShard,
     Groups,
-    Made,
     Make,
     ShardMaker,
     columns_of,
@@ -101,8 +101,9 @@ def harvest(
         SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
 
     Example:
-        made = model.harvest("texts.jsonl", "blocks.*.hook_resid_post", "activations", context=128, packed=True)
-        made["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
+        texts, points = "texts.jsonl", "blocks.*.hook_resid_post"
+        activations = model.harvest(texts, points, "activations", context=128, packed=True)
+        activations["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
     """
     settings = Settings(context, packed, separator, positions, dtype, format, sae, k, batch_size, shard_bytes, column)
     return open_writer(model, texts, points, hooks, folder, settings).write(in_turn, progress)
@@ -184,8 +185,8 @@ class ShardWriter:
         maker = ShardMaker(self.folder, self.model, cast, exact, tuple(columns), *how, shards)
         self._finish(manifest, self._all(make, maker, Groups(rows, a_token, settings.shard_bytes), progress))
 
-    def _all(self, make: Make, maker: ShardMaker, groups: Groups, progress: Progress) -> list[Made]:
-        shards: dict[int, Made] = {}
+    def _all(self, make: Make, maker: ShardMaker, groups: Groups, progress: Progress) -> list[FinishedShard]:
+        shards: dict[int, FinishedShard] = {}
         texts = 0
         for one in make(maker, groups):
             if one.damage is not None:
@@ -210,7 +211,7 @@ class ShardWriter:
         manifest.write(self.folder)
         return manifest
 
-    def _finish(self, manifest: Manifest, shards: Sequence[Made]) -> None:
+    def _finish(self, manifest: Manifest, shards: Sequence[FinishedShard]) -> None:
         _remove_partial(self.folder)
         if self.settings.format == "saelens":
             finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(shards))

@@ -113,7 +113,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedShard:
     """A shard that is there.
 
     Attributes:
@@ -149,7 +149,7 @@ class ShardMaker:
     context: int | None
     earlier: Mapping[int, Shard] = field(default_factory=dict)
 
-    def shard(self, number: int, rows: Sequence[HarvestRow]) -> Made:
+    def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
         """A shard: as it is there, or made now.
 
         Raises:
@@ -163,13 +163,13 @@ class ShardMaker:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")
             damage = self._damage(earlier)
             if damage is None:
-                return Made(number, earlier, texts, dropped)
+                return FinishedShard(number, earlier, texts, dropped)
         path = self._write(number, windows)
         names = WRITERS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
         shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
-        return Made(number, shard, texts, dropped, damage)
+        return FinishedShard(number, shard, texts, dropped, damage)
 
     def _damage(self, shard: Shard) -> str | None:
         """The damage of a shard that was written before."""
@@ -219,10 +219,10 @@ def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCa
         raise type(error)(f"texts {rows[0].text[0]} to {rows[-1].text[-1]}: {error}") from error
 
 
-Make = Callable[[ShardMaker, Groups], Iterator[Made]]  # makes all shards, in any order
+Make = Callable[[ShardMaker, Groups], Iterator[FinishedShard]]  # makes all shards, in any order
 
 
-def in_turn(maker: ShardMaker, groups: Groups) -> Iterator[Made]:
+def in_turn(maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
     """Make shards one after the other."""
     for number, rows in groups:
         yield maker.shard(number, rows)

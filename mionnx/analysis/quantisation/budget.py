@@ -1,13 +1,4 @@
-"""The cheapest bits of a model's matrices within a bound of KL, by what each costs alone.
-
-1. KL over all of the text is measured with every matrix at its bits, exactly, in the model of floats with the numbers
-   that the blocks stand for.
-2. Where it is too large and 8 bits for all would do, matrices take 8 bits one after another: those first that save most
-   KL, each alone, for a byte. Else all take 8 bits, and those that cost most for a byte go back to floats.
-3. The smallest number of them for which KL over all of the text is within the bound is found by interpolation.
-4. The last of them may have saved more than was needed. Sets of fewer bytes are measured too, each the smallest for
-   what the others cost, added up: a sum that a few measurements bring to the bound.
-"""
+"""The cheapest bits of a model's matrices within a bound of KL, by what each costs alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -170,6 +161,7 @@ class Search:
 
     def kl(self, bits: Bits) -> float:
         """KL with all matrices at these bits, over all of the text."""
+        # exactly: in the model of floats, with the numbers that the blocks stand for
         key = tuple(bits.values())
         if key not in self.measured:
             candidates = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
@@ -201,14 +193,16 @@ class Search:
             the bits, and those to try next, in order, if KL of the written model is above the bound after all.
 
         Raises:
-            ModelError: the bound cannot be met; the message says what can.
+            ModelError: the bound cannot be met.
         """
         begin = {name: matrix.bits for name, matrix in self.matrices.items()}
         wide = dict.fromkeys(begin, WIDE_BITS)
         if self.kl(begin) <= self.bound:
             return begin, []
         if begin != wide and self.kl(wide) <= self.bound:
+            # matrices take 8 bits one after another, those first that save most KL, each alone, for a byte
             return self._along(self._moves(begin, wide))
+        # 8 bits for all do not do: those that cost most for a byte go back to floats
         moves = self._moves(wide, dict.fromkeys(begin, IN_FLOATS))
         fewest = moves.steps[-2]  # one of them is in blocks
         if self.kl(fewest) > self.bound:
@@ -238,6 +232,7 @@ class Search:
 
     def _along(self, moves: Moves, without: int = 0) -> tuple[dict[str, int], list[dict[str, int]]]:
         """Find the first step within the bound, then smaller sets; the last steps may be left out."""
+        # KL falls with each step: interpolation, by halves every other time, as the sums are not KL
         low, high, turn = 0, len(moves.steps) - 1 - without, 0
         while high - low > 1:
             guess = self._between(low, high, moves) if turn % 2 == 0 else (low + high) // 2
@@ -260,6 +255,8 @@ class Search:
 
     def _smaller(self, moves: Moves, low: int, high: int) -> list[dict[str, int]]:
         """Bits within the bound that take fewer bytes than a step, the fewest first."""
+        # the last move may have saved more than was needed; each set is the smallest for a sum of single costs, and a
+        # few measurements bring that sum to the bound
         sets, best = list[dict[str, int]](), moves.steps[high]
         within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
         last = len(self.measured) + MORE
