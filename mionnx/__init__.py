@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.analysis.attention.head_scores_result import HeadScores
+from mionnx.analysis.attention.head_scores import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.attribution.attributions import Attributions
 from mionnx.analysis.attribution.logit_diff import LogitDiffs
