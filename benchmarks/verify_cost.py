@@ -35,7 +35,7 @@ def alone(folder: Path, runtime: str, tokens: int) -> dict[str, float]:
     from mionnx.graph.hooked_model import HookedModel
     from mionnx.inputs.token_batch import make_token_batch
     from mionnx.verify.graph_under_test import GraphUnderTest
-    from mionnx.verify.runtime_names import runtime_of
+    from mionnx.verify.runtimes import runtime_of
 
     model = HookedModel.open(folder)
     call = make_token_batch(prompt(model.metadata.sizes.vocab_size, tokens), None, None, model.metadata.sizes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.analysis.attention.head_scores_result import HeadScores
+from mionnx.analysis.attention.head_scores import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.attribution.logit_diff import LogitDiffs
 from mionnx.analysis.circuits.circuit_result import Circuit
@@ -21,8 +21,7 @@ from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
-from mionnx.analysis.statistics.collect import statistics_of
-from mionnx.analysis.statistics.statistics import Statistics
+from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse

@@ -18,7 +18,7 @@ from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
-from mionnx.analysis.statistics import collect
+from mionnx.analysis.statistics import statistics as dataset
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
@@ -28,7 +28,8 @@ from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
-from mionnx.verify import verbs as comparing
+from mionnx.verify import bisect as bisection
+from mionnx.verify import verify as comparing
 
 # Attributes that `dir(model)` leaves out: other rooms read them.
 INSIDE = {
@@ -93,12 +94,12 @@ class MIModel(Runner, Translated):
     features = active_features.features
     # datasets: activations on disk, and moments without storing them
     harvest = harvesting.harvest
-    statistics = collect.statistics
+    statistics = dataset.statistics
     # deployment, reproducibility
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model
     verify = comparing.verify
-    bisect = comparing.bisect
+    bisect = bisection.bisect
     # words of TransformerLens: `mionnx/analysis/python_hooks/transformer_lens.py` has theirs and ours
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks

@@ -28,7 +28,6 @@ from mionnx.verify.result_table import repeats_table
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
-BITS = {True: "identical", False: "differ"}
 SHOWN = 20  # matrices that are listed; the page and the JSON have all
 LLAMA = "models/world-llama"
 
@@ -186,12 +185,7 @@ def _compared(result: Verification) -> Iterator[Any]:
         if trouble := beside.trouble(result.tolerance):
             yield Text.from_markup(f"[red]{escape(beside.title)}[/]: {escape(trouble)}")
     if result.repeats:
-        yield repeats_table(
-            [
-                (escape(run.runtime), run.what, BITS[run.identical], f"{run.relative:.1e}", run.first or "")
-                for run in result.repeats
-            ]
-        )
+        yield repeats_table(result.repeats)
     for beside in result.besides:
         if beside.heaviest is not None:
             yield result.loss_table(beside.title)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.harvest import open_writer, write
+from mionnx.analysis.harvest.harvest import open_writer
 from mionnx.analysis.harvest.rows import HarvestRow
 from mionnx.analysis.harvest.settings import Settings
-from mionnx.analysis.harvest.shard_maker import Groups, Made, ShardMaker
+from mionnx.analysis.harvest.shard_maker import FinishedShard, Groups, ShardMaker
 from mionnx.analysis.harvest.texts import Source
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
 from mionnx.errors import InputError
@@ -63,10 +63,10 @@ def harvest(
     if not writer.rows.texts.again:
         raise InputError("texts of an iterator stay in this process: give a file, a folder or a list to workers")
     with cluster(address, model, workers, cpus) as processes:
-        return write(writer, partial(_by_workers, processes), progress)
+        return writer.write(partial(_by_workers, processes), progress)
 
 
-def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[Made]:
+def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
     maker = replace(maker, model=workers.model(maker.model))
     return workers.map(groups.__iter__, _ShardWork, maker)
 
@@ -77,6 +77,6 @@ class _ShardWork:
 
     maker: ShardMaker
 
-    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> Made:
+    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> FinishedShard:
         number, rows = task
         return self.maker.shard(number, rows)

@@ -1,6 +1,7 @@
 """Reproducibility: where runtimes, machines, dtypes or two models disagree, hook point by hook point."""
 
 from mionnx.verify.bisect import Bisection
-from mionnx.verify.result import Beside, Fault, Repeat, Row, Verification
+from mionnx.verify.difference import Repeat
+from mionnx.verify.result import Beside, Fault, Verification
 
-__all__ = ["Beside", "Bisection", "Fault", "Repeat", "Row", "Verification"]
+__all__ = ["Beside", "Bisection", "Fault", "Repeat", "Verification"]

@@ -1,5 +1,6 @@
-"""Differences of two arrays, added up piece by piece so that no third array of their size is made."""
+"""Differences of two runs: of arrays, of next-token distributions, at a hook point, of a layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,28 +8,54 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.softmax import log_softmax
+from mionnx.machine.stored import Storable
 
-ELEMENTS_AT_ONCE = 2**18  # elements looked at together
+ELEMENTS_AT_ONCE = 2**18  # elements looked at together, so that no third array of the size of the two is made
 TOP = 5
+TWICE, ONE_THREAD, IN_BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
+
+
+@dataclass(frozen=True)
+class HookDifference(Storable):
+    """One hook point in one runtime beside the first.
+
+    Attributes:
+        scale: the largest absolute value in the first runtime.
+        relative: max_abs as a share of scale.
+        max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
+        identical: whether all bits are.
+        finite: whether the first runtime has numbers only: NaN agrees with NaN, and says nothing.
+        local: what this step alone adds, as a share of scale; None where it was not measured.
+        lost: length of the difference, as a share of the value's length in this runtime.
+    """
+
+    name: str
+    max_abs: float
+    mean_abs: float
+    scale: float
+    relative: float
+    cosine: float
+    max_ulp: float
+    mean_ulp: float
+    identical: bool
+    finite: bool
+    local: float | None = None
+    lost: float = 0.0
 
 
 @dataclass
 class Difference:
     """Difference of two values over all prompts so far.
 
-    Units in the last place are those of `unit`, the coarser of the two models' dtypes.
-
-    Where both are below half of that dtype's least number they are masked scores, which say nothing, and are left out.
-
     Attributes:
-        count: elements compared.
         max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
         scale: the largest absolute value of the first array.
-        max_ulp, sum_ulp: of the distances in units in the last place.
+        max_ulp, sum_ulp: distances in units in the last place of `unit`, the coarser of the two models' dtypes.
         error: sum of the squared differences, where both are numbers.
         identical: whether all bits are the same (0 and -0 are, and NaN and NaN).
-        finite: whether the first array has numbers only, but for what is masked.
+        finite: whether the first array has numbers only, except for what is masked.
     """
 
     count: int = 0
@@ -71,7 +98,7 @@ class Difference:
     def _count(
         self, one: NDArray[np.float64], apart: NDArray[np.float64], other: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
-        masked = float(ml_dtypes.finfo(self.unit).min) / 2
+        masked = float(ml_dtypes.finfo(self.unit).min) / 2  # below it both are masked scores, which say nothing
         compared = ~((one < masked) & (other < masked))
         if not compared.all():
             one, other, apart = one[compared], other[compared], apart[compared]
@@ -86,16 +113,6 @@ class Difference:
         self.dot += float(one @ other)
         self.squares = (self.squares[0] + float(one @ one), self.squares[1] + float(other @ other))
         return compared
-
-    @property
-    def mean_abs(self) -> float:
-        """The mean absolute difference."""
-        return self.sum_abs / max(1, self.count)
-
-    @property
-    def mean_ulp(self) -> float:
-        """The mean distance in units in the last place."""
-        return self.sum_ulp / max(1, self.count)
 
     @property
     def relative(self) -> float:
@@ -113,6 +130,14 @@ class Difference:
         size = float(np.sqrt(self.squares[0]) * np.sqrt(self.squares[1]))
         return min(1.0, self.dot / size) if size else float(self.squares[0] == self.squares[1])
 
+    def at(self, name: str, local: "Difference | None") -> HookDifference:
+        """The difference of all prompts at a hook point."""
+        mean_abs, mean_ulp = (total / max(1, self.count) for total in (self.sum_abs, self.sum_ulp))
+        return HookDifference(
+            name, self.max_abs, mean_abs, self.scale, self.relative, self.cosine, self.max_ulp, mean_ulp,
+            self.identical, self.finite, local.relative if local else None, self.lost,
+        )  # fmt: skip
+
 
 def coarser(*dtypes: str) -> str:
     """The one of some floating dtypes that has the fewest digits."""
@@ -120,10 +145,7 @@ def coarser(*dtypes: str) -> str:
 
 
 def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") -> NDArray[np.float64]:
-    """Distance in units in the last place of a floating dtype, element by element.
-
-    The bits of a float, read as an integer with the sign taken out, are in the order of the numbers.
-    """
+    """Distance in units in the last place of a floating dtype, element by element."""
     if one.dtype.kind != "f" or other.dtype.kind != "f":
         return np.abs(one.astype(np.float64) - other.astype(np.float64))
     dtype = np.dtype(ml_dtypes.bfloat16 if unit == "bfloat16" else unit)
@@ -133,6 +155,7 @@ def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") 
     for array in (one, other):
         with np.errstate(over="ignore"):
             bits = np.ascontiguousarray(array.astype(dtype)).view(integer).astype(np.float64)
+        # a float's bits, read as an integer with the sign taken out, are in the order of the numbers
         lines.append(np.where(bits < 0, least - bits, bits))
     return np.abs(lines[0] - lines[1])
 
@@ -199,3 +222,49 @@ class LogitDifference:
             "top_1": self.same_first / count,
             f"top_{min(TOP, vocab)}": self.shared / (count * min(TOP, vocab)),
         }
+
+
+@dataclass(frozen=True)
+class LayerLoss(Storable):
+    """One layer's share of the distance of two models.
+
+    A distance is the length of the difference of two residual streams over all positions, as a share of the length of
+    the second model's stream.
+
+    Attributes:
+        added: what is after less what was before; negative where the layer mends something.
+    """
+
+    layer: int
+    before: float
+    after: float
+    added: float
+
+
+def layer_losses(lost: Mapping[str, float]) -> list[LayerLoss]:
+    """The layers whose stream was compared before and after them, from hook point -> distance."""
+    losses = []
+    for layer in sorted({layer for name in lost if (layer := HookPoint.parse(name).layer) is not None}):
+        before, after = lost.get(str(HookPoint.ResidPre(layer))), lost.get(str(HookPoint.ResidPost(layer)))
+        if before is not None and after is not None:
+            losses.append(LayerLoss(layer, before, after, after - before))
+    return losses
+
+
+@dataclass(frozen=True)
+class Repeat(Storable):
+    """Difference of a run that was repeated in another way.
+
+    Attributes:
+        what: `TWICE`, `ONE_THREAD` or `IN_BATCH`.
+        identical: whether all bits are, at every hook point.
+        relative: the largest difference as a share of its hook point's largest value.
+        first: the first hook point that differs.
+    """
+
+    runtime: str
+    what: str
+    identical: bool
+    max_abs: float
+    relative: float
+    first: str | None

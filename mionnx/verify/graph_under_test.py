@@ -1,6 +1,6 @@
 """`GraphUnderTest`: one model with one spec on some prompts, as a graph that can be run in parts."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -20,7 +20,7 @@ from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
-from mionnx.rewrite import Plan, rewrite
+from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.spec.hook_spec import HookSpec
 
@@ -33,10 +33,9 @@ class GraphUnderTest:
     """One model with one spec on some prompts.
 
     Attributes:
-        spec: what intervenes, each at one hook point.
+        spec: interventions, each at one hook point.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
-        calls: one a prompt.
-        title: what distinguishes it from another graph in the same comparison; empty if there is one only.
+        title: distinguishes it from another graph in the same comparison; empty if there is one only.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class GraphUnderTest:
         model.need_weights()
         self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
         self.spec = HookSpec().extend(spec)
+        # the names are captured instead, and globs and predicates resolved for runtimes that know names only
         self.spec.captures.clear()
         self.spec.interventions = [*index_hooks(spec, model).interventions]
 
@@ -56,20 +56,12 @@ class GraphUnderTest:
             spec.capture(name)
         return bind(spec, self.model, Outputs(carried=False))
 
-    @property
-    def plan(self) -> Plan:
-        """The structure of the graph, with every compared hook point an output."""
-        return self.bound.plan
-
     @cached_property
     def proto(self) -> onnx.ModelProto:
-        """Graph with the spec's interventions and the type of every value, without weights.
-
-        Inputs that are given have no defaults: OpenVINO takes one that has for a constant.
-        """
-        written, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
+        """Graph with the spec's interventions and the type of every value, without weights."""
+        written, _ = rewrite(self.model.proto, self.bound.plan, self.model.metadata)
         proto = onnx_file.parse(written)
-        feeds = self.feeds(self.calls[0])
+        feeds = self.feeds(self.calls[0])  # no input of these has a default: OpenVINO takes one that has for a constant
         weights = [tensor for tensor in proto.graph.initializer if tensor.name not in feeds]
         del proto.graph.initializer[:]
         proto.graph.initializer.extend(weights)
@@ -77,7 +69,7 @@ class GraphUnderTest:
 
     @cached_property
     def dataflow(self) -> Dataflow:
-        """Producers and consumers of the graph's values."""
+        """Data flow of the graph."""
         return Dataflow(self.proto)
 
     @cached_property
@@ -88,21 +80,28 @@ class GraphUnderTest:
         return {value.name: value.type.tensor_type.elem_type for value in values}
 
     def graph_hash(self) -> str:
-        """SHA-256 of the graph with the spec's interventions, in hexadecimal.
-
-        It does not depend on the hook points that are compared.
-        """
-        plan = bind(self.spec, self.model, Outputs(carried=False)).plan
+        """SHA-256 of the graph with the spec's interventions, in hexadecimal."""
+        plan = bind(self.spec, self.model, Outputs(carried=False)).plan  # without the compared hook points
         written, _ = rewrite(self.model.proto, plan, self.model.metadata)
         return sha256(onnx_file.parse(written).SerializeToString(deterministic=True)).hexdigest()
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of the rewritten graph, of the bytes of its weights, and of the spec."""
+        weights = sha256()
+        for name in sorted(onnx_file.locations(self.model.proto)):
+            with (self.model.folder / name).open("rb") as file:
+                while block := file.read(2**20):
+                    weights.update(block)
+        return {"graph": self.graph_hash(), "weights": weights.hexdigest(), "spec": self.spec.sha256}
 
     def feeds(self, call: TokenBatch) -> Arrays:
         """The inputs of one call: tokens, an empty past, and the spec's values."""
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
-    def starts_of(self, values: Collection[str], ends: Iterable[str]) -> list[str]:
-        """Known values that some others are computed from directly."""
-        return self.dataflow.needed(values, [*ends])
+    def nodes_of(self, starts: Iterable[str], ends: Iterable[str]) -> list[str]:
+        """The nodes between some values and others, as `name (operator)`, in the order in which they run."""
+        nodes = [self.dataflow.nodes[at] for at in sorted(self.dataflow.ancestors([*ends], [*starts]))]
+        return [f"{node.name} ({node.op_type})" for node in nodes]
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
         """Extract the nodes between some values and others; bfloat16 is float32 at the borders."""
@@ -113,26 +112,19 @@ class GraphUnderTest:
         group: list[str] = []
         size = 0
         for name in names:
-            each = max((self._bytes(name, call) for call in self.calls), default=0)
-            if group and size + each > GROUP:
+            axes = self.model.axes(HookPoint.parse(name))
+            shapes = [shape_of(axes, dynamic_sizes(call.batch, call.seq, call.total)) for call in self.calls]
+            largest = max((4 * prod(shape) for shape in shapes), default=0)
+            if group and size + largest > GROUP:
                 yield group
                 group, size = [], 0
             group.append(name)
-            size += each
+            size += largest
         if group:
             yield group
 
-    def _bytes(self, name: str, call: TokenBatch) -> int:
-        dims = dynamic_sizes(call.batch, call.seq, call.total)
-        return 4 * prod(shape_of(self.model.axes(HookPoint.parse(name)), dims))
-
     def longer(self, call: TokenBatch, ids: NDArray[np.int64]) -> TokenBatch:
-        """A call with tokens after its prompt.
-
-        Args:
-            call: the prompt, [batch, seq].
-            ids: [batch, n].
-        """
+        """A call with tokens [batch, n] after its prompt [batch, seq]."""
         both = np.concatenate([call.input_ids, ids], axis=1)
         batch = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
         return replace(batch, final_lengths=call.final_lengths)
@@ -140,24 +132,20 @@ class GraphUnderTest:
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Make bfloat16 inputs and outputs of a model float32: few runtimes take bfloat16."""
-    first, last = [], []
     narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    inputs: dict[str, str] = {}
-    for value in proto.graph.input:
-        if value.type.tensor_type.elem_type == narrow:
-            inputs[value.name] = f"{value.name}.narrow"
-            value.type.tensor_type.elem_type = wide
-            first.append(onnx.helper.make_node("Cast", [value.name], [inputs[value.name]], to=narrow))
-    outputs: dict[str, str] = {}
-    for value in proto.graph.output:
-        if value.type.tensor_type.elem_type == narrow:
-            outputs[value.name] = f"{value.name}.narrow"
-            value.type.tensor_type.elem_type = wide
-            last.append(onnx.helper.make_node("Cast", [outputs[value.name]], [value.name], to=wide))
-    renamed = {**inputs, **outputs}
+    renamed: dict[str, str] = {}
+    casts: list[list[onnx.NodeProto]] = []
+    for values, kind in ((proto.graph.input, narrow), (proto.graph.output, wide)):
+        casts.append([])
+        for value in values:
+            if value.type.tensor_type.elem_type == narrow:
+                value.type.tensor_type.elem_type = wide
+                inner = renamed[value.name] = f"{value.name}.narrow"
+                ends = (value.name, inner) if kind == narrow else (inner, value.name)
+                casts[-1].append(onnx.helper.make_node("Cast", [ends[0]], [ends[1]], to=kind))
     if renamed:
         _rename(proto, renamed)
-        nodes = [*first, *proto.graph.node, *last]
+        nodes = [*casts[0], *proto.graph.node, *casts[1]]
         del proto.graph.node[:]
         proto.graph.node.extend(nodes)
     return proto

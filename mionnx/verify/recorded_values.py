@@ -35,7 +35,7 @@ class RecordedValues:
     """Values by prompt and hook point, in one file.
 
     Attributes:
-        facts: what is known of the run; empty until it is kept.
+        facts: those of the run, `FACTS`; empty until it is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,11 +60,8 @@ class RecordedValues:
             self._hash.update(data.data)
         self._end += data.nbytes
 
-    def __contains__(self, key: tuple[int, str]) -> bool:
-        return f"{key[0]}.{key[1]}" in self._places
-
     def get(self, prompt: int, name: str) -> NDArray[Any]:
-        """A value; what is not looked at is not read."""
+        """A value, mapped from the file."""
         dtype, shape, start = self._places[f"{prompt}.{name}"]
         if prod(shape) == 0:
             return np.empty(shape, dtype)

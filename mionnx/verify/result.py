@@ -1,6 +1,6 @@
 """`Verification`: differences of runtimes at each hook point, as numbers, text, table and page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -12,14 +12,13 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.result_table import list_of, loss_table, matrix_table, pairs, percent, verification_table
-from mionnx.verify.rows import LayerLoss, Row
+from mionnx.verify.difference import HookDifference, LayerLoss, Repeat
+from mionnx.verify.result_table import list_of, loss_table, matrix_table, percent, repeats_table, verification_table
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, readable
 
 LEAST_DIFFERENCE = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 NAMED_NODES = 8  # nodes of a step that are named
 NARROW_WIDTH = 80  # columns of a terminal that has no room for all numbers
-TWICE, ONE_THREAD, IN_BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class Fault(Storable):
     Attributes:
         hook: the hook point at its end.
         after: the hook points that it starts from; none if it starts from the tokens.
-        local: what it adds, as a share of the largest value there.
-        nodes: of the step, `name (operator)`; narrowed down where both runtimes run graphs.
-        value: the first value of the graph that differs, where that was found out.
+        local: the difference that it adds, as a share of the largest value there.
+        nodes: `name (operator)`; narrowed down where both runtimes run graphs.
+        value: the first value of the graph that differs, where one was found.
     """
 
     hook: str
@@ -48,20 +47,24 @@ class Fault(Storable):
         return f"{self.hook}: this step alone adds {self.local:.2e} of its scale{where}{at}; {named}"
 
 
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 @dataclass(repr=False)
 class Beside(Brief, Storable):
     """One runtime beside the first.
 
     Attributes:
-        rows: one a hook point, in execution order.
+        rows: hook points in execution order.
         logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
             shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
-        layers: of a second model, what each layer adds to its distance from the first.
+        layers: for a second model, the distance that each layer adds.
     """
 
     title: str
-    rows: list[Row]
+    rows: list[HookDifference]
     logits: dict[str, float]
     greedy: float | None
     fault: Fault | None
@@ -91,40 +94,16 @@ class Beside(Brief, Storable):
             return str(self.fault)
         if self.agrees(tolerance):
             return None
-        if self.steepest is None:
+        steps = [(row.local, row.name) for row in self.rows if row.local is not None]
+        if not steps:
             return f"largest difference at {self.worst.name}; what single steps add was not measured"
-        most, at = self.steepest.local, self.steepest.name
+        most, at = max(steps, key=lambda step: step[0])
         return f"no single step adds more than {tolerance:g}: the differences add up, most of all ({most:.2e}) at {at}"
 
     @property
-    def worst(self) -> Row:
-        """The hook point with the largest relative difference."""
+    def worst(self) -> HookDifference:
+        """Hook point with the largest relative difference."""
         return max(self.rows, key=lambda row: row.relative)
-
-    @property
-    def steepest(self) -> Row | None:
-        """The hook point whose step adds most by itself."""
-        rows = [row for row in self.rows if row.local is not None]
-        return max(rows, key=lambda row: row.local or 0.0) if rows else None
-
-
-@dataclass(frozen=True)
-class Repeat(Storable):
-    """Difference of a run that was repeated in another way.
-
-    Attributes:
-        what: `TWICE`, `ONE_THREAD` or `IN_BATCH`.
-        identical: whether all bits are, at every hook point.
-        first: the first hook point that differs; None if none does.
-        relative: the largest difference as a share of its hook point's largest value.
-    """
-
-    runtime: str
-    what: str
-    identical: bool
-    max_abs: float
-    relative: float
-    first: str | None
 
 
 @dataclass(repr=False)
@@ -156,7 +135,7 @@ class Verification(Shown):
     repeats: list[Repeat] = field(default_factory=list)
     matrices: list[MatrixLoss] = field(default_factory=list)
     frame_height = 720
-    INSIDE: ClassVar = (Beside, Row, Fault, Repeat, LayerLoss, MatrixLoss)
+    INSIDE: ClassVar = (Beside, HookDifference, Fault, Repeat, LayerLoss, MatrixLoss)
 
     @property
     def agrees(self) -> bool:
@@ -176,18 +155,13 @@ class Verification(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats", "matrices")}
+        least = self.tolerance
         besides = [
-            {
-                **asdict(beside),
-                "worst": beside.worst.name,
-                "agrees": beside.agrees(self.tolerance),
-                "trouble": beside.trouble(self.tolerance),
-            }
-            for beside in self.besides
+            {**asdict(one), "worst": one.worst.name, "agrees": one.agrees(least), "trouble": one.trouble(least)}
+            for one in self.besides
         ]
-        repeats, matrices = [asdict(one) for one in self.repeats], [asdict(one) for one in self.matrices]
-        return {**facts, "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
+        repeats, matrices = [*map(asdict, self.repeats)], [*map(asdict, self.matrices)]
+        return {**vars(self), "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
 
     def _facts(self) -> Iterator[str]:
         yield from (self.title, self.summary())
@@ -201,7 +175,7 @@ class Verification(Shown):
         yield from self.notes
 
     def summary(self) -> str:
-        """One line."""
+        """Names of the runtimes that agree or disagree, in one line."""
         others = [one.title for one in self.besides if not one.agrees(self.tolerance)]
         parts = [f"{title} FAILED" for title in self.failed]
         if others:
@@ -213,25 +187,17 @@ class Verification(Shown):
 
     def view(self) -> View:
         """Error by depth, one curve a runtime, dotted: what each step adds by itself; and tables."""
-        prompts = list_of("Prompts", self.prompts, "token")
-        panels: list[Any] = [prompts, self._curves(), self._runtimes(), *self._extra_tables()]
-        panels.append(Each([self._hook_points(beside) for beside in self.besides]))
-        trouble = [(beside.title, beside.trouble(self.tolerance)) for beside in self.besides]
         lines = [f"{name} failed: {why}" for name, why in self.failed.items()]
         lines += [f"{name} was skipped: {why}" for name, why in self.skipped.items()]
+        trouble = [(beside.title, beside.trouble(self.tolerance)) for beside in self.besides]
         lines += [*self.notes, *(f"{name}: {why}" for name, why in trouble if why)]
-        if lines:
-            panels.insert(0, list_of("", lines, "fault"))
+        panels: list[Any] = [list_of("", lines, "fault")] if lines else []
+        panels += [list_of("Prompts", self.prompts, "token"), self._curves(), self._runtimes(), *self._extra_tables()]
+        panels.append(Each([self._hook_points(beside) for beside in self.besides]))
         panels.append(list_of("Environment", self._origins(), ""))
         titles = [beside.title for beside in self.besides]
-        return View(
-            self.title,
-            panels,
-            facts=self.summary(),
-            about=f"beside {self.reference}",
-            choice="Hook points of" * bool(titles),
-            options=titles,
-        )
+        about, choice = f"beside {self.reference}", "Hook points of" * bool(titles)
+        return View(self.title, panels, facts=self.summary(), about=about, choice=choice, options=titles)
 
     def _curves(self) -> Lines:
         series = []
@@ -267,13 +233,7 @@ class Verification(Shown):
     def _extra_tables(self) -> Iterator[Table]:
         """Repeated runs, layers of second models, and quantised matrices, where there are any."""
         if self.repeats:
-            table = Table(
-                "runtime", "repeated", "bits", "largest relative", "first at", on_page={"heading": "Repeated"}
-            )
-            for one in self.repeats:
-                bits = "[green]identical" if one.identical else "[red]differ"
-                table.add_row(escape(one.runtime), one.what, bits, readable(one.relative), one.first or "")
-            yield table
+            yield repeats_table(self.repeats)
         for beside in self.besides:
             if beside.layers:
                 yield self._layers(beside)
@@ -316,12 +276,10 @@ class Verification(Shown):
         return table
 
     def _origins(self) -> list[str]:
-        """Options, processor, versions, hashes."""
-        environments = [self.environment, *(beside.environment for beside in self.besides)]
-        lines = [f"{one['runtime']}: {pairs(one['options'])}" for one in environments]
-        own = self.environment
-        lines += [f"{own['processor']}, {own['system']}, Python {own['python']}", pairs(own["versions"])]
-        return lines + [f"{name} {digest}" for name, digest in self.hashes.items()]
+        own, environments = self.environment, [self.environment, *(beside.environment for beside in self.besides)]
+        lines = [f"{one['runtime']}: {_pairs(one['options'])}" for one in environments]
+        lines += [f"{own['processor']}, {own['system']}, Python {own['python']}", _pairs(own["versions"])]
+        return [*lines, *map(" ".join, self.hashes.items())]
 
     def _columns(self) -> Columns:
         rows = [{"runtime": beside.title, **asdict(row)} for beside in self.besides for row in beside.rows]

@@ -1,7 +1,9 @@
-"""`verify`: the arguments of a comparison, checked, and its parts in order."""
+"""`verify`: one model in several runtimes, or two models, compared hook point by hook point."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,177 +11,194 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.quantisation.matrix_comparison import losses
-from mionnx.bind.bound_spec import bind
-from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
+from mionnx.analysis.quantisation.candidates import losses
+from mionnx.analysis.quantisation.windows import windows
+from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import TokenBatch
-from mionnx.machine.progress import Progress, silent
-from mionnx.rewrite.plan import CaptureNode
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.inputs.token_rows import is_one_prompt
+from mionnx.machine.brief import count
+from mionnx.machine.memory import format_bytes
+from mionnx.machine.progress import Progress, shown
+from mionnx.machine.ranges import listed
+from mionnx.machine.typed import typed
+from mionnx.run.runner import Runner
+from mionnx.run.sampling import refuse_too_long
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.compare import ComparisonSettings, Side, compare, record, stream
-from mionnx.verify.difference import Difference
-from mionnx.verify.environment import environment, hashes
-from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
-from mionnx.verify.recorded import as_recorded, keep, other_machine
+from mionnx.verify.compare import ComparisonSettings, compare, stream
+from mionnx.verify.compare import record as record_side
+from mionnx.verify.difference import IN_BATCH, ONE_THREAD, TWICE, Difference, Repeat
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.result import IN_BATCH, ONE_THREAD, TWICE, Beside, Repeat, Verification
-from mionnx.verify.runtime import GraphRuntime, Runtime
-from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
+from mionnx.verify.request import Request, as_recorded, names_of
+from mionnx.verify.result import Beside, Verification
+from mionnx.verify.runtimes import PROVIDER, WITH_THREADS, Runtime, runtime_of
+from mionnx.verify.steps import Side
 
-HOOKS = "blocks.*.hook_resid_*"
-# Largest difference as a share of a value's largest entry that is agreement. Of half precision, five times its unit.
-TOLERANCES = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 4e-2}
-
-
-@dataclass(frozen=True)
-class Request:
-    """Request of a comparison.
-
-    Attributes:
-        runtimes: titles; all are compared with the first, or with a recorded run.
-        hooks: globs of hook points; `hook_logits` is always compared. None for `HOOKS`, or all that were recorded.
-        other: a second model, run in each of the runtimes too.
-        against: a recorded run, which is then what all are compared with.
-        tolerance: None for that of the dtype.
-        local, greedy, positions: see `ComparisonSettings`.
-        repeat: whether to look for bits that differ when a run is repeated.
-        matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
-    """
-
-    runtimes: Sequence[str]
-    hooks: str | HookPoint | Sequence[str | HookPoint] | None = None
-    spec: HookSpec | None = None
-    other: HookedModel | None = None
-    against: Path | None = None
-    record: Path | None = None
-    tolerance: float | None = None
-    local: bool = True
-    greedy: int = 8
-    positions: Sequence[int] | None = None
-    repeat: bool = False
-    checkpoint: Path | None = None
-    matrices: bool | None = None
-    experts: bool = False
+RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
 
 
-def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoint], spec: HookSpec) -> list[str]:
-    """The hook points that are compared, in execution order, `hook_logits` last.
+@typed()
+def verify(
+    model: Runner,
+    prompts: Sequence[Prompt] | Prompt = (),
+    runtimes: Sequence[str] = RUNTIMES,
+    *,
+    points: str | HookPoint | Sequence[str | HookPoint] | None = None,
+    hooks: HookSpec | None = None,
+    other: Runner | None = None,
+    record: str | Path | None = None,
+    against: str | Path | None = None,
+    tolerance: float | None = None,
+    local: bool = True,
+    greedy: int = 8,
+    positions: Sequence[int] | None = None,
+    repeat: bool = False,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
+    texts: str | Sequence[str] = (),
+    matrices: bool | None = None,
+    experts: bool = False,
+) -> Verification:
+    """Run this model in several runtimes and compare them hook point by hook point.
 
-    A pattern leaves out what is derived from other hook points, which are compared; a name does not.
+    Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk. Only
+    narrowing a fault down to its nodes holds the values of its one step.
+
+    Args:
+        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
+        runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
+            (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
+            ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first. If left
+            out, the default, or with `other` "ort-cpu" alone: it is the models that are compared then, and onnx's own
+            evaluator takes minutes for a real one.
+        points: globs of hook points (those that derive from others by their full names only); `hook_logits` is
+            always compared. If left out, the residual streams, or what was recorded.
+        hooks: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
+            compared too.
+        other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, or the
+            checkpoint of a quantised file. Its part of the result says which layer adds most to the distance of the
+            two, and KL(other || this) in nats; hook points that one of the two lacks are left out, and named.
+        record: write the first runtime's values to this safetensors file, for another machine.
+        against: compare with such a file instead of the first runtime; prompts may be left out.
+        tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
+            5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
+        local: measure what each step between hook points adds by itself, and find the first that adds too much.
+        greedy: tokens to choose greedily after each prompt, and compare.
+        positions: compare (and record) these positions of each prompt only.
+        repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
+            a batch, at all positions.
+        checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
+            `other`.
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
+        texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
+        matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
+            `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
+            matrices of a stack of experts are put in together.
+        experts: measure each expert's matrix by itself too: as many runs as there are, less those of experts that no
+            token chose.
 
     Raises:
-        HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
+        InputError: an unknown runtime, no prompts, a tolerance that is none.
+        HookError: a hook point that the model does not have.
+        RuntimeMissingError: fewer runtimes can run here than a comparison needs.
+        SpecFileError: a recorded run that cannot be written, or is damaged.
+
+    Example:
+        result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
+        assert result.agrees, result.summary()
     """
-    captures = HookSpec().extend(spec)
-    globs = [str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)]
-    for glob in globs:
-        captures.capture(glob)
-    captures.capture(LOGITS_POINT)
-    named = {*globs, *(str(request.what) for request in spec.captures)}
-    values = [want for want in bind(captures, model).plan.captures if want.hook in named or _plain(want)]
-    odd = [want.fetched for want in values if want.fetched != want.hook or want.inner is not None]
-    if odd:
-        raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")
-    chosen = {want.hook for want in values}
-    if globs and chosen <= {LOGITS_POINT} and LOGITS_POINT not in named:
-        raise HookError(f"{globs[0]!r} means derived hook points only: give them by their full names")
-    return sorted(chosen, key=lambda name: model.order[name])
+    if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
+        runtimes = RUNTIMES[:1]
+    prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
+    greedy = 0 if texts else greedy
+    calls = [call_of(model, prompt) for prompt in prompts]
+    for call in calls:
+        refuse_too_long("greedy", greedy, call, model.hooked.metadata)
+    request = Request(
+        runtimes, points, hooks or HookSpec(), other.hooked if other else None, Path(against) if against else None,
+        Path(record) if record else None, tolerance, local, greedy, positions, repeat,
+        Path(checkpoint) if checkpoint else None, matrices, experts,
+    )  # fmt: skip
+    request.check()
+    if not calls and against is None:
+        raise InputError("there is no prompt to run on")
+    texts_of_prompts = [_shown(prompt, call) for prompt, call in zip(prompts, calls, strict=True)]
+    with shown(progress) as show:
+        verification = _verified(model.hooked, calls, texts_of_prompts, request, show)
+    model.give_back(later=True)
+    return verification
 
 
-def _plain(want: CaptureNode) -> bool:
-    """Whether a glob may select a value: not a derived one, nor one inside a splice."""
-    return want.inner is None and not HookPoint.parse(want.hook).derived
+def _listed(prompts: Any) -> list[Any]:
+    if is_one_prompt(prompts):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be texts or ids, got {type(prompts).__name__}")
+    return listed("prompts", prompts)
 
 
-def verify(
-    model: HookedModel,
-    calls: Sequence[TokenBatch],
-    prompts: Sequence[str],
-    request: Request,
-    progress: Progress = silent,
+def call_of(model: Runner, prompt: Prompt) -> TokenBatch:
+    """A prompt as the inputs of a forward pass, without padding.
+
+    Raises:
+        InputError: texts of unequal length.
+    """
+    call = make_token_batch(model.ids(prompt), None, None, model.hooked.metadata.sizes)
+    if not call.real.all():
+        raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
+    return call
+
+
+def _shown(prompt: Prompt, call: TokenBatch) -> str:
+    text = prompt if isinstance(prompt, str) else getattr(prompt, "text", "")
+    return text or f"ids {list(call.input_ids.shape)}"
+
+
+def _verified(
+    model: HookedModel, calls: list[TokenBatch], prompts: list[str], request: Request, progress: Progress
 ) -> Verification:
-    """See `MIModel.verify`."""
-    _check(request, calls)
-    spec = request.spec or HookSpec()
-    names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
+    """Compare each side with the first, then matrices, then repeated runs."""
     notes: list[str] = []
-    names = _shared(model, names, request, notes)
+    names, spec = request.names(model, notes), request.spec
     recording = RecordedValues.open(request.against) if request.against else None
-    tolerance = _tolerance(request, model, recording)
+    tolerance = request.tolerance_of(model, recording)
     settings = ComparisonSettings(tolerance, request.local, request.greedy, request.positions, progress, notes)
     if recording is not None:
-        if not request.hooks:
-            captured = names_of(model, (), spec)
-            names = [*recording.facts["names"], *(name for name in captured if name not in recording.facts["names"])]
-        calls, names, prompts, settings = as_recorded(recording, calls, names, prompts, model, settings)
+        recorded = recording.facts["names"]
+        if not request.points:  # all that was recorded, and the spec's captures, which are refused if they were not
+            names = [*recorded, *(name for name in names_of(model, (), spec) if name not in recorded)]
+        calls, names, settings = as_recorded(recording, calls, names, model, settings)
+        prompts = [*recording.facts["texts"]]
     if settings.positions is not None:
         notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
     calls = [_with_horizon(call, settings.greedy) for call in calls]
     graph = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
-    runtimes, skipped = _runtimes(request, graph)
-    hashed = hashes(graph) if request.record or recording else {"graph": graph.graph_hash()}
+    runtimes, skipped = request.split_runtimes(graph)
+    # those of weights are read from the disk: only where another machine asks for them
+    hashes = graph.hashes() if request.record or recording else {"graph": graph.graph_hash()}
+    sides = [Side(graph, runtime) for runtime in runtimes]
     with TemporaryDirectory() as scratch:
-        first, rest, where = _first(graph, runtimes, recording, hashed, notes, Path(scratch), settings)
-        rest += _others(request, names, runtimes, graph, skipped)
-        besides, failed = _all_compared(first, rest, Path(scratch), settings)
+        if recording is None:
+            first, environment = sides.pop(0), runtimes[0].environment()
+            record_side(first, RecordedValues(Path(scratch) / "first"), settings)
+        else:
+            environment = recording.facts["environment"]
+            first = _recorded_side(graph, runtimes, recording, hashes, settings)
+        besides, failed = _all_compared(
+            first, sides + _others(request, graph, runtimes, skipped), Path(scratch), settings
+        )
         if request.record:
-            notes.append(keep(first, request.record, prompts, hashed, where, settings))
+            notes.append(_keep(first, request.record, prompts, hashes, environment, settings))
     matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes, request.experts)
-    again = runtimes if request.repeat else []
-    repetitions = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
-    title = _title(model, request.other, graph)
-    return Verification(title, first.title, besides, skipped, failed, settings.tolerance, notes,
-                        list(prompts), hashed, where, repetitions, matrices)  # fmt: skip
-
-
-def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:
-    """The hook points of both models; a note on those of the first only."""
-    other = request.other
-    missing = [name for name in names if other is not None and name not in other.order]
-    if other is None or not missing:
-        return names
-    hooks = request.hooks if request.hooks is not None else HOOKS
-    patterns = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
-    absent = next((name for name in missing if name in patterns), None)
-    shared = [name for name in names if name not in missing]
-    if absent or not shared:
-        raise HookError(f"{other.name} has no hook point {absent or missing[0]!r}: choose hooks that both have")
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    notes.append(f"{other.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
-    return shared
-
-
-def _check(request: Request, calls: Sequence[TokenBatch]) -> None:
-    if isinstance(request.runtimes, str) or not request.runtimes:
-        raise InputError(f"runtimes must be a list of names, got {request.runtimes!r}")
-    double = [title for title in request.runtimes if list(request.runtimes).count(title) > 1]
-    if double:
-        raise InputError(f"runtime {double[0]!r} is there twice; to run one twice, ask for `repeat`")
-    if not calls and request.against is None:
-        raise InputError("there is no prompt to run on")
-    tolerance = request.tolerance
-    if tolerance is not None and not (np.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"tolerance must be a number of 0 or above, got {tolerance!r}")
-    _check_positions(request.positions)
-    if request.checkpoint is not None:
-        if not any(title.split(":")[0] == "torch" for title in request.runtimes):
-            raise InputError("checkpoint= is for torch, which is not among the runtimes")
-        if request.other is not None:
-            raise InputError("checkpoint= with other=: torch would run one checkpoint in place of both models")
-    if not isinstance(request.greedy, int) or request.greedy < 0:
-        raise InputError(f"greedy must be an integer of 0 or above, got {request.greedy!r}")
-    if request.record and not request.record.parent.is_dir():
-        raise SpecFileError(f"cannot write {request.record}: there is no folder {request.record.parent}")
-    if request.record and request.against:
-        raise InputError("give either record or against: a run that is compared with a recorded one is not kept")
-
-
-def _check_positions(positions: Sequence[int] | None) -> None:
-    integers = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
-    if positions is not None and not (integers and len(positions)):
-        raise InputError(f"positions must be a list of integers, at least one, got {positions!r}")
+    repeats = [
+        one for runtime in runtimes * request.repeat for one in _repeats(runtime, graph, request, failed, settings)
+    ]
+    return Verification(_title(model, request.other, graph), first.title, besides, skipped, failed, tolerance, notes,
+                        prompts, hashes, environment, repeats, matrices)  # fmt: skip
 
 
 def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
@@ -187,65 +206,62 @@ def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
     return replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + greedy - 1) if greedy > 1 else call
 
 
-def _tolerance(request: Request, model: HookedModel, recording: RecordedValues | None) -> float:
-    dtypes = [model.metadata.dtype, *([request.other.metadata.dtype] if request.other else [])]
-    dtypes += [recording.facts["dtype"]] if recording else []
-    return max(TOLERANCES[dtype] for dtype in dtypes) if request.tolerance is None else request.tolerance
-
-
 def _title(model: HookedModel, other: HookedModel | None, graph: GraphUnderTest) -> str:
-    count = len(graph.calls)
     changes = graph.spec.num_interventions()
-    steered = f", {changes} intervention{'s' * (changes != 1)}" if changes else ""
+    steered = f", {count(changes, 'intervention')}" if changes else ""
     names = model.name if other is None else f"{model.name} and {other.name}"
-    return (
-        f"{names}: {len(graph.names)} hook points, {count} prompt{'s' * (count != 1)}, {model.metadata.dtype}{steered}"
-    )
+    prompts = count(len(graph.calls), "prompt")
+    return f"{names}: {len(graph.names)} hook points, {prompts}, {model.metadata.dtype}{steered}"
 
 
-def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
-    """Split the requested runtimes into those that can run here, and reasons for the others."""
-    runtimes = [runtime_of(title, request.checkpoint) for title in request.runtimes]
-    why = {runtime.title: runtime.missing(graph) for runtime in runtimes}
-    ready = [runtime for runtime in runtimes if why[runtime.title] is None]
-    skipped = {title: reason for title, reason in why.items() if reason is not None}
-    alone = request.against or request.record or request.other or request.repeat
-    if len(ready) < (1 if alone else 2):
-        reasons = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
-        raise RuntimeMissingError(
-            f"{len(ready)} of the runtimes {', '.join(request.runtimes)} can run here, and a comparison needs "
-            f"{1 if alone else 2}. {reasons}"
-        )
-    return ready, skipped
-
-
-def _first(
+def _recorded_side(
     graph: GraphUnderTest,
     runtimes: Sequence[Runtime],
-    recording: RecordedValues | None,
-    hashed: dict[str, str],
-    notes: list[str],
-    scratch: Path,
+    recording: RecordedValues,
+    hashes: dict[str, str],
     settings: ComparisonSettings,
-) -> tuple[Side, list[Side], dict[str, Any]]:
-    """Make the reference side, the other sides, and the reference's environment."""
-    sides = [Side(graph, runtime) for runtime in runtimes]
-    if recording is None:
-        record(sides[0], RecordedValues(scratch / "first"), settings)
-        return sides[0], sides[1:], environment(runtimes[0])
-    facts = recording.facts
+) -> Side:
+    """The side of a recorded run; notes on what is another here."""
+    facts, notes = recording.facts, settings.notes
     notes += [
         f"the recorded run has another {what}: {facts['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
-        for what, here in hashed.items()
+        for what, here in hashes.items()
         if facts["hashes"].get(what) != here
     ]
+    notes += _other_machine(facts["environment"], runtimes[0].environment())
+    sides = [Side(graph, runtime) for runtime in runtimes]
+    if settings.local and not all(side.by_parts for side in sides):
+        notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
     pairs = zip(facts["greedy"], graph.calls, strict=True) if facts["greedy"] else ()
     greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
-    notes += other_machine(facts["environment"], environment(runtimes[0]))
-    if settings.local and any(not isinstance(runtime, GraphRuntime) for runtime in runtimes):
-        notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
-    first = Side(graph, None, recording, greedy, f"recorded {facts['title']}")
-    return first, sides, facts["environment"]
+    return Side(graph, None, recording, greedy, f"recorded {facts['title']}")
+
+
+def _other_machine(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    """The differences of two environments, a note each."""
+    for what in sorted({*there, *here} - {"versions", "options", "runtime", "features"}):
+        if there.get(what) != here.get(what):
+            yield f"recorded with another {what}: {there.get(what)}, here {here.get(what)}"
+    for name in sorted({*there["versions"], *here["versions"]}):
+        versions = [one["versions"].get(name, "none") for one in (there, here)]
+        if versions[0] != versions[1]:
+            yield f"recorded with {name} {versions[0]}, here {versions[1]}"
+    missing = [sorted({*one["features"]} - {*other["features"]}) for one, other in ((there, here), (here, there))]
+    if any(missing):
+        yield f"processor features only there: {' '.join(missing[0])}; only here: {' '.join(missing[1])}"
+
+
+def _others(
+    request: Request, graph: GraphUnderTest, runtimes: Sequence[Runtime], skipped: dict[str, str]
+) -> list[Side]:
+    """The second model in every runtime that can run it."""
+    if request.other is None:
+        return []
+    other = [GraphUnderTest(request.other, graph.spec, graph.names, graph.calls, "other model") for _ in runtimes]
+    sides = [Side(*one) for one in zip(other, runtimes, strict=True)]
+    why = {side.title: runtime.missing(side.graph) for side, runtime in zip(sides, runtimes, strict=True)}
+    skipped |= {title: reason for title, reason in why.items() if reason is not None}
+    return [side for side in sides if why[side.title] is None]
 
 
 def _all_compared(
@@ -263,6 +279,37 @@ def _all_compared(
     return besides, failed
 
 
+def _keep(
+    side: Side,
+    path: Path,
+    prompts: list[str],
+    hashes: dict[str, str],
+    environment: dict[str, Any],
+    settings: ComparisonSettings,
+) -> str:
+    """Write a side's values, with all facts that a comparison needs; a line on what was written."""
+    assert side.recording is not None
+    names, calls = side.graph.names, side.graph.calls
+    facts = {
+        "title": side.title,
+        "texts": prompts,
+        "prompts": [call.input_ids.tolist() for call in calls],
+        "names": names,
+        "positions": None if settings.positions is None else list(settings.positions),
+        "count": settings.greedy,
+        "dtype": side.dtype,
+        "greedy": [ids.tolist() for ids in side.greedy],
+        "hashes": hashes,
+        "environment": environment,
+    }
+    side.recording.keep(path, facts)
+    points = names[0] if len(names) == 1 else f"{len(names)} hook points from {names[0]} to {names[-1]}"
+    where = "" if settings.positions is None else f", positions {', '.join(map(str, settings.positions))} only"
+    chosen = f", {count(settings.greedy, 'greedy token')} after each" if settings.greedy else ""
+    size = format_bytes(path.stat().st_size)
+    return f"wrote {path}, {size}: {side.title} at {points}, {count(len(calls), 'prompt')}{where}{chosen}"
+
+
 def _repeats(
     runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: ComparisonSettings
 ) -> Iterator[Repeat]:
@@ -274,61 +321,35 @@ def _repeats(
         settings.notes.append(f"{runtime.title} is not repeated with a row in a batch: {error}")
 
 
-def _others(
-    request: Request, names: Sequence[str], runtimes: Sequence[Runtime], graph: GraphUnderTest, skipped: dict[str, str]
-) -> list[Side]:
-    """The second model in every runtime that can run it."""
-    if request.other is None:
-        return []
-    sides = [
-        Side(GraphUnderTest(request.other, graph.spec, names, graph.calls, "other model"), one) for one in runtimes
-    ]
-    why = {side.title: runtime.missing(side.graph) for side, runtime in zip(sides, runtimes, strict=True)}
-    skipped |= {title: reason for title, reason in why.items() if reason is not None}
-    return [side for side in sides if why[side.title] is None]
-
-
 def _repeated(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
-    """Run a graph again in each way that a runtime has.
-
-    A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
-    """
+    """Run a graph again in each way that a runtime has."""
     with TemporaryDirectory() as scratch:
         recording = RecordedValues(Path(scratch) / "first")
         stream(Side(graph, runtime), recording.add, progress)
-        yield _repeat(runtime.title, TWICE, runtime, graph, graph, recording, progress)
+
+        def repeat(what: str, again: Runtime, rerun: GraphUnderTest) -> Repeat:
+            differences = {name: Difference(unit=graph.model.metadata.dtype) for name in graph.names}
+
+            def look(prompt: int, name: str, value: NDArray[Any]) -> None:
+                differences[name].add(recording.get(prompt, name), value[: graph.calls[prompt].batch])
+
+            stream(Side(rerun, again), look, progress)
+            differing = next((name for name in graph.names if not differences[name].identical), None)
+            largest = max(one.max_abs for one in differences.values())
+            relative = max(one.relative for one in differences.values())
+            return Repeat(runtime.title, what, differing is None, largest, relative, differing)
+
+        yield repeat(TWICE, runtime, graph)
         name, *settings = runtime.title.split(":")
-        with_threads = name in WITH_THREADS or name.endswith("ExecutionProvider")
+        with_threads = name in WITH_THREADS or name.endswith(PROVIDER)
         if with_threads and not any(setting.startswith("threads=") for setting in settings):
-            single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
-            yield _repeat(runtime.title, ONE_THREAD, single, graph, graph, recording, progress)
+            yield repeat(ONE_THREAD, runtime_of(f"{runtime.title}:threads=1", checkpoint), graph)
         doubled = GraphUnderTest(graph.model, graph.spec, graph.names, [_doubled(call) for call in graph.calls])
-        yield _repeat(runtime.title, IN_BATCH, runtime, doubled, graph, recording, progress)
+        yield repeat(IN_BATCH, runtime, doubled)
 
 
 def _doubled(call: TokenBatch) -> TokenBatch:
-    """Add the reversed text as a second row; lengths stay as they are."""
+    """Add the reversed text as a second row: of one length, it needs no padding, and it differs."""
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
     ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
     return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
-
-
-def _repeat(
-    title: str,
-    what: str,
-    runtime: Runtime,
-    graph: GraphUnderTest,
-    first: GraphUnderTest,
-    recording: RecordedValues,
-    progress: Progress,
-) -> Repeat:
-    differences = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
-
-    def look(prompt: int, name: str, value: NDArray[Any]) -> None:
-        differences[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
-
-    stream(Side(graph, runtime), look, progress)
-    differing = [name for name in first.names if not differences[name].identical]
-    largest = max(one.max_abs for one in differences.values())
-    relative = max(one.relative for one in differences.values())
-    return Repeat(title, what, not differing, largest, relative, differing[0] if differing else None)

@@ -4,8 +4,7 @@ import numpy as np
 
 from mionnx.analysis.quantisation.budget import whole_stacks
 from mionnx.analysis.quantisation.candidates import of_blocks
-from mionnx.analysis.quantisation.importance import mean_squares
-from mionnx.analysis.quantisation.layer_chain import Stage
+from mionnx.analysis.quantisation.layer_chain import Stage, mean_squares
 from mionnx.analysis.quantisation.matrix_loss import FloatModel, matrix_losses
 from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import make_token_batch
@@ -33,6 +32,9 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     squares = mean_squares(model.hooked, calls, Options(threads=1, prepack=False))
     assert squares.keys() == {one.weight for one in floats.uses.products}
     assert all(len(value) == floats.own(name).shape[1] and (value > 0).any() for name, value in squares.items())
-    whole = {name: one for one in candidates for name in one.inputs}
-    for one, other in zip(floats.with_all(whole, calls, lambda _: None), expected, strict=True):
+    fed = {name: floats.held(one.name, one.numbers()) for one in candidates for name in one.inputs}
+    changed = floats.chain.logits_of(
+        [*map(Stage.first, calls)], lambda names: {one: fed[one] for one in fed if one in names}
+    )
+    for one, other in zip(changed, expected, strict=True):
         assert np.abs(one - other).max() > 1e-3

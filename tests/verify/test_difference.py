@@ -32,7 +32,7 @@ def test_every_number_of_a_difference_is_numpys_in_float64(pairs: list[tuple[flo
     assert (found.count, found.finite) == (len(pairs), True)
     assert found.identical == bool((one == other).all())
     assert found.max_abs == apart.max()
-    assert found.mean_abs == pytest.approx(apart.mean(), rel=1e-12)
+    assert found.at("x", None).mean_abs == pytest.approx(apart.mean(), rel=1e-12)
     assert found.scale == np.abs(first).max()
     assert found.relative == pytest.approx(apart.max() / (np.abs(first).max() or 1), rel=1e-12)
     lengths = np.linalg.norm(first), np.linalg.norm(second)

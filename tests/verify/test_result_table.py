@@ -7,11 +7,12 @@ from command_line import LLAMA, PROMPT, mionnx
 from rich.console import Console
 
 from mionnx import Verification
-from mionnx.verify.result import NARROW_WIDTH, Beside, Row
+from mionnx.verify.difference import HookDifference
+from mionnx.verify.result import NARROW_WIDTH, Beside
 from mionnx.verify.result_table import short_name
 
 LONG = "blocks.31.rwkv.hook_effective_attn_raw"
-ROW = Row(LONG, 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
+ROW = HookDifference(LONG, 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
 LOGITS = {"kl_max": 1e-12, "top_1": 1.0, "top_5": 1.0}
 HEADS = ["relative", "at", "absolute", "cosine", "KL, nats", "top 1", "greedy"]
 

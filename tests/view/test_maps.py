@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 import mionnx
-from mionnx.analysis.attention.head_scores_result import HeadScores
+from mionnx.analysis.attention.head_scores import HeadScores
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.lens.readout import Readout
 from mionnx.analysis.sweep.result import SweepResult

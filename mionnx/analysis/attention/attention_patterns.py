@@ -157,7 +157,7 @@ def attention(
 
 def _checked(what: str, numbers: int | Sequence[int] | None, count: int) -> list[int]:
     series = range(count) if numbers is None else [numbers] if isinstance(numbers, int | np.integer) else numbers
-    indices = [int(one) for one in series if isinstance(one, int | np.integer) and 0 <= one < count]
-    if len(indices) != len(series) or not indices or len({*indices}) != len(indices):
+    indices = [int(one) for one in series if 0 <= one < count]
+    if not indices or len({*indices}) != len(series):
         raise InputError(f"{what}s {numbers!r}: the model has the {what}s 0 to {count - 1}; name each once")
     return indices

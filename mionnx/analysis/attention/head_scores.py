@@ -1,38 +1,149 @@
-"""`head_scores`: how strongly each head behaves like a previous-token, duplicate-token or induction head."""
+"""`head_scores`: how strongly each head behaves like a previous-token, duplicate-token or induction head.
+
+A random sequence is repeated: in the second half, token i has occurred at i - period. The kinds, as induction heads
+were described (Olsson et al. 2022, "In-context Learning and Induction Heads") and as TransformerLens' head detector has
+them:
+
+* previous_token: attends to i - 1;
+* duplicate_token: attends to i - period, where the same token stood;
+* induction: attends to i - period + 1, to what followed it there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.markup import escape
 
-from mionnx.analysis.attention.head_scores_result import HeadScores
-from mionnx.analysis.attention.repeated_sequences import (
-    HEAD_KINDS,
-    RepeatedSequences,
-    attention_to,
-    check_kinds,
-    repeat_sequences,
-)
 from mionnx.bind.hook_index import index_hooks
-from mionnx.errors import HookError, InputError, InterventionError
+from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.inputs.tokens import encode
+from mionnx.machine import memory
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
 from mionnx.machine.progress import shown
-from mionnx.machine.ranges import listed
+from mionnx.machine.ranges import at_least, listed
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form, readable
 
+TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
+TARGETS = {
+    "previous_token": "the token before",
+    "duplicate_token": "the same token, a period ago",
+    "induction": "what followed the same token",
+}
+HEAD_KINDS = tuple(TITLES)
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
-@typed(leave=["token_ids", "batch", "period", "seed"])
+@dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
+class HeadScores(Shown):
+    """Attention scores of heads on random repeated sequences.
+
+    Attributes:
+        values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets
+            of the kind.
+        chance: score of uniform attention to all positions.
+        period: tokens of a sequence.
+    """
+
+    kinds: tuple[str, ...]
+    values: NDArray[np.float64]
+    chance: float
+    period: int
+    batch: int
+    model: str
+
+    frame_height = 640
+
+    def __getitem__(self, kind: str) -> NDArray[np.float64]:
+        """The scores of one kind, [layer, head].
+
+        Raises:
+            InputError: a kind that was not asked for.
+        """
+        if kind not in self.kinds:
+            raise InputError(f"no scores of {kind!r}; kinds: {', '.join(self.kinds)}{nearest(kind, self.kinds)}")
+        return self.values[self.kinds.index(kind)]
+
+    def top(self, kind: str, k: int = 5) -> list[tuple[int, int, float]]:
+        """The k heads that score highest, as (layer, head, score), highest first.
+
+        Raises:
+            InputError: a kind that was not asked for, or another k than 1 to the number of heads.
+        """
+        scores = self[kind]
+        if not 1 <= k <= scores.size:
+            raise InputError(f"the top {k} of {scores.size} heads")
+        order = np.argsort(-scores, axis=None, kind="stable")[:k]
+        places = [divmod(int(at), scores.shape[1]) for at in order]
+        return [(layer, head, float(scores[layer, head])) for layer, head in places]
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.model, count(self.values.shape[1], "layer"), count(self.values.shape[2], "head"))
+        yield f"chance {decimal(self.chance, 3)}"
+
+    def _lines(self) -> Iterator[str]:
+        for kind in self.kinds:
+            best = self.top(kind, min(4, self[kind].size))
+            yield f"{TITLES[kind]:>15}  " + "  ".join(
+                f"{layer}.{head} {decimal(score, 3)}" for layer, head, score in best
+            )
+
+    def view(self) -> View:
+        """One heat map a kind: a row a layer, a column a head; and the heads that score highest."""
+        _, layers, heads = self.values.shape
+        axes = {"layer": [*map(str, range(layers))], "head": [*map(str, range(heads))]}
+        maps = [
+            HeatMap(
+                axes,
+                {"mean attention": scores},
+                {"mean attention": 1.0},
+                diverging=False,
+                hover={"attends to": TARGETS[kind]},
+                marked=[place[:2] for place in self.top(kind, min(3, scores.size))],
+                heading=TITLES[kind],
+                note=f"attends to {TARGETS[kind]}",
+            )
+            for kind, scores in zip(self.kinds, self.values, strict=True)
+        ]
+        about = (
+            f"{count(self.batch, 'random sequence')} of {self.period} tokens, each repeated once. A head that attends "
+            f"to all positions alike scores {readable(self.chance)}."
+        )
+        return View(f"Heads of {self.model}", [maps, self.table(8)], meaning=about)
+
+    def table(self, k: int = 5) -> Table:
+        """Table of the highest scores of each kind."""
+        most = min(k, self.values[0].size)
+        titles = (TITLES[kind] for kind in self.kinds)
+        caption = f"mean attention; chance is {decimal(self.chance, 3)}"
+        styles = {TITLES[kind]: "token" for kind in self.kinds}
+        note = "layer.head, and its mean attention"
+        page = {"heading": "The heads that score highest", "note": note, "styles": styles}
+        table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption, on_page=page)
+        for heads in zip(*(self.top(kind, most) for kind in self.kinds), strict=True):
+            table.add_row(*(f"{layer}.{head}  {decimal(score, 3)}" for layer, head, score in heads))
+        return table
+
+    def _columns(self) -> Columns:
+        _, layers, heads = self.values.shape
+        axes = {"kind": self.kinds, "layer": range(layers), "head": range(heads)}
+        return long_form(axes, {"score": self.values})
+
+
+@typed(leave=["token_ids"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = HEAD_KINDS,
@@ -46,14 +157,14 @@ def head_scores(
 ) -> HeadScores:
     """Score heads as previous-token, duplicate-token and induction heads.
 
-    A score is the mean attention on random repeated sequences, see `mionnx.analysis.attention.repeated_sequences`. Rows
-    run in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
+    A score is the mean attention on random repeated sequences, see `mionnx.analysis.attention.head_scores`. Rows run
+    in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
 
     Args:
         kinds: kinds of heads, in the order of the result.
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
-        seed: of the sequences.
+        seed: a number that determines the sequences.
         token_ids: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
         progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
@@ -79,7 +190,7 @@ def head_scores(
     done = 0
     with shown(progress) as show:
         show("attention patterns", 0, batch)
-        for ids in sequences.chunks(rows):
+        for ids in (sequences.ids[at : at + rows] for at in range(0, batch, rows)):
             cache = numbers(model.forward(ids, spec, logits=False))
             for layer, point in enumerate(points):
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
@@ -121,10 +232,10 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
         if not isinstance(tokens, Iterable):
-            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-        ids = read_array("tokens", tokens if hasattr(tokens, "__len__") else listed("tokens", tokens))
+            raise InputError(f"token_ids={tokens!r}: the ids to draw from are integers, [count]")
+        ids = read_array("token_ids", tokens if hasattr(tokens, "__len__") else listed("token_ids", tokens))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+            raise InputError(f"token_ids={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model.check_token(token) for token in ids]).astype(np.int64)
     sequences = repeat_sequences(candidates, prefix, batch, period, seed)
     limit = model.hooked.metadata.sizes.max_positions
@@ -144,3 +255,77 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
     encoded = encode(model.tokenizer, "a")
     marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
     return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)
+
+
+@dataclass(frozen=True)
+class RepeatedSequences:
+    """Random sequences, each repeated once, behind a prefix.
+
+    Attributes:
+        ids: [batch, prefix + 2 period].
+        period: tokens of one sequence, all different.
+        prefix: number of tokens before the first.
+    """
+
+    ids: NDArray[np.int64]
+    period: int
+    prefix: int
+
+    @property
+    def queries(self) -> range:
+        """The positions of the second half."""
+        return range(self.prefix + self.period, self.prefix + 2 * self.period)
+
+    @property
+    def chance(self) -> float:
+        """Score of uniform attention to all positions."""
+        return float(np.mean([1 / (position + 1) for position in self.queries]))
+
+
+def repeat_sequences(
+    candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int
+) -> RepeatedSequences:
+    """Draw random sequences and repeat each of them once.
+
+    Args:
+        prefix: ids before each row.
+
+    Raises:
+        InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
+    """
+    for name, value, least in (("batch", batch, 1), ("period", period, 2), ("seed", seed, 0)):
+        at_least(name, value, least)
+    if period > len(candidates):
+        raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
+    if (size := batch * (len(prefix) + 2 * period) * 16) > memory.available():
+        raise InputError(f"batch={batch}: the sequences alone need {memory.format_bytes(size)}, more than is free")
+    random = np.random.default_rng(seed)
+    once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
+    start = np.tile(np.array(prefix, np.int64), (batch, 1))
+    return RepeatedSequences(np.concatenate([start, once, once], axis=1), period, len(prefix))
+
+
+def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Check names of kinds."""
+    names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in names:
+        if kind not in HEAD_KINDS:
+            raise InputError(
+                f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
+            )
+    if not names or len({*names}) != len(names):
+        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(names)}")
+    return names
+
+
+def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
+    """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
+
+    Args:
+        pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
+    """
+    # a kind's distance from the query back to its target
+    back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
+    at = np.arange(sequences.period)
+    seen = pattern[:, :, at, np.array(sequences.queries) - back]  # [batch, n_heads, period]
+    return seen.mean(axis=-1, dtype=np.float64).sum(axis=0)

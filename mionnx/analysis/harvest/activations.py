@@ -1,6 +1,6 @@
-"""`Activations`: a folder of harvested activations, as arrays over all its shards."""
+"""`Activations`: a folder of harvested activations, as arrays over all its shards, each a `TokenArray`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.harvest.columns import TOKEN_COLUMNS
-from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST, finished, read_manifest
-from mionnx.analysis.harvest.shard_file import open_shard, sha256_of
-from mionnx.analysis.harvest.token_array import TokenArray
+from mionnx.analysis.harvest.formats import open_shard, pieces
+from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST, TOKEN_COLUMNS, finished, read_manifest, sha256_of
 from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
@@ -23,6 +22,93 @@ MIXED = 64  # blocks that are mixed at a time
 Batch = dict[str, Any]
 
 
+class NoTokenError(InputError, IndexError):
+    """A token that an array does not have."""
+
+
+class TokenArray:
+    """An array [tokens, ...] whose first axis runs over shards.
+
+    It is read where it is indexed, as a numpy array is: by numbers, slices, lists and masks along the first axis, and
+    by anything along the others; `np.asarray` reads all of it.
+    """
+
+    def __init__(self, name: str, parts: Sequence[NDArray[Any]]) -> None:
+        self.name = name
+        self._parts = [*parts]
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.shape: tuple[int, ...] = (int(self._ends[-1]), *parts[0].shape[1:])
+        self.dtype = parts[0].dtype
+        self.ndim = len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        for part in self._parts:
+            yield from map(np.asarray, part)
+
+    def __getitem__(self, index: Any) -> Any:
+        entries = index if isinstance(index, tuple) else (index,)
+        if not entries or entries[0] is None or entries[0] is Ellipsis:
+            return self.__array__()[index]
+        first, others = entries[0], entries[1:]
+        if isinstance(first, int | np.integer) and not isinstance(first, bool):
+            return self._chosen(np.array([first]))[0][others]
+        values = self._slice(first) if isinstance(first, slice) else self._chosen(self._tokens(first))
+        return values[(slice(None), *others)]
+
+    def _slice(self, along: slice) -> NDArray[Any]:
+        begin, end, step = along.indices(len(self))
+        if step != 1:
+            return self._chosen(np.arange(begin, end, step))
+        pieces, start = [], 0
+        for part in self._parts:
+            low, high = max(begin - start, 0), min(end - start, len(part))
+            pieces += [np.asarray(part[low:high])] if low < high else []
+            start += len(part)
+        return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
+
+    def _tokens(self, index: Any) -> NDArray[Any]:
+        """The numbers or the mask of an index."""
+        try:
+            tokens = to_array(index)
+        except ValueError as error:
+            raise InputError(f"{self.name} is indexed by numbers, slices and masks: {error}") from error
+        if tokens.dtype.kind not in "iub" and tokens.size:
+            raise InputError(f"{self.name} is indexed by numbers, slices and masks, not by {index!r:.60}")
+        return tokens
+
+    def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """The entries of some tokens, in their order."""
+        if tokens.dtype == bool:
+            if tokens.shape != (len(self),):
+                raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")
+            tokens = np.flatnonzero(tokens)
+        if tokens.size and not (-len(self) <= tokens.min() and tokens.max() < len(self)):
+            raise NoTokenError(f"{self.name} has the tokens 0 to {len(self) - 1}")
+        flat = np.where(tokens < 0, tokens + len(self), tokens).astype(np.int64).reshape(-1)
+        values = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        where = np.searchsorted(self._ends, flat, side="right")
+        for shard in np.unique(where):
+            own = np.flatnonzero(where == shard)
+            begin = self._ends[shard] - len(self._parts[shard])
+            values[own] = self._parts[shard][flat[own] - begin]
+        return values.reshape(*tokens.shape, *self.shape[1:])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        values = np.concatenate(self._parts)
+        return values if dtype is None else values.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"TokenArray({self.name}, {self.dtype} {list(self.shape)}, {len(self._parts)} shards)"
+
+
 @typed(InputError, leave=["hook"])
 class Activations(Brief, Mapping[str, TokenArray]):
     """Harvested activations by hook point, [tokens, ...] each, in the order of the texts.
@@ -30,13 +116,12 @@ class Activations(Brief, Mapping[str, TokenArray]):
     They are mapped from the disk, and read where they are indexed.
 
     Attributes:
-        folder: where the shards lie.
-        settings: how they were made.
+        settings: those of the harvest.
 
     Example:
-        made = Activations("activations")
-        made["blocks.2.hook_resid_post"][:1000].mean(axis=0)
-        for batch in made.batches(4096):
+        activations = Activations("activations")
+        activations["blocks.2.hook_resid_post"][:1000].mean(axis=0)
+        for batch in activations.batches(4096):
             batch["blocks.2.hook_resid_post"].shape, batch["token_ids"].shape
     """
 
@@ -44,7 +129,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         """Open a folder; its arrays are read when they are used.
 
         Raises:
-            SpecFileError: there is no harvest, it is damaged, or it is not finished.
+            SpecFileError: there is no finished harvest.
         """
         self.folder = Path(folder)
         manifest = read_manifest(self.folder)
@@ -139,7 +224,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
             HookError: a hook point that was not harvested.
 
         Example:
-            for batch in made.batches(4096, seed=1, convert=torch.from_numpy):
+            for batch in activations.batches(4096, seed=1, convert=torch.from_numpy):
                 ...
         """
         at_least("size", size, 1)
@@ -147,8 +232,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
             raise InputError(f"seed={seed} is of a random order, and shuffle=False reads the tokens as they come")
         arrays = {name: self[name] for name in (self if points is None else points)}
         arrays |= {name: self._array(name) for name in TOKEN_COLUMNS}
-        order = shuffled(self.tokens, size, seed or 0) if shuffle else blocks(self.tokens, size)
-        return (_read(arrays, chosen, convert) for chosen in order)
+        order: Iterator[Any] = shuffled(self.tokens, size, seed or 0) if shuffle else pieces(self.tokens, size)
+        change = convert or (lambda values: values)
+        return ({name: change(array[chosen]) for name, array in arrays.items()} for chosen in order)
 
     def check(self) -> None:
         """Compare every file with its checksum.
@@ -170,16 +256,6 @@ class Activations(Brief, Mapping[str, TokenArray]):
     def _lines(self) -> Iterator[str]:
         for name, (dtype, shape) in self._manifest.columns.items():
             yield f"{name}: {dtype} {[self.tokens, *shape]}"
-
-
-def _read(arrays: Mapping[str, TokenArray], chosen: Any, convert: Callable[[NDArray[Any]], Any] | None) -> Batch:
-    read = {name: array[chosen] for name, array in arrays.items()}
-    return read if convert is None else {name: convert(array) for name, array in read.items()}
-
-
-def blocks(count: int, size: int) -> Iterator[slice]:
-    """Pieces of `size` tokens, one after the other."""
-    yield from (slice(at, min(at + size, count)) for at in range(0, count, size))
 
 
 def shuffled(count: int, size: int, seed: int) -> Iterator[NDArray[np.int64]]:

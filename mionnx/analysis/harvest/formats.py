@@ -1,22 +1,58 @@
-"""File formats of a shard: made of the arrays that were written first, a piece at a time."""
+"""File formats of a shard: safetensors, written first and mapped to read; others are made of it piece by piece."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.harvest.columns import TOKEN_COLUMNS
+from mionnx.analysis.harvest.manifest import TOKEN_COLUMNS
 from mionnx.analysis.harvest.texts import arrow
-from mionnx.errors import InputError, nearest
+from mionnx.errors import InputError, SpecFileError, nearest
 from mionnx.machine.files import atomic_path, make_folder
+from mionnx.machine.streamed_file import TYPE_NAMES
 
+NUMPY_NAMES = {short: name for name, short in TYPE_NAMES.items()}
 PIECE = 4096  # tokens that are converted at once
 Arrays = Mapping[str, NDArray[Any]]
 # Writes a shard: folder, number, where its arrays lie, the arrays, tokens of a window; the names of the files.
 Writer = Callable[[Path, int, Path, Arrays, int], list[str]]
+
+
+def pieces(count: int, size: int) -> Iterator[slice]:
+    """Pieces of `size` tokens, one after the other."""
+    yield from (slice(at, min(at + size, count)) for at in range(0, count, size))
+
+
+def open_shard(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a shard, mapped from the disk and not read yet.
+
+    Raises:
+        SpecFileError: the file is missing, or is no whole shard.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= path.stat().st_size:
+                raise ValueError("its header does not fit into it")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        return {name: _mapped(path, 8 + length, entry) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SpecFileError(f"{path} is no whole shard of activations: {error}") from error
+
+
+def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
+    begin, end = entry["data_offsets"]
+    dtype, shape = np.dtype(NUMPY_NAMES[entry["dtype"]]), tuple(entry["shape"])
+    if end - begin != prod(shape) * dtype.itemsize or start + end > path.stat().st_size:
+        raise ValueError("its arrays do not fit into it")
+    if not prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", start + begin, shape)
 
 
 def safetensors(folder: Path, number: int, written: Path, arrays: Arrays, context: int) -> list[str]:
@@ -33,7 +69,7 @@ def parquet(folder: Path, number: int, written: Path, arrays: Arrays, context: i
     with atomic_path(folder / name) as partial:
         schema = pyarrow.schema([(key, _arrow_type(pyarrow, array)) for key, array in arrays.items()])
         with table_file.ParquetWriter(partial, schema, compression="none", use_dictionary=False) as writer:
-            for piece in _pieces(len(next(iter(arrays.values()))), PIECE):
+            for piece in pieces(len(next(iter(arrays.values()))), PIECE):
                 columns = [_arrow_column(pyarrow, array[piece]) for array in arrays.values()]
                 writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema))
     written.unlink()
@@ -53,7 +89,7 @@ def saelens(folder: Path, number: int, written: Path, arrays: Arrays, context: i
         make_folder(folder / hook)
         name = f"{hook}/data-{number:05}.arrow"
         with atomic_path(folder / name) as partial, writing.ArrowWriter(features=features, path=str(partial)) as writer:
-            for piece in _pieces(len(values) // context, max(1, PIECE // context)):
+            for piece in pieces(len(values) // context, max(1, PIECE // context)):
                 tokens = slice(piece.start * context, piece.stop * context)
                 windows = np.asarray(values[tokens]).reshape(-1, context, width)
                 writer.write_batch({hook: windows, "token_ids": arrays["token_ids"][tokens].reshape(-1, context)})
@@ -70,11 +106,8 @@ def finish_saelens(folder: Path, hooks: list[str], shards: int) -> None:
         files = [f"data-{number:05}.arrow" for number in range(shards)]
         info = datasets.Dataset.from_file(str(folder / hook / files[0])).info
         info.write_to_directory(str(folder / hook))
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": name} for name in files],
-            "_split": None,
-            "_fingerprint": "0" * 16,
-        }
+        state: dict[str, Any] = {"_data_files": [{"filename": name} for name in files]}
+        state |= {"_split": None, "_fingerprint": "0" * 16}
         state |= {"_format_type": None, "_format_kwargs": {}, "_format_columns": None, "_output_all_columns": False}
         (folder / hook / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
 
@@ -93,10 +126,6 @@ def check_format(name: str, dtype: str | None, packed: bool) -> None:
         raise InputError("format='saelens' has rows of one length: give packed=True and context=")
     if name != "safetensors":
         arrow("datasets" if name == "saelens" else "pyarrow", f"format={name!r}")
-
-
-def _pieces(count: int, size: int) -> Iterator[slice]:
-    yield from (slice(at, min(at + size, count)) for at in range(0, count, size))
 
 
 def _arrow_type(pyarrow: Any, array: NDArray[Any]) -> Any:

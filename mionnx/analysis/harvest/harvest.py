@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.harvest.formats import finish_saelens
+from mionnx.analysis.harvest.manifest import TOKEN_COLUMNS, Manifest, finished, read_manifest, refuse_other
 from mionnx.analysis.harvest.rows import HarvestRows, Positions, separator_of
-from mionnx.analysis.harvest.settings import Settings, exact_spec
-from mionnx.analysis.harvest.shard_maker import Make, in_turn
-from mionnx.analysis.harvest.shard_writer import ShardWriter
+from mionnx.analysis.harvest.settings import Settings, cast_spec, exact_spec
+from mionnx.analysis.harvest.shard_maker import (
+    PARTIAL_SHARD,
+    Column,
+    FinishedShard,
+    Groups,
+    Make,
+    ShardMaker,
+    columns_of,
+    forward,
+    in_turn,
+)
 from mionnx.analysis.harvest.texts import Source, Texts
-from mionnx.errors import SpecFileError
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.errors import InputError, SpecFileError
+from mionnx.machine.arrays import read_dtype
 from mionnx.machine.files import make_folder
-from mionnx.machine.progress import shown
+from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO
@@ -85,11 +101,12 @@ def harvest(
         SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
 
     Example:
-        made = model.harvest("texts.jsonl", "blocks.*.hook_resid_post", "activations", context=128, packed=True)
-        made["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
+        texts, points = "texts.jsonl", "blocks.*.hook_resid_post"
+        activations = model.harvest(texts, points, "activations", context=128, packed=True)
+        activations["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
     """
     settings = Settings(context, packed, separator, positions, dtype, format, sae, k, batch_size, shard_bytes, column)
-    return write(open_writer(model, texts, points, hooks, folder, settings), in_turn, progress)
+    return open_writer(model, texts, points, hooks, folder, settings).write(in_turn, progress)
 
 
 def open_writer(
@@ -113,23 +130,100 @@ def open_writer(
 
 
 def _settled(model: Runner) -> Runner:
-    """The model with packed weights, unless its options say otherwise.
-
-    Packed or not moves the last bits, and the first call of a model decides: the bytes of a harvest are not to depend
-    on what the model ran before, nor on the process that runs it.
-    """
+    """The model with packed weights, unless its options say otherwise."""
+    # Packed or not moves the last bits, and the first call of a model decides: the bytes of a harvest are not to depend
+    # on what the model ran before, nor on the process that runs it.
     packed = model.options.prepack is None or model.options.prepack
     if model.variants.settle(packed):
         return model
     return type(model)(model.hooked, replace(model.options, prepack=packed))
 
 
-def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations:
-    """Write the folder of a harvest."""
-    make_folder(writer.folder)
-    with _alone(writer.folder), shown(progress) as show:
-        writer.run(make, show)
-    return Activations(writer.folder)
+class DamagedShardWarning(UserWarning):
+    """A shard that did not have its checksum any more, and is made again."""
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """A harvest that is going on.
+
+    Attributes:
+        identity: everything that determines the activations, as the manifest has it.
+    """
+
+    model: Runner
+    spec: HookSpec
+    bound: BoundSpec
+    rows: HarvestRows
+    settings: Settings
+    identity: dict[str, Any]
+    folder: Path
+
+    def write(self, make: Make, progress: bool | None) -> Activations:
+        """Write all shards that are not there yet, and the manifest."""
+        make_folder(self.folder)
+        with _alone(self.folder), shown(progress) as show:
+            self._run(make, show)
+        return Activations(self.folder)
+
+    def _run(self, make: Make, progress: Progress) -> None:
+        left = iter(self.rows)
+        first = next(left, None)
+        if first is None:
+            raise InputError("nothing to harvest: there are no texts")
+        settings = self.settings
+        # other engines have dtypes that they do not give: numpy casts their values
+        cast = cast_spec(self.spec, self.bound, settings.dtype if self.model.variants.engine.casts else None)
+        dtype = None if settings.dtype is None else read_dtype(settings.dtype)
+        columns = columns_of(self.bound.captures, forward(self.model, [first], cast), dtype)
+        manifest = self._begin(columns)
+        a_token = sum(column.bytes_a_token for column in columns)
+        a_token += sum(kind.itemsize for kind in TOKEN_COLUMNS.values())
+        rows = self.rows if self.rows.texts.again else chain([first], left)
+        exact, shards = cast_spec(self.spec, self.bound, None), dict(enumerate(manifest.shards))
+        how = settings.format, settings.batch_size, settings.context
+        maker = ShardMaker(self.folder, self.model, cast, exact, tuple(columns), *how, shards)
+        self._finish(manifest, self._all(make, maker, Groups(rows, a_token, settings.shard_bytes), progress))
+
+    def _all(self, make: Make, maker: ShardMaker, groups: Groups, progress: Progress) -> list[FinishedShard]:
+        shards: dict[int, FinishedShard] = {}
+        texts = 0
+        for one in make(maker, groups):
+            if one.damage is not None:
+                warnings.warn(f"{one.damage}: it was made again", DamagedShardWarning, stacklevel=2)
+            shards[one.number], texts = one, max(texts, one.texts)
+            progress("harvest", texts, self.rows.texts.count)
+        count = max([-1, *finished(self.folder), *maker.earlier]) + 1
+        if count > len(shards):
+            raise SpecFileError(f"{self.folder} holds {count} shards, and these texts make {len(shards)}")
+        return [shards[number] for number in range(len(shards))]
+
+    def _begin(self, columns: Sequence[Column]) -> Manifest:
+        """The manifest of an earlier harvest of the same into the folder, or a new one."""
+        _remove_partial(self.folder)
+        earlier = read_manifest(self.folder)
+        if earlier is not None:
+            refuse_other(self.folder, earlier.settings, self.identity)
+            return earlier
+        if others := [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]:
+            raise SpecFileError(f"{self.folder} holds other files ({others[0]}): choose an empty or a new folder")
+        manifest = Manifest(self.identity, {column.name: (column.dtype.name, column.shape) for column in columns})
+        manifest.write(self.folder)
+        return manifest
+
+    def _finish(self, manifest: Manifest, shards: Sequence[FinishedShard]) -> None:
+        _remove_partial(self.folder)
+        if self.settings.format == "saelens":
+            finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(shards))
+        files, dropped = [one.shard for one in shards], sum(one.dropped for one in shards)
+        complete = replace(manifest, shards=files, complete=True, texts=shards[-1].texts, dropped_tokens=dropped)
+        complete.write(self.folder)
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove files that a killed process or worker was writing."""
+    for path in folder.glob(PARTIAL_SHARD):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

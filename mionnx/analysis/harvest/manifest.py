@@ -7,13 +7,16 @@
    When all is done the manifest takes them over, and it goes.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mionnx.errors import SpecFileError
 from mionnx.machine.files import atomic_path, make_folder, write_atomic
@@ -21,6 +24,11 @@ from mionnx.machine.files import atomic_path, make_folder, write_atomic
 HARVEST_MANIFEST, PROGRESS = "_manifest.json", "_progress"
 FORMAT = "mionnx_activations"
 MANIFEST_VERSION = 1
+TOKEN_COLUMNS: Mapping[str, "np.dtype[Any]"] = {  # of every harvest, beside its hook points
+    "token_ids": np.dtype(np.int32),
+    "text_index": np.dtype(np.int64),
+    "positions": np.dtype(np.int32),
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,7 @@ class Shard:
 
     Attributes:
         files: name of each file, within the folder -> SHA-256.
-        tokens, rows: how many it holds.
-        digest: of its rows' tokens.
+        digest: SHA-256 of its rows' tokens.
     """
 
     files: dict[str, str]
@@ -45,9 +52,7 @@ class Manifest:
 
     Attributes:
         columns: name -> dtype and shape of one token's value, in execution order.
-        shards: in the order of the texts; none while it is not complete.
-        complete: whether all texts were gone through.
-        texts: number of texts; 0 while it is not complete.
+        shards: in the order of the texts; none while it is not complete, as `texts` is 0.
         dropped_tokens: tokens at the end that fill no window, where the format has windows only.
     """
 
@@ -73,7 +78,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if there is none.
+    """The manifest of a folder, if it has one.
 
     Raises:
         SpecFileError: it is damaged, or of another version.
@@ -83,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         contents = json.loads(path.read_text())
         if contents.get(FORMAT) != MANIFEST_VERSION:
             raise SpecFileError(f"{path} is no manifest of activations of version {MANIFEST_VERSION}")
-        columns = {name: _column(*column) for name, column in contents["columns"].items()}
+        columns = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in contents["columns"].items()}
         shards = [Shard(**entry) for entry in contents["shards"]]
         texts, dropped = int(contents["texts"]), int(contents["dropped_tokens"])
         return Manifest(contents["settings"], columns, shards, contents["complete"], texts, dropped)
@@ -93,17 +98,13 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise SpecFileError(f"{path} is damaged: {error}") from error
 
 
-def _column(dtype: str, shape: Iterable[int]) -> tuple[str, tuple[int, ...]]:
-    return str(dtype), tuple(map(int, shape))
-
-
 def finished(folder: Path) -> list[int]:
     """The numbers of the finished shards of an interrupted harvest."""
     return sorted(int(path.stem) for path in (folder / PROGRESS).glob("*.json") if path.stem.isdecimal())
 
 
 def noted(folder: Path, number: int) -> Shard | None:
-    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one."""
+    """A finished shard of an interrupted harvest, if its note is there and not damaged."""
     path = _note(folder, number)
     try:
         return Shard(**json.loads(path.read_text()))
@@ -134,3 +135,12 @@ def refuse_other(folder: Path, others: Mapping[str, Any], settings: Mapping[str,
                 f"{folder} holds activations made with {name}={others.get(name)!r}, this harvest has "
                 f"{settings.get(name)!r}: choose another folder"
             )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SpecFileError(f"cannot read {path}: {error}") from error

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,11 @@ Positions = int | Sequence[int] | str | Chooser
 
 @dataclass(frozen=True)
 class HarvestRow:
-    """Tokens that run together.
+    """Tokens that run together, an entry [seq] each.
 
     Attributes:
-        ids: [seq].
-        text: [seq]: the number of the text that each token is of.
-        position: [seq]: its position in that text.
-        keep: [seq] bool: the tokens whose activations are wanted.
+        text, position: number of the text that each token is of, and its position there.
+        keep: the tokens whose activations are written, bool.
     """
 
     ids: Integers
@@ -41,20 +40,13 @@ class HarvestRow:
 
     @property
     def kept(self) -> int:
-        """Number of tokens whose activations are wanted."""
+        """Number of tokens whose activations are written."""
         return int(self.keep.sum())
 
 
 @dataclass(frozen=True)
 class HarvestRows:
-    """The rows of a dataset, the same at every call.
-
-    Attributes:
-        context: tokens of a window, or the most of a text; a text's own length if None.
-        packed: whether windows go over the ends of texts.
-        separator: the id of a token before each text, of packed windows.
-        positions: of the tokens whose activations are wanted; all if None.
-    """
+    """The rows of a dataset, the same at every call; settings as `harvest` has them."""
 
     model: Runner
     texts: Texts
@@ -68,22 +60,17 @@ class HarvestRows:
 
     def _row(self, number: int, text: Any) -> HarvestRow:
         """One text, cut to the context."""
-        ids, tokens = self._ids(number, text)
-        length = min(len(ids), self.context or len(ids))
-        try:
+        with _in_text(number):
+            ids, tokens = self._ids(text)
+            length = min(len(ids), self.context or len(ids))
             keep = keep_mask(ids[:length], tokens, self.positions)
-        except (InputError, TokenizerError) as error:
-            raise type(error)(f"text {number}: {error}") from error
         return HarvestRow(ids[:length], np.full(length, number), np.arange(length), keep)
 
-    def _ids(self, number: int, text: Any) -> tuple[Integers, Tokens | None]:
-        """The ids of a text, and what is known of its letters."""
-        try:
-            if isinstance(text, str):
-                text = self.model.tokenize(text)
-            return one_prompt(self.model, text), text if isinstance(text, Tokens) else None
-        except (InputError, TokenizerError) as error:
-            raise type(error)(f"text {number}: {error}") from error
+    def _ids(self, text: Any) -> tuple[Integers, Tokens | None]:
+        """The ids of a text, and the places of its letters if it is one."""
+        if isinstance(text, str):
+            text = self.model.tokenize(text)
+        return one_prompt(self.model, text), text if isinstance(text, Tokens) else None
 
     def _windows(self) -> Iterator[HarvestRow]:
         """All texts one after the other, cut into windows; the last one may be shorter."""
@@ -100,7 +87,8 @@ class HarvestRows:
 
     def _columns(self, number: int, text: Any) -> Integers:
         """Ids, text and positions of a text's tokens, [seq, 3]."""
-        ids, _ = self._ids(number, text)
+        with _in_text(number):
+            ids, _ = self._ids(text)
         place = np.arange(len(ids))
         if self.separator is not None and ids[0] != self.separator:
             ids, place = np.r_[self.separator, ids], np.r_[-1, place]
@@ -109,6 +97,14 @@ class HarvestRows:
     def _window(self, columns: Integers) -> HarvestRow:
         ids, text, position = np.ascontiguousarray(columns.T)
         return HarvestRow(ids, text, position, keep_mask(ids, None, self.positions))
+
+
+@contextmanager
+def _in_text(number: int) -> Iterator[None]:
+    try:
+        yield
+    except (InputError, TokenizerError) as error:
+        raise type(error)(f"text {number}: {error}") from error
 
 
 def keep_mask(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
@@ -150,7 +146,7 @@ def separator_of(model: Runner, packed: bool, separator: int | str | None) -> in
 
 
 def digest(rows: Iterable[HarvestRow]) -> str:
-    """SHA-256 of the tokens of rows and of what is wanted of them, hexadecimal."""
+    """SHA-256 of the tokens of rows and of which are written, hexadecimal."""
     sha256 = hashlib.sha256()
     for row in rows:
         for part in (row.ids, row.text, row.position, row.keep):

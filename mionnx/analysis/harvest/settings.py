@@ -60,21 +60,13 @@ class Settings:
         return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
     def record(self, separator: int | None) -> dict[str, Any]:
-        """The settings, as JSON can hold them."""
+        """The settings in a manifest."""
         by = self.positions
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
-        return {
-            "sae_hook": None if self.sae is None else self.sae.config.hook,
-            "context": self.context,
-            "packed": self.packed,
-            "separator": separator,
-            "positions": named,
-            "dtype": self.dtype,
-            "format": self.format,
-            "batch_size": self.batch_size,
-            "shard_bytes": self.shard_bytes,
-            "k": self.features,
-        }
+        same = ("context", "packed", "dtype", "format", "batch_size", "shard_bytes")
+        hook = None if self.sae is None else self.sae.config.hook
+        own = {"sae_hook": hook, "separator": separator, "positions": named, "k": self.features}
+        return {**own, **{name: getattr(self, name) for name in same}}
 
 
 def capturing(points: Hooks | None, hooks: HookSpec | None) -> HookSpec:
@@ -86,12 +78,7 @@ def capturing(points: Hooks | None, hooks: HookSpec | None) -> HookSpec:
 
 
 def exact_spec(points: Hooks | None, hooks: HookSpec | None, settings: Settings) -> HookSpec:
-    """The spec of the passes, whose values keep their dtype.
-
-    Raises:
-        HookError: nothing is captured, or an autoencoder without a hook point.
-        InputError: gradients, positions or a dtype of a capture, or more features than there are.
-    """
+    """The spec of the passes, whose values keep their dtype; one that `harvest` cannot write is refused."""
     spec = capturing(points, hooks)
     if spec.gradients or spec.metric is not None:
         raise InputError("harvest writes captures; a spec with gradients or a metric has no place there")
@@ -107,7 +94,7 @@ def exact_spec(points: Hooks | None, hooks: HookSpec | None, settings: Settings)
 
 
 def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
-    """A spec with the features of an autoencoder in place of the value that it reads."""
+    """A spec with an autoencoder's features in place of the value that it reads."""
     where = sae.config.hook
     if not where:
         raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")

@@ -1,4 +1,4 @@
-"""`ShardMaker`: runs the rows of a shard batch by batch, and writes their activations."""
+"""`ShardMaker`: runs the rows of a shard batch by batch, and writes their activations, a `Column` a hook point."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,16 +9,17 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, token_columns
-from mionnx.analysis.harvest.formats import WRITERS
-from mionnx.analysis.harvest.manifest import Shard, note, noted
+from mionnx.analysis.harvest.formats import WRITERS, open_shard
+from mionnx.analysis.harvest.manifest import TOKEN_COLUMNS, Shard, note, noted, sha256_of
 from mionnx.analysis.harvest.rows import HarvestRow, digest
-from mionnx.analysis.harvest.shard_file import new_shard, open_shard, sha256_of
-from mionnx.errors import MIError, SpecFileError
+from mionnx.bind.plan import BoundCapture
+from mionnx.errors import HookError, InputError, MIError, SpecFileError
+from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
-from mionnx.machine.streamed_file import StreamedFile
+from mionnx.machine.streamed_file import StreamedFile, streamed
 from mionnx.run.batching import batches_of
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.nan_logits import INFINITY
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -27,12 +28,72 @@ Task = tuple[int, list[HarvestRow]]  # number of a shard, and its rows
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The rows of each shard: a shard ends with the row that makes it large enough.
+class Column:
+    """One hook point's values, an entry a token.
 
     Attributes:
-        shard_bytes: size of a shard, about.
+        axis: the axis of the captured array with one entry a token.
+        shape: one token's value.
+        dtype, own: dtype that is written; dtype of the model's value.
     """
+
+    name: str
+    axis: int
+    shape: tuple[int, ...]
+    dtype: "np.dtype[Any]"
+    own: "np.dtype[Any]"
+
+    @property
+    def bytes_a_token(self) -> int:
+        """Size of one token's value."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
+        """Cut the chosen tokens of each row out of a captured array, padded on the left."""
+        by_token = np.moveaxis(value, self.axis, 1)
+        width = by_token.shape[1]
+        cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))
+        return [self._cast(one) for one in cut]
+
+    def lost(self, values: Sequence[NDArray[Any]]) -> bool:
+        """Whether values, cast to fewer bits by the graph, hold infinity or NaN."""
+        if self.dtype.itemsize >= self.own.itemsize or self.dtype not in INFINITY:
+            return False
+        infinity = INFINITY[self.dtype]
+        return any(bool(((one.view(np.uint16) & infinity) == infinity).any()) for one in values)
+
+    def _cast(self, values: NDArray[Any]) -> NDArray[Any]:
+        if values.dtype == self.dtype:
+            return values
+        with np.errstate(over="ignore"):
+            cast = values.astype(self.dtype)
+        if self.dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all() and np.isfinite(values).all():
+            raise InputError(f"{self.name} has {np.abs(values).max():.4g}, too large for {self.dtype}: use bfloat16")
+        return cast
+
+
+def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dtype[Any] | None") -> list[Column]:
+    """The columns of captures, from one pass; fractions are written in a dtype, or in their own if None.
+
+    Raises:
+        HookError: a hook point without one value of fixed size a token.
+    """
+    columns = []
+    for node, own in ((capture.node, capture.dtype) for capture in captures):
+        if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
+            raise HookError(
+                f"{node.output} {list(node.axes)} has no value of one size for each token, and cannot be harvested"
+            )
+        axis, value = sequence_axis(node.axes), cache[node.output]
+        shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
+        written = np.dtype(np.int32) if own == np.int64 else own
+        columns.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
+    return columns
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of each shard: a shard ends with the row that makes it large enough."""
 
     rows: Iterable[HarvestRow]
     bytes_a_token: int
@@ -52,13 +113,13 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedShard:
     """A shard that is there.
 
     Attributes:
         texts: number of texts up to its end.
-        dropped: tokens of rows that the format has no place for.
-        damage: of the file that was there before, if it had any.
+        dropped: number of tokens that the format has no place for.
+        damage: damage of the file that was there before.
     """
 
     number: int
@@ -73,8 +134,7 @@ class ShardMaker:
     """Makes shards, each from its rows alone: any process with the model can make any of them.
 
     Attributes:
-        cast: of the passes; the graph casts what leaves it.
-        exact: the same without casts.
+        cast, exact: specs of the passes whose graph casts the values that leave it, and does not.
         context: tokens of a window; None where a row is a text.
         earlier: shards of a complete harvest, by number.
     """
@@ -89,12 +149,11 @@ class ShardMaker:
     context: int | None
     earlier: Mapping[int, Shard] = field(default_factory=dict)
 
-    def shard(self, number: int, rows: Sequence[HarvestRow]) -> Made:
+    def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
         """A shard: as it is there, or made now.
 
         Raises:
-            SpecFileError: it was made of other texts, or cannot be written.
-            InputError: a number that the dtype cannot hold.
+            SpecFileError: it was made of other texts.
         """
         windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
         texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
@@ -104,16 +163,16 @@ class ShardMaker:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")
             damage = self._damage(earlier)
             if damage is None:
-                return Made(number, earlier, texts, dropped)
+                return FinishedShard(number, earlier, texts, dropped)
         path = self._write(number, windows)
         names = WRITERS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
         shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
-        return Made(number, shard, texts, dropped, damage)
+        return FinishedShard(number, shard, texts, dropped, damage)
 
     def _damage(self, shard: Shard) -> str | None:
-        """The damage of a shard that was written before; None if it is whole."""
+        """The damage of a shard that was written before."""
         for name, expected in shard.files.items():
             try:
                 if sha256_of(self.folder / name) != expected:
@@ -129,33 +188,27 @@ class ShardMaker:
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
         padded = ATTENDS_TO_PADDING not in self.model.hooked.metadata.exporter
-        with new_shard(path, kinds) as file:
+        with streamed(path, kinds, SpecFileError) as file:
             for batch in batches_of([len(row) for row in rows], self.batch_size, padded):
                 self._put(file, [rows[n] for n in batch], [places[n] for n in batch])
         return path
 
     def _put(self, file: StreamedFile, rows: Sequence[HarvestRow], places: Sequence[int]) -> None:
-        """Run one batch, and write what is wanted of it."""
-        for name, by_row in self._values(rows).items():
-            for place, values in zip(places, by_row, strict=True):
-                file.put(name, place, values)
-        for place, row in zip(places, rows, strict=True):
-            for name, values in token_columns(row).items():
-                file.put(name, place, values)
-
-    def _values(self, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
-        """The wanted values of one batch, by column, an array a row.
-
-        Where the graph's casts give infinite or no numbers, the exact values say whether a number was too large.
-        """
-        values = _cut(self.columns, forward(self.model, rows, self.cast), rows)
+        """Run one batch, and write the kept tokens of each row."""
+        values = self._cut(self.cast, rows)
         if any(column.lost(values[column.name]) for column in self.columns):
-            return _cut(self.columns, forward(self.model, rows, self.exact), rows)
-        return values
+            values = self._cut(self.exact, rows)  # where casts give no numbers: was one too large, or none before?
+        for name, by_row in values.items():
+            for place, one in zip(places, by_row, strict=True):
+                file.put(name, place, one)
+        for place, row in zip(places, rows, strict=True):
+            for (name, dtype), part in zip(TOKEN_COLUMNS.items(), (row.ids, row.text, row.position), strict=True):
+                file.put(name, place, part[row.keep].astype(dtype))
 
-
-def _cut(columns: Sequence[Column], cache: HookCache, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
-    return {column.name: column.rows(cache[column.name], rows) for column in columns}
+    def _cut(self, spec: HookSpec, rows: Sequence[HarvestRow]) -> dict[str, list[NDArray[Any]]]:
+        """The values of one batch by column, an array a row."""
+        cache = forward(self.model, rows, spec)
+        return {column.name: column.rows(cache[column.name], rows) for column in self.columns}
 
 
 def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCache:
@@ -166,10 +219,10 @@ def forward(model: Runner, rows: Sequence[HarvestRow], spec: HookSpec) -> HookCa
         raise type(error)(f"texts {rows[0].text[0]} to {rows[-1].text[-1]}: {error}") from error
 
 
-Make = Callable[[ShardMaker, Groups], Iterator[Made]]  # makes all shards, in any order
+Make = Callable[[ShardMaker, Groups], Iterator[FinishedShard]]  # makes all shards, in any order
 
 
-def in_turn(maker: ShardMaker, groups: Groups) -> Iterator[Made]:
+def in_turn(maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
     """Make shards one after the other."""
     for number, rows in groups:
         yield maker.shard(number, rows)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -14,50 +13,39 @@ Source = str | Path | Iterable[Any]
 COLUMN = "text"  # with the texts, if nothing is said
 
 
-@dataclass(frozen=True)
 class Texts:
     """A dataset that can be gone through from its beginning.
 
     Attributes:
-        source: a file, a folder, or an iterable of texts, ids [seq] or `Tokens`.
-        column: of tables and JSON objects, the one with the texts; "text" if None.
+        again: whether it can be gone through more than once; an iterator cannot.
+        count: number of texts, as far as it is known without reading them; 0 if it is not.
     """
 
-    source: Source
-    column: str | None = None
+    def __init__(self, source: Source, column: str | None = None) -> None:
+        """Look for the files, if the source is a file or a folder and not an iterable of texts, ids [seq] or `Tokens`.
 
-    def __post_init__(self) -> None:
-        if isinstance(self.source, str | Path):
-            _files(Path(self.source))
-        elif not isinstance(self.source, Iterable):
-            raise InputError(f"texts are a file, a folder or an iterable of texts, got {type(self.source).__name__}")
-        if self.column is not None and not self._has_columns():
-            raise InputError(f"column={self.column!r}: only tables and JSON lines have columns, not these texts")
-
-    def _has_columns(self) -> bool:
-        """Whether a file of the dataset may have columns."""
-        if not isinstance(self.source, str | Path):
-            return False
-        return any(path.suffix != ".txt" for path in _files(Path(self.source)))
-
-    @property
-    def again(self) -> bool:
-        """Whether it can be gone through more than once; an iterator cannot."""
-        return isinstance(self.source, str | Path) or not isinstance(self.source, Iterator)
-
-    @property
-    def count(self) -> int:
-        """Number of texts, as far as it is known without reading them; 0 if it is not."""
-        return 0 if isinstance(self.source, str | Path) or not isinstance(self.source, Sized) else len(self.source)
+        Args:
+            column: of tables and JSON objects, the one with the texts; "text" if None.
+        """
+        self._column, self._files = column or COLUMN, list[Path]()
+        self._texts: Iterable[Any] = ()
+        if isinstance(source, str | Path):
+            self._files = _files(Path(source))
+        elif isinstance(source, Iterable):
+            self._texts = source
+        else:
+            raise InputError(f"texts are a file, a folder or an iterable of texts, got {type(source).__name__}")
+        if column is not None and all(path.suffix == ".txt" for path in self._files):
+            raise InputError(f"column={column!r}: only tables and JSON lines have columns, not these texts")
+        self.again = not isinstance(self._texts, Iterator)
+        self.count = len(self._texts) if isinstance(self._texts, Sized) else 0
 
     def __iter__(self) -> Iterator[Any]:
-        if not isinstance(self.source, str | Path):
-            yield from self.source
-            return
-        for path in _files(Path(self.source)):
+        yield from self._texts
+        for path in self._files:
             try:
-                yield from READERS[path.suffix](path, self.column or COLUMN)
-            except (OSError, UnicodeDecodeError) as error:
+                yield from READERS[path.suffix](path, self._column)
+            except (OSError, ValueError) as error:  # a damaged parquet file is a ValueError
                 raise InputError(f"{path} cannot be read: {error}") from error
 
 
@@ -138,7 +126,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 
 def arrow(module: str, what: str) -> Any:
-    """A module of pyarrow or of Hugging Face's `datasets`."""
+    """Import a module of pyarrow or of Hugging Face's `datasets`."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ class Fit(Storable):
     """The probe of one hook point.
 
     Attributes:
-        scores: name -> the score of each fold, [folds].
-        weights: [classes, ...], or [1, ...] of two classes and of values; for activations as they are.
+        scores: name -> [folds].
+        weights: [classes, ...], or [1, ...] for two classes and for values; for activations as they are.
         intercept: [classes] or [1].
     """
 
@@ -36,6 +36,7 @@ class Fit(Storable):
     intercept: Numbers
 
 
+@dataclass(eq=False, repr=False)
 @typed(InputError, leave=["hook", "label"])
 class ProbeResult(Shown):
     """Linear probes, by hook point.
@@ -51,19 +52,11 @@ class ProbeResult(Shown):
         result.accuracy["blocks.2.hook_resid_post"], result.top(3)
     """
 
-    INSIDE: ClassVar[tuple[type[Storable], ...]] = (Fit,)
-
-    def __init__(
-        self, fits: Mapping[str, Fit], classes: list[Any] | None, baseline: float, settings: Mapping[str, Any]
-    ) -> None:
-        self.fits, self.classes, self.baseline, self.settings = dict(fits), classes, baseline, dict(settings)
-
-    def _contents(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def _of_contents(cls, contents: dict[str, Any]) -> Self:
-        return cls(**contents)
+    fits: dict[str, Fit]
+    classes: list[Any] | None
+    baseline: float
+    settings: dict[str, Any]
+    INSIDE: ClassVar = (Fit,)
 
     @property
     def metric(self) -> str:
@@ -99,7 +92,7 @@ class ProbeResult(Shown):
     def spread(self, metric: str | None = None) -> dict[str, float]:
         """Hook point -> the standard deviation of a score over folds (n - 1)."""
         name = metric or self.metric
-        self.score(name)  # refuses what there is not
+        self.score(name)  # refuses a score that these probes do not have
         return {hook: float(np.nanstd(fit.scores[name], ddof=1)) for hook, fit in self.fits.items()}
 
     def top(self, k: int = 5) -> list[tuple[str, float]]:
@@ -158,15 +151,14 @@ class ProbeResult(Shown):
 
     def _texts(self) -> str:
         """Number of texts, and of groups if several texts are of one."""
-        texts = self.settings["texts"]
-        groups = self.settings.get("groups", texts)
+        texts, groups = self.settings["texts"], self.settings["groups"]
         return count(texts, "text") + (f" in {count(groups, 'group')}" if groups != texts else "")
 
     def facts(self) -> str:
         """One line on how the scores came about."""
         baseline = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
         folds = self.settings["folds"]
-        parts = "texts" if self.settings.get("groups", self.settings["texts"]) == self.settings["texts"] else "groups"
+        parts = "texts" if self.settings["groups"] == self.settings["texts"] else "groups"
         return f"{self.metric} on {parts} held out ({folds} folds, ± is the standard deviation over them){baseline}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +196,6 @@ class ProbeResult(Shown):
         return Series(kind, values, errors=errors)
 
     def _columns(self) -> Columns:
-        """One row for each hook point and fold."""
         points, folds = [HookPoint.parse(hook) for hook in self.fits], self.settings["folds"]
         pairs = [(point.name, point.layer) for point in points]
         names = [*next(iter(self.fits.values())).scores]

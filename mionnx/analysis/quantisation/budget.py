@@ -1,17 +1,9 @@
-"""The cheapest bits of a model's matrices within a bound of KL, by what each costs alone.
-
-1. KL over all of the text is measured with every matrix at its bits, exactly, in the model of floats with the numbers
-   that the blocks stand for.
-2. Where it is too large and 8 bits for all would do, matrices take 8 bits one after another: those first that save most
-   KL, each alone, for a byte. Else all take 8 bits, and those that cost most for a byte go back to floats.
-3. The smallest number of them for which KL over all of the text is within the bound is found by interpolation.
-4. The last of them may have saved more than was needed. Sets of fewer bytes are measured too, each the smallest for
-   what the others cost, added up: a sum that a few measurements bring to the bound (`moves.py`).
-"""
+"""The cheapest bits of a model's matrices within a bound of KL, by what each costs alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,52 +11,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.candidates import of_blocks
-from mionnx.analysis.quantisation.importance import Importance
-from mionnx.analysis.quantisation.layer_chain import Stage
-from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel, matrix_losses
-from mionnx.analysis.quantisation.moves import Bits, Moves
-from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
+from mionnx.analysis.quantisation.layer_chain import Importance, Stage
+from mionnx.analysis.quantisation.matrix_loss import (
+    Candidate,
+    Divergence,
+    FloatModel,
+    MatrixLoss,
+    log_probabilities,
+    matrix_losses,
+)
 from mionnx.errors import InputError, ModelError
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.quantise.matrices import expert_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
+from mionnx.run.segments import Arrays
 
 WIDE_BITS = 8  # bits of the matrices that cost too much in 4
-IN_FLOATS = 0  # in the place of a number of bits
+IN_FLOATS = 0  # in place of a number of bits
+GRAINS, TABLE = 2**18, 2**26  # parts that a sum of costs is counted in; of those, with all matrices, the most
 MORE = 5  # measurements that make the model smaller
 CLOSE = 0.97  # share of the bound at which it is small enough
 
+Bits = Mapping[str, int]
 
+
+@dataclass(frozen=True)
 class MeasuredText:
-    """The prompts of a measurement, with the model's own distributions in a file.
+    """The prompts of a measurement.
 
     Attributes:
-        first: the logarithms of the probabilities of each, mapped.
+        first: the model's own log probabilities for each, mapped from a file.
     """
 
-    def __init__(self, model: FloatModel, calls: Sequence[TokenBatch], folder: Path, progress: Progress) -> None:
-        self.calls, self.first = list(calls), list[NDArray[np.float32]]()
-        logits = model.chain.logits_of([*map(Stage.first, calls)])
-        for number, one in enumerate(logits):
-            np.save(folder / f"{number}.npy", log_probabilities(one))
-            self.first.append(np.load(folder / f"{number}.npy", mmap_mode="r"))
-            progress("the model's own text", number + 1, len(calls))
-
-    def divergence(self, logits: Iterator[NDArray[np.float32]]) -> Divergence:
-        """KL of logits, prompt by prompt."""
-        divergence = Divergence()
-        for one, first in zip(logits, self.first, strict=True):
-            divergence.add(first, one)
-        return divergence
+    calls: Sequence[TokenBatch]
+    first: Sequence[NDArray[np.float32]]
 
 
 @contextmanager
 def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) -> Iterator[MeasuredText]:
     """A text for the time of a `with` statement."""
     with TemporaryDirectory() as folder:
-        yield MeasuredText(model, calls, Path(folder), progress)
+        first = list[NDArray[np.float32]]()
+        for number, logits in enumerate(model.chain.logits_of([*map(Stage.first, calls)])):
+            path = Path(folder) / f"{number}.npy"
+            np.save(path, log_probabilities(logits))
+            first.append(np.load(path, mmap_mode="r"))
+            progress("the model's own text", number + 1, len(calls))
+        yield MeasuredText(calls, first)
 
 
 def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
@@ -81,12 +76,76 @@ def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
     return stacks
 
 
-@dataclass
-class Search:
-    """The matrices of a model and what is known of them.
+@dataclass(frozen=True)
+class Moves:
+    """The matrices of a model that may take more bits, and the sets of them that do.
+
+    The costs of single matrices are added up: the sums tell the order of sets of matrices, not their KL.
 
     Attributes:
-        matrices: weight, or stack of experts -> how it is held, at the bits asked for.
+        begin, end: bits of all matrices before and after all of them have moved.
+        losses: costs of single matrices before they move, those that save most KL for a byte first.
+        more: bytes that each takes more when it has moved, in that order.
+    """
+
+    begin: Bits
+    end: Bits
+    losses: Sequence[MatrixLoss]
+    more: Sequence[int]
+
+    @classmethod
+    def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
+        """The moves in order."""
+        order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
+        return cls(begin, end, order, [more[loss.name] for loss in order])
+
+    @cached_property
+    def steps(self) -> list[dict[str, int]]:
+        """Bits of all matrices after none, one, two .. have moved."""
+        steps = [dict(self.begin)]
+        for loss in self.losses:
+            steps.append({**steps[-1], loss.name: self.end[loss.name]})
+        return steps
+
+    @cached_property
+    def left(self) -> list[float]:
+        """Sum of the single costs of the matrices left, after each step."""
+        return [sum(loss.kl for loss in self.losses[at:]) for at in range(len(self.losses) + 1)]
+
+    def bytes(self, bits: Bits) -> int:
+        """Bytes more than before any has moved."""
+        pairs = zip(self.losses, self.more, strict=True)
+        return sum(more for loss, more in pairs if bits[loss.name] != self.begin[loss.name])
+
+    def fewest(self, left: float) -> dict[str, int]:
+        """Find the bits of fewest bytes for a sum of single costs.
+
+        The matrices that stay save most bytes and cost at most `left` in sum.
+        """
+        # a knapsack by dynamic programming, costs in grains; scipy's `milp` prints its solver's lines into a command's
+        grains = min(GRAINS, TABLE // max(1, len(self.losses)))
+        costs = [int(min(np.ceil(loss.kl / max(left, 1e-300) * grains), grains + 1)) for loss in self.losses]
+        saved, stays = np.zeros(grains + 1, np.int64), np.zeros((len(costs), grains + 1), bool)
+        for at, (cost, more) in enumerate(zip(costs, self.more, strict=True)):
+            if cost <= grains:
+                other = saved[: grains + 1 - cost] + more
+                stays[at, cost:] = other > saved[cost:]
+                saved[cost:] = np.maximum(saved[cost:], other)
+        moved, free = set[str](), grains
+        for at in range(len(costs) - 1, -1, -1):
+            if stays[at, free]:
+                free -= costs[at]
+            else:
+                moved.add(self.losses[at].name)
+        return {name: self.end[name] if name in moved else bits for name, bits in self.begin.items()}
+
+
+@dataclass
+class Search:
+    """The search for bits within a bound of KL.
+
+    Attributes:
+        matrices: weight, or stack of experts -> its form at the bits asked for.
         bound: KL in nats.
         measured: bits of all matrices -> KL, of every measurement.
     """
@@ -102,18 +161,25 @@ class Search:
 
     def kl(self, bits: Bits) -> float:
         """KL with all matrices at these bits, over all of the text."""
+        # exactly: in the model of floats, with the numbers that the blocks stand for
         key = tuple(bits.values())
         if key not in self.measured:
             candidates = [self._candidate(name, count) for name, count in bits.items() if count != IN_FLOATS]
+            by_input = {name: one for one in candidates for name in one.inputs}
             stage, done = f"measuring all matrices together, {len(self.measured) + 1}", 0
 
-            def report(more: int) -> None:
+            def others(names: Sequence[str]) -> Arrays:
                 nonlocal done
-                done += more
-                self.progress(stage, done, len(candidates))
+                arrays: Arrays = {}
+                for one in {by_input[name].name: by_input[name] for name in names if name in by_input}.values():
+                    array = self.model.held(one.name, one.numbers())
+                    arrays |= {name: array for name in one.inputs if name in names}
+                    done += 1
+                    self.progress(stage, done, len(candidates))
+                return arrays
 
-            by_input = {name: one for one in candidates for name in one.inputs}
-            self.measured[key] = self.text.divergence(self.model.with_all(by_input, self.text.calls, report)).mean
+            logits = self.model.chain.logits_of([*map(Stage.first, self.text.calls)], others)
+            self.measured[key] = Divergence.of(self.text.first, logits).mean
         return self.measured[key]
 
     def _candidate(self, name: str, bits: int) -> Candidate:
@@ -127,14 +193,16 @@ class Search:
             the bits, and those to try next, in order, if KL of the written model is above the bound after all.
 
         Raises:
-            ModelError: the bound cannot be met; the message says what can.
+            ModelError: the bound cannot be met.
         """
         begin = {name: matrix.bits for name, matrix in self.matrices.items()}
         wide = dict.fromkeys(begin, WIDE_BITS)
         if self.kl(begin) <= self.bound:
             return begin, []
         if begin != wide and self.kl(wide) <= self.bound:
+            # matrices take 8 bits one after another, those first that save most KL, each alone, for a byte
             return self._along(self._moves(begin, wide))
+        # 8 bits for all do not do: those that cost most for a byte go back to floats
         moves = self._moves(wide, dict.fromkeys(begin, IN_FLOATS))
         fewest = moves.steps[-2]  # one of them is in blocks
         if self.kl(fewest) > self.bound:
@@ -164,6 +232,7 @@ class Search:
 
     def _along(self, moves: Moves, without: int = 0) -> tuple[dict[str, int], list[dict[str, int]]]:
         """Find the first step within the bound, then smaller sets; the last steps may be left out."""
+        # KL falls with each step: interpolation, by halves every other time, as the sums are not KL
         low, high, turn = 0, len(moves.steps) - 1 - without, 0
         while high - low > 1:
             guess = self._between(low, high, moves) if turn % 2 == 0 else (low + high) // 2
@@ -186,6 +255,8 @@ class Search:
 
     def _smaller(self, moves: Moves, low: int, high: int) -> list[dict[str, int]]:
         """Bits within the bound that take fewer bytes than a step, the fewest first."""
+        # the last move may have saved more than was needed; each set is the smallest for a sum of single costs, and a
+        # few measurements bring that sum to the bound
         sets, best = list[dict[str, int]](), moves.steps[high]
         within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
         last = len(self.measured) + MORE

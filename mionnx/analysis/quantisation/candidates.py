@@ -1,4 +1,4 @@
-"""Matrices in the place of a model's own: those of a quantised model, and those that blocks would give."""
+"""Matrices in place of a model's own: those that blocks would give, those of a quantised model, and their cost."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -8,17 +8,22 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel
+from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel, MatrixLoss, matrix_losses, sample
+from mionnx.engine.options import Options
+from mionnx.errors import InputError
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import numbers_of
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import attributes, matmul_nbits
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.progress import Progress
 from mionnx.quantise.blocks import quantise_blocks
-from mionnx.quantise.matrices import WeightUses
+from mionnx.quantise.matrices import WeightUses, expert_of
 from mionnx.quantise.quantised_graph import BlockNames, Matrix, table_name
 from mionnx.quantise.settings import Quantisation
+from mionnx.spec.hook_spec import HookSpec
 
 
 def of_blocks(
@@ -65,7 +70,7 @@ def _together(name: str, experts: Sequence[Candidate]) -> Candidate:
 def _held(
     other: HookedModel, flow: Dataflow, tensors: Mapping[str, onnx.TensorProto], name: str, table: bool
 ) -> Candidate | None:
-    """A weight of a quantised model; None if it has no blocks of this name."""
+    """A weight in blocks of a quantised model."""
     packed = BlockNames.of(name).packed
     product, looked_up = packed in tensors, table and table_name(name) in tensors
     if not product and not looked_up:
@@ -78,3 +83,53 @@ def _held(
         return matmul_nbits(flow, other.folder, reader) if product else of_graph.embedding(other)
 
     return Candidate(name, attributes(reader).get("bits", 4), size, numbers, product, looked_up)
+
+
+def losses(
+    one: HookedModel,
+    other: HookedModel | None,
+    calls: Sequence[TokenBatch],
+    spec: HookSpec,
+    matrices: bool | None,
+    progress: Progress,
+    notes: list[str],
+    experts: bool = False,
+) -> list[MatrixLoss]:
+    """Measure the matrices of the quantised one of two models in `verify`, those that cost most first.
+
+    Args:
+        matrices: whether they are measured; None: where one of the two is quantised, and nothing intervenes.
+        notes: gets a line on the number of tokens.
+        experts: whether each expert's matrix is measured too; then `matrices=None` is True.
+    """
+    pair = _pair(one, other)
+    why = None
+    if pair is None:
+        why = "other= must be the floats of a model that mionnx quantised, or the reverse"
+    elif spec.num_interventions():
+        why = "matrices are measured without interventions"
+    if experts and matrices is False:
+        raise InputError("experts=True with matrices=False: experts are measured with the other matrices")
+    if not calls or matrices is False or (why and matrices is None and not experts):
+        return []
+    if why or pair is None:
+        raise InputError(f"{'experts' if experts else 'matrices'}=True: {why}")
+    floats, blocks = pair
+    model = FloatModel(floats, Options(prepack=False))
+    candidates = of_model(model.uses, blocks, experts)
+    if experts and not any(expert_of(one.name) for one in candidates):
+        raise InputError(f"experts=True: {blocks.name} has no stack of experts in blocks")
+    tokens = sum(call.input_ids.size for call in sample(calls, floats))
+    notes.append(f"{len(candidates)} matrices of {blocks.name}, one at a time in {floats.name}: over {tokens} tokens")
+    results = sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
+    idle = sum(loss.output_error == 0 < loss.weight_error and expert_of(loss.name) is not None for loss in results)
+    if idle:
+        notes.append(f"{idle} of the experts' matrices were chosen by no token: nothing is known of their cost")
+    return results
+
+
+def _pair(one: HookedModel, other: HookedModel | None) -> tuple[HookedModel, HookedModel] | None:
+    """A model of floats and a quantised one; None if the two are not that."""
+    if other is None or bool(one.metadata.quantised) == bool(other.metadata.quantised):
+        return None
+    return (other, one) if one.metadata.quantised else (one, other)

@@ -1,15 +1,13 @@
-"""`LayerChain`: a model of floats in pieces, whose matrices can be others in single runs.
+"""`LayerChain`: a model of floats in pieces, whose matrices can be others in single runs, and what each of them reads.
 
-1. Each matrix is an input of its piece, whose default is the model's own: another one is fed, and no graph is made or
-   opened anew. The table of the tokens has a name of its own, where a product reads the same weight.
-2. A run with another matrix begins at the piece that reads it, with what an earlier run left before that piece.
-3. Pieces run one after another, all prompts in each: of all matrices those of one piece are in memory.
+A run with another matrix begins at the piece that reads it, with what an earlier run left before that piece.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -17,10 +15,12 @@ from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.quantise.matrices import WeightUses
+from mionnx.machine.progress import Progress, silent
+from mionnx.quantise.matrices import WeightUses, find_weights
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
+Importance = dict[str, NDArray[np.float64]]  # weight -> the mean square of each of its inputs, [in]
 Others = Callable[[Sequence[str]], Arrays]  # names of matrices that a piece reads -> those that are others
 
 
@@ -76,7 +76,7 @@ class LayerChain(Segments):
         """Run one piece.
 
         Args:
-            others: matrices in the place of the model's own, by name.
+            others: matrices in place of the model's own, by name.
             ends: names of values to return too; those that the piece does not compute are left out.
 
         Returns:
@@ -95,6 +95,7 @@ class LayerChain(Segments):
             stages: the prompts before the first piece.
             others: asked for the matrices of each piece.
         """
+        # pieces one after another, all prompts in each: of all matrices those of one piece are in memory
         stages = [*stages]
         for piece in range(first, self.layers + 1):
             matrices = {} if others is None else others(self.matrices[piece])
@@ -105,10 +106,14 @@ class LayerChain(Segments):
 
 
 def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices, in a copy."""
+    """Make inputs of a graph's matrices, in a copy.
+
+    Another matrix is fed, and no graph is made or opened anew: an input's default is the model's own matrix.
+    """
     proto = onnx.ModelProto.FromString(origin.SerializeToString())
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     if weights.table is not None and weights.lookup is not None:
+        # where a product reads the table too, each has a name of its own
         own = onnx.TensorProto.FromString(tensors[weights.table].SerializeToString())
         own.name = table_name(weights.table)
         proto.graph.initializer.append(own)
@@ -118,3 +123,27 @@ def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) 
     shapes = {name: (tensors[name].data_type, [*tensors[name].dims]) for name in matrices}
     proto.graph.input.extend(onnx.helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items())
     return proto
+
+
+def mean_squares(
+    model: HookedModel, calls: Sequence[TokenBatch], options: Options, progress: Progress = silent
+) -> Importance:
+    """Measure the importance of the inputs of a model's matrices: their mean squares over all tokens of prompts."""
+    chain = LayerChain(model, find_weights(model), options, inputs=True)
+    stages, tokens = [*map(Stage.first, calls)], sum(call.input_ids.size for call in calls)
+    squares = Importance()
+    for number, piece in enumerate(chain.pieces):
+        progress("what matrices read", number, len(chain.pieces))
+        here = {name: value for name, value in chain.read.items() if chain.place(name) == piece}
+        for prompt, stage in enumerate(stages):
+            stages[prompt], values = chain.step(piece, stage, {}, here.values())
+            values |= stage.stream
+            sums = {value: _squares(values[value]) for value in {*here.values()}}
+            for name, value in here.items():
+                squares[name] = squares.get(name, np.zeros(1)) + sums[value] / tokens
+    return squares
+
+
+def _squares(value: NDArray[np.floating]) -> NDArray[np.float64]:
+    rows = value.reshape(-1, value.shape[-1])
+    return np.asarray(np.square(rows, dtype=np.float64).sum(axis=0))

@@ -1,11 +1,6 @@
-"""Cost of each quantised matrix by itself: put into the model of floats, one at a time.
+"""Cost of each quantised matrix by itself, put into the model of floats one at a time; KL of next tokens."""
 
-The error of a product's output is measured on what it reads in the model of floats; KL(floats || floats with this one
-matrix) over the tokens of some prompts. A matrix that is both the table and the unembedding is put in at both places.
-The matrices of a stack of experts are put in together, or one of them.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +8,79 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.layer_chain import LayerChain, Stage
-from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
 from mionnx.engine.options import Options
+from mionnx.errors import ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.softmax import log_softmax
 from mionnx.machine.stored import Storable
 from mionnx.quantise.matrices import ExpertStack, Product, expert_of, find_weights, rows_of
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.run.segments import Arrays
 
+LOGITS_AT_ONCE = 2**20  # numbers looked at together
 SAMPLE_TOKENS = 256  # over which a single matrix is measured
 LENGTH = 128  # tokens of a prompt that are used for it
 
 Numbers = Callable[[], NDArray[Any]]  # of a matrix as [out, in], of a stack [experts, out, in], made when needed
+
+
+@dataclass
+class Divergence:
+    """KL(first || other) in nats over all positions so far, and equal top tokens."""
+
+    positions: int = 0
+    total: float = 0.0
+    same: int = 0
+
+    @classmethod
+    def of(cls, firsts: Iterable[NDArray[np.float32]], others: Iterable[NDArray[Any]]) -> "Divergence":
+        """Compare prompt by prompt: log probabilities of a first run, logits of another."""
+        divergence = cls()
+        for first, other in zip(firsts, others, strict=True):
+            divergence.add(first, other)
+        return divergence
+
+    def add(self, first: NDArray[np.float32], other: NDArray[Any]) -> None:
+        """Compare a first run's log probabilities with another's logits, [..., vocab]."""
+        vocab = first.shape[-1]
+        one, two = first.reshape(-1, vocab), other.reshape(-1, vocab)
+        rows = max(1, LOGITS_AT_ONCE // vocab)
+        for start in range(0, len(one), rows):
+            self._add(one[start : start + rows], two[start : start + rows])
+
+    def _add(self, first: NDArray[np.float32], other: NDArray[Any]) -> None:
+        # KL = log E exp(d - m), d the difference of the logits and m its mean, both over the first distribution: small
+        # differences keep their digits, which those of two logarithms of probabilities lose
+        probabilities = np.exp(first)
+        with np.errstate(invalid="ignore"):
+            apart = other.astype(np.float32) - first
+        apart[probabilities == 0] = 0  # also where both are minus infinity
+        for _ in range(2):  # the second time for what the first one rounds away
+            apart -= (probabilities * apart).sum(axis=-1, keepdims=True) / probabilities.sum(axis=-1, keepdims=True)
+        kl = np.log1p((probabilities * np.expm1(apart)).sum(axis=-1).astype(np.float64))
+        if np.isnan(kl).any():
+            raise ModelError("the logits of a model with other weights are no numbers: its weights are damaged")
+        self.positions += len(kl)
+        self.total += float(kl.clip(min=0).sum())
+        self.same += int((first.argmax(-1) == other.argmax(-1)).sum())
+
+    @property
+    def mean(self) -> float:
+        """KL by position."""
+        return self.total / max(1, self.positions)
+
+    @property
+    def top_1(self) -> float:
+        """Share of positions with the same top token."""
+        return self.same / max(1, self.positions)
+
+
+def log_probabilities(logits: NDArray[Any]) -> NDArray[np.float32]:
+    """Logarithms of the probabilities of logits, in float32."""
+    rows = [log_softmax(one.astype(np.float32), axis=-1) for one in logits.reshape(-1, logits.shape[-1])]
+    return np.stack(rows).reshape(logits.shape)
 
 
 @dataclass(frozen=True)
@@ -34,14 +88,13 @@ class MatrixLoss(Storable):
     """The cost of one matrix by itself.
 
     Attributes:
-        name: of the weight; of a stack of experts; of one of its matrices, with ".expert" and its number behind it.
-        layer: None of the table and the unembedding.
-        shape: (out, in); (experts, out, in) of a stack.
-        bits: of its numbers; the most of a stack's.
-        bytes: that it takes, scales included.
+        name: a weight; a stack of experts; one of its matrices, with ".expert" and its number behind it.
+        layer: None for the table and the unembedding.
+        shape: (out, in); (experts, out, in) for a stack.
+        bits: the most of a stack's.
+        bytes: scales included.
         weight_error: length of the difference of the numbers, as a share of theirs in floats.
-        output_error: the same of the product's output on what it reads in the model of floats; of the table, that of
-            the numbers.
+        output_error: that of the product's output on what it reads in the model of floats; of the table, the numbers'.
         kl: KL(floats || floats with this matrix alone) in nats, the mean over positions.
         top_1: share of positions with the same top token.
     """
@@ -59,7 +112,7 @@ class MatrixLoss(Storable):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix that may stand in the place of the model's own.
+    """A matrix that may stand in place of the model's own.
 
     Attributes:
         product, table: whether products read it; whether tokens pick its rows.
@@ -86,10 +139,6 @@ class FloatModel:
         self.hooked, self.uses = hooked, find_weights(hooked)
         self.chain = LayerChain(hooked, self.uses, options)
 
-    def is_head(self, name: str) -> bool:
-        """Whether the logits come from a weight."""
-        return any(one.head for one in self.uses.products if one.weight == name)
-
     def turned(self, name: str) -> bool:
         """Whether a weight is held [out, in]."""
         stack, _ = expert_of(name) or (name, None)
@@ -109,26 +158,6 @@ class FloatModel:
         stack = np.array(rows_of(self.hooked, expert[0], turned=True))
         stack[expert[1]] = oriented
         return stack
-
-    def with_all(
-        self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], report: Callable[[int], None]
-    ) -> Iterator[NDArray[Any]]:
-        """The logits of each prompt with many matrices in the place of its own.
-
-        Args:
-            candidates: by the inputs that they are fed to.
-            report: called for every matrix that was made.
-        """
-
-        def others(names: Any) -> Arrays:
-            arrays: Arrays = {}
-            for candidate in {one.name: one for name in names if (one := candidates.get(name)) is not None}.values():
-                array = self.held(candidate.name, candidate.numbers())
-                arrays |= {name: array for name in candidate.inputs if name in names}
-                report(1)
-            return arrays
-
-        return self.chain.logits_of([*map(Stage.first, calls)], others)
 
 
 def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
@@ -150,9 +179,8 @@ def matrix_losses(
     """Measure each candidate by itself, on the beginnings of prompts.
 
     Args:
-        candidates: at most one for each weight.
-        calls: the prompts; see `sample`.
-        progress: called as (stage, done, total) in matrices.
+        candidates: matrices to put in, at most one for each weight.
+        calls: prompts, of which `sample` takes the beginnings.
     """
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
@@ -177,10 +205,10 @@ def _loss(
     own: Sequence[Arrays],
     first: Sequence[NDArray[np.float32]],
 ) -> MatrixLoss:
-    chain, numbers = model.chain, candidate.numbers()
-    fed = dict.fromkeys(candidate.inputs, model.held(candidate.name, numbers))
-    error = _share(model.own(candidate.name), numbers)
-    stack, rows = expert_of(candidate.name) or (candidate.name, ...)
+    chain, name, numbers = model.chain, candidate.name, candidate.numbers()
+    fed = dict.fromkeys(candidate.inputs, model.held(name, numbers))
+    error = _relative_error([(model.own(name), numbers)])
+    stack, rows = expert_of(name) or (name, ...)
     values = [value for value in chain.products.get(stack, []) if value in own[0]]
     outputs = [chain.step(piece, stage, fed, values)[1] for stage in stages] if values and not candidate.table else []
     pairs = [
@@ -188,30 +216,19 @@ def _loss(
     ]
     kl, top_1 = 0.0, 1.0
     if rows is ... or not all(np.array_equal(*pair) for pair in pairs):  # an expert that nobody chose costs nothing
-        kl, top_1 = _divergence(chain.logits_of(stages, lambda _: fed, piece), first)
-    layer = piece if piece in range(chain.layers) and not model.is_head(candidate.name) else None
-    apart = _ratio([_parts(*pair) for pair in pairs]) if pairs else error
-    return MatrixLoss(candidate.name, layer, numbers.shape, candidate.bits, candidate.bytes, error, apart, kl, top_1)
+        divergence = Divergence.of(first, chain.logits_of(stages, lambda _: fed, piece))
+        kl, top_1 = divergence.mean, divergence.top_1
+    head = any(one.head for one in model.uses.products if one.weight == name)
+    layer = piece if piece in range(chain.layers) and not head else None
+    output_error = _relative_error(pairs) if pairs else error
+    return MatrixLoss(name, layer, numbers.shape, candidate.bits, candidate.bytes, error, output_error, kl, top_1)
 
 
-def _divergence(logits: Iterator[NDArray[Any]], first: Sequence[NDArray[np.float32]]) -> tuple[float, float]:
-    """KL and the share of equal top tokens over all prompts."""
-    divergence = Divergence()
-    for one, beside in zip(logits, first, strict=True):
-        divergence.add(beside, one)
-    return divergence.mean, divergence.top_1
-
-
-def _share(own: NDArray[Any], other: NDArray[Any]) -> float:
-    return _ratio([_parts(own, other)])
-
-
-def _parts(own: NDArray[Any], other: NDArray[Any]) -> tuple[float, float]:
-    """Squared lengths of a difference and of the first array."""
-    off = own.astype(np.float32) - other.astype(np.float32)
-    return float(np.square(off).sum()), float(np.square(own.astype(np.float32)).sum())
-
-
-def _ratio(parts: Sequence[tuple[float, float]]) -> float:
-    error, size = np.sum(parts, axis=0)
+def _relative_error(pairs: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> float:
+    """Length of the differences of arrays, as a share of the length of the first ones."""
+    error = size = 0.0
+    for own, other in pairs:
+        exact = own.astype(np.float32)
+        error += float(np.square(exact - other.astype(np.float32)).sum())
+        size += float(np.square(exact).sum())
     return float(np.sqrt(error / size)) if size else float(error > 0)

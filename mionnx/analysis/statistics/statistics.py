@@ -1,25 +1,33 @@
-"""`Statistics`: the moments of hook points over a dataset, merged, saved, and put in place of activations."""
+"""`statistics`: moments of hook points over a dataset, from a pass over its texts or from harvested activations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.harvest.settings import capturing
+from mionnx.analysis.harvest.texts import Source, Texts
 from mionnx.errors import HookError, InputError, nearest
-from mionnx.graph.axes import sequence_axis
+from mionnx.graph.axes import KEYS, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.moments import Moments
+from mionnx.machine.progress import shown
 from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import By, classes_of, prompt_ids
+from mionnx.run.batching import AUTO, BatchSize, check_batch_size
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.prompt import By, classes_of, one_prompt, prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
+from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Indices, Positions
@@ -27,6 +35,8 @@ from mionnx.spec.limits import Indices, Positions
 Numbers = NDArray[np.float64]
 Hook = str | HookPoint
 FUNCTION = "function"
+AT_ONCE = 256  # texts that are read ahead, to run those of like length together
+TOKENS_AT_ONCE = 65_536  # tokens of harvested activations at a time
 
 
 @typed(InputError, leave=["by", "hook"])
@@ -38,7 +48,6 @@ class Statistics(Brief, Stored):
 
     Attributes:
         by: None, "position", "token", or the function that gives the classes; "function" once it is loaded.
-        texts: number of texts.
 
     Example:
         stats = model.statistics(texts, "blocks.2.hook_resid_post", covariance=True)
@@ -52,8 +61,13 @@ class Statistics(Brief, Stored):
         self.texts = 0
         self._moments: dict[str, Moments] = {}
 
+    @property
+    def _by(self) -> str | None:
+        """The kind of classes, as a file can hold it."""
+        return FUNCTION if callable(self.by) else self.by
+
     def _contents(self) -> dict[str, Any]:
-        return {"by": FUNCTION if callable(self.by) else self.by, "texts": self.texts, "moments": self._moments}
+        return {"by": self._by, "texts": self.texts, "moments": self._moments}
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
@@ -63,7 +77,7 @@ class Statistics(Brief, Stored):
 
     @property
     def hooks(self) -> list[str]:
-        """The hook points."""
+        """Names of the hook points."""
         return [*self._moments]
 
     def add(self, hook: Hook, moments: Moments) -> None:
@@ -77,8 +91,7 @@ class Statistics(Brief, Stored):
         Raises:
             InputError: other hook points or other classes.
         """
-        names = [FUNCTION if callable(one.by) else one.by for one in (self, other)]
-        if names[0] != names[1] or self._moments.keys() != other._moments.keys():
+        if self._by != other._by or self._moments.keys() != other._moments.keys():
             raise InputError(f"statistics of {self} and of {other} have other hook points or classes: not merged")
         both = Statistics(self.by)
         both.texts = self.texts + other.texts
@@ -170,14 +183,9 @@ class Statistics(Brief, Stored):
         """
         spec, texts = HookSpec(), prompt_ids(model, prompts)
         longest = max(map(len, texts))
-        chosen = (
-            self.hooks
-            if points is None
-            else [points]
-            if isinstance(points, str | HookPoint)
-            else listed("points", points)
-        )
-        for hook in chosen:
+        if isinstance(points, str | HookPoint):
+            points = [points]
+        for hook in self.hooks if points is None else listed("points", points):
             means = [self.at(hook, ids) for ids in texts]
             padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
@@ -193,7 +201,6 @@ class Statistics(Brief, Stored):
         return self._moments[name]
 
     def _shown(self, array: NDArray[Any]) -> NDArray[Any]:
-        """All classes, or the only one."""
         return array[0] if self.by is None else array
 
     def _facts(self) -> Iterator[str]:
@@ -201,4 +208,114 @@ class Statistics(Brief, Stored):
         tokens = next(iter(self._moments.values())).count.sum() if self._moments else 0
         yield f"{int(tokens):,} tokens"
         if self.by is not None:
-            yield f"by {self.by if isinstance(self.by, str) else FUNCTION}"
+            yield f"by {self._by}"
+
+
+@typed(leave=["texts", "points", "by"])
+def statistics(
+    model: Runner,
+    texts: Source,
+    points: Hooks,
+    *,
+    hooks: HookSpec | None = None,
+    by: By = None,
+    covariance: bool = False,
+    batch_size: BatchSize = AUTO,
+    column: str | None = None,
+    progress: bool | None = None,
+) -> Statistics:
+    """Count, mean, variance and covariance of hook points over a dataset, in one pass.
+
+    No activations are stored. Sums are float64 (Welford's method, by batches). Every token of every text counts, the
+    first one too.
+
+    Args:
+        texts: a list of texts or ids, an iterator, or a file or folder as `harvest` takes it.
+        points: hook points with one value a token.
+        hooks: interventions in force, and captures, which count besides.
+        by: classes of tokens: "position", "token", or a function: ids [seq] -> integers [seq]; all together if left
+            out.
+        covariance: of all numbers of a vector [d], as [d, d]; for one class.
+        batch_size: rows of a pass; "auto" chooses by their length.
+        column: of tables and JSON lines, the one with the texts.
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
+
+    Raises:
+        HookError: no such hook point, or one without one value a token.
+        InputError: no texts, or a covariance by classes.
+
+    Example:
+        stats = model.statistics(texts, "blocks.*.hook_resid_post", by="position")
+        stats.mean("blocks.2.hook_resid_post").shape  # (positions, hidden)
+    """
+    _check(by, covariance)
+    check_batch_size(batch_size)
+    spec = capturing(points, hooks)
+    names = _captured(model, spec)
+    source, moments, done = Texts(texts, column), Statistics(by), 0
+    waiting = iter(source)
+    with shown(progress) as show:
+        while entries := [*islice(waiting, AT_ONCE)]:
+            rows = [one_prompt(model, text) for text in entries]
+            request = ListRequest(rows, spec, batch_size, logits=False)
+            caches = map_rows(model, request, lambda _, cache: cache, "statistics", progress=False)
+            for ids, cache in zip(rows, caches, strict=True):
+                classes = classes_of(by, ids)
+                for name in names:
+                    axis = sequence_axis(HookPoint.parse(name).axes or ())
+                    moments.add(name, Moments.of(np.moveaxis(cache[name], axis, 1)[0], classes, covariance))
+            done += len(rows)
+            moments.texts = done
+            show("statistics", done, source.count)
+    if not done:
+        raise InputError("no texts: statistics of nothing")
+    return moments
+
+
+@typed(leave=["by"])
+def statistics_of(
+    activations: Activations, points: Sequence[str] | None = None, *, by: By = None, covariance: bool = False
+) -> Statistics:
+    """The statistics of harvested activations; see `statistics`.
+
+    Args:
+        points: hook points; all if left out.
+        by, covariance: see `statistics`; a function gets the ids of the harvested tokens of many texts at a time.
+
+    Raises:
+        HookError: a hook point that was not harvested.
+        InputError: a covariance by classes.
+
+    Example:
+        mionnx.statistics_of(Activations("folder"), covariance=True).covariance("blocks.2.hook_resid_post")
+    """
+    _check(by, covariance)
+    moments = Statistics(by)
+    moments.texts = activations.texts
+    names = [*activations] if points is None else [*points]
+    for batch in activations.batches(TOKENS_AT_ONCE, shuffle=False, points=names):
+        classes = classes_of(by, batch["token_ids"], batch["positions"])
+        for name in names:
+            moments.add(name, Moments.of(batch[name], classes, covariance))
+    return moments
+
+
+def _check(by: By, covariance: bool) -> None:
+    check_by(by)
+    if covariance and by is not None:
+        raise InputError("covariance= is of all tokens together: leave by= out")
+
+
+def _captured(model: Runner, spec: HookSpec) -> list[str]:
+    """The captured hook points, each with one value a token."""
+    if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
+        raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
+    names = [capture.node.hook for capture in model.binder.bind(spec).captures]
+    if not names:
+        raise HookError("no hook points: statistics of nothing")
+    for name in names:
+        axes = HookPoint.parse(name).axes or ()
+        if "seq" not in axes or KEYS in axes:
+            raise HookError(f"{name} is [{', '.join(axes)}]: it has no value of its own for each token")
+    return names

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.analysis.attention import head_scores
-from mionnx.analysis.attention.repeated_sequences import HEAD_KINDS, repeat_sequences
+from mionnx.analysis.attention.head_scores import HEAD_KINDS, repeat_sequences
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
 
@@ -167,15 +167,15 @@ OF_ROWS = {
         ({"kinds": "inductoin"}, InputError, "did you mean 'induction'"),
         ({"kinds": ()}, InputError, "different ones"),
         ({"kinds": ("induction", "induction")}, InputError, "different ones"),
-        ({"batch": 0}, InputError, "at least 1 row"),
-        ({"period": 1}, InputError, "2 tokens"),
+        ({"batch": 0}, InputError, "batch must be 1 or above"),
+        ({"period": 1}, InputError, "period must be 2 or above"),
         ({"period": 1000}, InputError, "tokens to draw from"),
         ({"token_ids": [3, 9999]}, InputError, "vocabulary"),
         ({"token_ids": "abc"}, InputError, "are integers"),
         ({"token_ids": [3.5, 4.5]}, InputError, "are integers"),
-        ({"seed": -1}, InputError, "seed=-1: an integer of 0 or above"),
-        ({"batch": 2.5}, InputError, "batch=2.5"),
-        ({"period": "2"}, InputError, "period='2'"),
+        ({"seed": -1}, InputError, "seed must be 0 or above, got -1"),
+        ({"batch": 2.5}, InputError, "batch must be an integer"),
+        ({"period": "2"}, InputError, "period must be an integer"),
         ({"hooks": OF_ROWS["rows"]}, InterventionError, "each row"),
         ({"hooks": OF_ROWS["positions"]}, InterventionError, "each row"),
         ({"hooks": OF_ROWS["values"]}, InterventionError, "each row"),

@@ -33,11 +33,9 @@ from mionnx import (
     TokenizerError,
 )
 from mionnx.analysis.features.config import Config
-from mionnx.analysis.harvest.activations import shuffled
-from mionnx.analysis.harvest.harvest import HARVEST_LOCK
+from mionnx.analysis.harvest.activations import TokenArray, shuffled
+from mionnx.analysis.harvest.harvest import HARVEST_LOCK, DamagedShardWarning
 from mionnx.analysis.harvest.manifest import read_manifest
-from mionnx.analysis.harvest.shard_writer import DamagedShardWarning
-from mionnx.analysis.harvest.token_array import TokenArray
 from mionnx.cli.main import app
 from mionnx.machine.progress import reported_to
 

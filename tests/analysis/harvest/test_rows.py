@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mionnx import InputError, MIModel, SpecFileError, TokenizerError
 from mionnx.analysis.harvest import activations
-from mionnx.analysis.harvest.activations import blocks
+from mionnx.analysis.harvest.formats import pieces as pieces_of
 from mionnx.analysis.harvest.manifest import FORMAT, HARVEST_MANIFEST, PROGRESS, Manifest, Shard, read_manifest
 from mionnx.analysis.harvest.rows import HarvestRows, digest, integers, keep_mask, separator_of
 
@@ -106,7 +106,7 @@ def test_any_order_has_each_token_once(count: int, size: int, block: int, mixed:
     assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in again]
     assert sorted(token for piece in pieces for token in piece.tolist()) == [*range(count)]
     assert all(len(piece) == size for piece in pieces[:-1])
-    ordered = [at for piece in blocks(count, size) for at in range(count)[piece]]
+    ordered = [at for piece in pieces_of(count, size) for at in range(count)[piece]]
     assert ordered == [*range(count)]
 
 

@@ -11,8 +11,8 @@ from repository import REPOSITORY
 from scipy.special import log_softmax, softmax
 
 from mionnx import InputError, MIModel, ModelError
+from mionnx.analysis.quantisation.budget import Moves
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
-from mionnx.analysis.quantisation.moves import Moves
 
 FLOATS = REPOSITORY / "models" / "world-llama"
 TEXT = "The capital of France is Paris . The capital of Japan is Tokyo . The capital of Spain is Madrid . " * 30

@@ -6,7 +6,7 @@ from command_line import succeeded
 from repository import REPOSITORY
 
 from mionnx import HookSpec, InputError, MIModel
-from mionnx.analysis.quantisation.importance import mean_squares
+from mionnx.analysis.quantisation.layer_chain import mean_squares
 from mionnx.engine.options import Options
 from mionnx.graph.blocks import numbers_of
 from mionnx.inputs.token_batch import make_token_batch

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mionnx.analysis.quantisation.budget import Moves
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
-from mionnx.analysis.quantisation.moves import Moves
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -6,8 +6,8 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
 
 from mionnx import InputError, MIModel, ModelError
-from mionnx.analysis.quantisation import next_token
-from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
+from mionnx.analysis.quantisation import matrix_loss
+from mionnx.analysis.quantisation.matrix_loss import Divergence, log_probabilities
 from mionnx.analysis.quantisation.windows import digest, windows
 
 RNG = np.random.default_rng(0)
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.mark.parametrize("size", [3.0, 1e-2, 1e-3])
 def test_divergence_is_scipys_however_small(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_token, "LOGITS_AT_ONCE", 100)  # three rows at a time
+    monkeypatch.setattr(matrix_loss, "LOGITS_AT_ONCE", 100)  # three rows at a time
     one = RNG.normal(size=(2, 5, 30)).astype(np.float32)
     other = one + (size * RNG.normal(size=one.shape)).astype(np.float32)
     found = Divergence()
@@ -24,7 +24,6 @@ def test_divergence_is_scipys_however_small(size: float, monkeypatch: pytest.Mon
     exact = entropy(first, second, axis=-1)
     assert found.positions == 10
     assert found.mean == pytest.approx(exact.mean(), rel=1e-3)
-    assert found.largest == pytest.approx(exact.max(), rel=1e-3)
     assert found.top_1 == (first.argmax(-1) == second.argmax(-1)).mean()
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mionnx.verify.difference import Difference, LogitDifference
-from mionnx.verify.rows import Row, layer_losses
+from mionnx.verify.difference import Difference, LogitDifference, layer_losses
 
 
 def test_layers_add_what_lies_between_their_ends() -> None:
@@ -24,7 +23,7 @@ def test_a_distance_is_a_share_of_the_second_length_and_masked_scores_are_none(l
     found = Difference()
     found.add(*(np.concatenate(pair, axis=1) for pair in zip((one, other), masked, strict=True)))
     expected = np.linalg.norm(one.astype(np.float64) - other) / np.linalg.norm(other.astype(np.float64))
-    assert Row.of("x", found, None).lost == pytest.approx(expected, rel=1e-12)
+    assert found.at("x", None).lost == pytest.approx(expected, rel=1e-12)
     assert found.finite
     same = Difference()
     same.add(*masked)
