@@ -5,8 +5,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import edit, to_proto
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.options import Options
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.onnx_file import ModelProto
 from mionnx.graph.report import Report
 from mionnx.inputs.value import Value

@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import extract
 from mionnx.verify.difference import Difference, coarser
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime

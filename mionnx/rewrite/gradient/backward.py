@@ -18,9 +18,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
 from mionnx.graph.builder import ONE_DTYPE
-from mionnx.graph.dataflow import reads, subgraphs
-from mionnx.rewrite.gradient.facts import INT64, Dims, NodeFacts, attributes
+from mionnx.graph.dataflow import Axes, Facts, attributes, reads, subgraphs
 
+INT64 = TensorProto.INT64
+NARROW_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
 Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
 SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
@@ -68,7 +69,7 @@ class Backward:
     def __init__(
         self,
         names: FreshNames,
-        facts: NodeFacts,
+        facts: Facts,
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
@@ -79,7 +80,7 @@ class Backward:
         self.nodes: list[NodeProto] = []
         self._known: dict[tuple[Any, ...], list[str]] = {}
 
-    def inside(self, facts: NodeFacts, active: Collection[str]) -> "Backward":
+    def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
         """The same for a subgraph."""
         return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
 
@@ -150,7 +151,7 @@ class Backward:
 
     # shapes
 
-    def unbroadcast(self, cotangent: str, value: str, wide: Dims | None) -> str:
+    def unbroadcast(self, cotangent: str, value: str, wide: Axes | None) -> str:
         """Sum a cotangent over the axes along which its value was broadcast.
 
         Args:
@@ -177,9 +178,20 @@ class Backward:
         axes = self.Squeeze(self.NonZero(differ), [0])
         return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
 
+    def rank(self, name: str) -> int:
+        """The number of axes of a value.
+
+        Raises:
+            GradientError: it is not written down.
+        """
+        shape = self.facts.shapes.get(name)
+        if shape is None:
+            raise GradientError(f"the number of axes of {name} is not written down in the graph")
+        return len(shape)
+
     def turned(self, name: str) -> str:
         """A value with its last two axes exchanged; one that was exchanged already as it was before."""
-        rank = self.facts.rank(name)
+        rank = self.rank(name)
         perm = [*range(rank - 2), rank - 1, rank - 2]
         maker = self.facts.makers.get(name)
         if maker is not None and maker.op_type == "Transpose" and list(self.attribute(maker, "perm", [])) == perm:
@@ -226,7 +238,7 @@ class Backward:
         raise GradientError(f"{node.op_type}, which makes {node.output[0]}, has no rule of differentiation")
 
 
-def _broadcast_axes(own: Dims | None, wide: Dims | None) -> list[int] | None:
+def _broadcast_axes(own: Axes | None, wide: Axes | None) -> list[int] | None:
     """The axes of `wide` along which `own` was broadcast; None if the shapes do not tell."""
     if own is None or wide is None:
         return None

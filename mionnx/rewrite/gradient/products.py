@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
-from mionnx.rewrite.gradient.backward import Backward, Given, Rule
-from mionnx.rewrite.gradient.facts import NARROW_FLOATS
+from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Given, Rule
 
 
 def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -69,7 +68,7 @@ def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]
     if any(op.is_active(name) for name in node.input[1:]):
         raise GradientError("there is no gradient by the weights of a norm")
     axis, kind = op.attribute(node, "axis", -1), op.facts.type(x)
-    axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.facts.rank(x))]
+    axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.rank(x))]
     inner = TensorProto.FLOAT if kind in NARROW_FLOATS and op.attribute(node, "stash_type", 1) == 1 else kind
     value = x if inner == kind else op.Cast(x, to=inner)
     if node.op_type == "LayerNormalization":
