@@ -15,8 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.packed_weight import attributes
+from mionnx.graph.dataflow import Dataflow, attributes
 
 COLUMN_AXIS = 2  # axis of what a product makes: batch, seq, columns
 HEADS_AXIS, SHAPE_AXES = 2, 4  # before heads are turned: batch, seq, heads, width

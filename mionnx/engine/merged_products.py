@@ -22,8 +22,9 @@ from onnx import helper, numpy_helper
 from mionnx.engine.halved_products import halve_products
 from mionnx.engine.merged_heads import merge_heads
 from mionnx.graph import onnx_file
+from mionnx.graph.dataflow import attributes
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
-from mionnx.graph.packed_weight import LEVEL, attributes
+from mionnx.graph.packed_weight import LEVEL
 
 PRODUCT, COLUMN_COUNT = "MatMulNBits", "N"
 WEIGHT_INPUTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points

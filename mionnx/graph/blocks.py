@@ -27,13 +27,14 @@ class Blocks:
     Attributes:
         packed: uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
         scales: [rows, blocks], in the matrix' dtype.
-        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise; None for symmetric blocks.
+        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise, or [rows, blocks] in the scales' dtype;
+            None for symmetric blocks.
         offsets: [rows, blocks], in the matrix' dtype; None where no fraction is added.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[Any]
-    zero_points: NDArray[np.uint8] | None
+    zero_points: NDArray[Any] | None
     offsets: NDArray[Any] | None = None
 
 
@@ -74,7 +75,8 @@ def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
     scales = blocks.scales.astype(np.float64)[..., None]
     zero: Any = 2.0 ** (bits - 1)
     if blocks.zero_points is not None:
-        zero = unpack(blocks.zero_points, bits)[:, :count, None].astype(np.float64)
+        points = unpack(blocks.zero_points, bits) if blocks.zero_points.dtype == np.uint8 else blocks.zero_points
+        zero = points[:, :count, None].astype(np.float64)
     numbers = (unpack(blocks.packed, bits).astype(np.float64) - zero) * scales
     if blocks.offsets is not None:
         numbers += blocks.offsets.astype(np.float64)[..., None]

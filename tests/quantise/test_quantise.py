@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Intervention, MIModel, ModelError
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.leftovers import LOCK_FILE
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks

@@ -12,9 +12,9 @@ from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import numbers_of
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.packed_weight import attributes, matmul_nbits
+from mionnx.graph.packed_weight import matmul_nbits
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import WeightUses
 from mionnx.quantise.quantised_graph import BlockNames, Matrix, table_name

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import embedding
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.matrices import EXPERT, expert_of, find_weights
