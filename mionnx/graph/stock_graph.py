@@ -115,7 +115,7 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with the operators unknown to onnx in the domain of ONNX Runtime's own."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
-    version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    version = onnx_file.opset(proto)
     for node in shown.graph.node:
         if node.domain in ("", "ai.onnx") and not _registered(node.op_type, version):
             node.domain = DOMAIN

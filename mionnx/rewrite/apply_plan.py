@@ -6,14 +6,12 @@ import onnx_graphsurgeon as gs
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import edit, to_proto
 from mionnx.graph.dataflow import Dataflow, extract
-from mionnx.graph.fused_operators import read_fused
+from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
-from mionnx.graph.restore import restore
 from mionnx.rewrite.capture import capture
-from mionnx.rewrite.gradient.gradient_outputs import add_gradients
-from mionnx.rewrite.gradient.metric import add_metric
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients, add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 
 

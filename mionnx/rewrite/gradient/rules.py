@@ -7,7 +7,6 @@ from onnx import GraphProto, NodeProto, helper
 
 from mionnx.graph.dataflow import from_outside, subgraphs
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
-from mionnx.rewrite.gradient.blocks import BLOCK_RULES
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES
 from mionnx.rewrite.gradient.loops import scan_rule
 from mionnx.rewrite.gradient.products import PRODUCT_RULES
@@ -110,7 +109,7 @@ def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Gi
     return helper.make_graph(nodes, op.names.fresh("branch"), [], outputs)
 
 
-RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **BLOCK_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
+RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
 # Name of a set of rules -> the rules.
 SETS: Mapping[str, Mapping[str, Rule]] = {
