@@ -44,7 +44,6 @@ class GivenBlocks:
 
     Attributes:
         rows, columns: outputs and inputs of its product.
-        zero_points, offsets: whether it has some.
         order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
             None where they stand in order.
         read: reads the blocks from the file, scales and offsets in float32.
@@ -94,19 +93,13 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
 def of_integers(
     integers: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[np.uint8] | None, bits: int, block_size: int
 ) -> Blocks:
-    """Make blocks of integers as they are.
-
-    Args:
-        integers: [rows, columns].
-        scales: [rows, blocks].
-        zeros: [rows, blocks]; None for the middle.
-    """
+    """Make blocks of integers [rows, columns] as they are; scales and zeros [rows, blocks], zeros None for the middle."""
     rows, columns = integers.shape
     count = -(-columns // block_size)
-    whole = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
-    whole[:, :columns] = integers
+    padded = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
+    padded[:, :columns] = integers
     points = None if zeros is None else pack(zeros, bits)
-    return Blocks(pack(whole.reshape(rows, count, block_size), bits), scales, points)
+    return Blocks(pack(padded.reshape(rows, count, block_size), bits), scales, points)
 
 
 def pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -120,15 +113,7 @@ def pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Numbers of a few bits that are packed into bytes along the last axis.
-
-    Args:
-        data: [..., bytes].
-        bits: of a number: 2, 4 or 8.
-
-    Returns:
-        [..., bytes * 8 / bits].
-    """
+    """Numbers of 2, 4 or 8 bits out of the bytes of the last axis: [..., bytes] to [..., bytes * 8 / bits]."""
     if bits == 8:
         return data
     parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]

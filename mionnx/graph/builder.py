@@ -155,7 +155,6 @@ def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Seque
     """Convert an edited graph to an ONNX model without metadata.
 
     Args:
-        graph, origin: the graph, and the model that it was made from.
         defaults: constants that are inputs too, which may be left out, with their shapes.
     """
     proto = export_onnx(graph)

@@ -24,8 +24,6 @@ class Dataflow:
     """The nodes of a graph and the values between them.
 
     Attributes:
-        proto: the model, without its weights.
-        nodes: its nodes, in an order in which they can run.
         producers: value -> index of the node that makes it; inputs and weights have none.
         reads: for each node, the values that it reads, those that its subgraphs take from outside included.
     """

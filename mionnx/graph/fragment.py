@@ -50,7 +50,6 @@ class Fragment:
         Raises:
             InterventionError: no activation goes in, not exactly one comes out, another domain's operators, a weight
                 that has NaN or that the structure does not read.
-            ModelError: no valid ONNX.
         """
         self.structure = _bare(structure)
         self.weights = {name: np.ascontiguousarray(array) for name, array in weights.items()}
@@ -63,7 +62,6 @@ class Fragment:
 
         Raises:
             InterventionError: see `Fragment`; bytes or a model whose weights lie in another file.
-            ModelError: a file that is missing, corrupt or unsafe.
         """
         if isinstance(source, Fragment):
             return source
@@ -205,9 +203,7 @@ class InnerHook:
     """A hook point inside a fragment.
 
     Attributes:
-        name: of the value, as the fragment has it.
         dims: a number for each axis, or its name where it is dynamic.
-        dtype: numpy's name.
         live: whether the fragment's output depends on it.
     """
 
@@ -223,10 +219,7 @@ class FittedFragment:
     """A fragment's structure as it is put at one hook point.
 
     Attributes:
-        sha256: of the structure.
-        inner: the hook points it brings.
         weights: the names of its inputs after the activations.
-        proto: the structure, in the model's opset.
     """
 
     sha256: str

@@ -42,7 +42,6 @@ class FusedOperator:
     """One fused operator, and the nodes of the graph that stand for it.
 
     Attributes:
-        node: the operator, by the names of the graph's values.
         region: indices of the nodes that stand for it.
         inner: the values that only these may read for the operator to stand in their place.
         support: indices of nodes that compute what it alone reads, such as the lengths of the texts.
@@ -63,9 +62,6 @@ def written(node: onnx.NodeProto) -> str:
 
 def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
     """Read the fused operators of a graph.
-
-    Args:
-        texts: as `written` made them.
 
     Raises:
         ModelError: one that cannot be what the graph's nodes stand for.

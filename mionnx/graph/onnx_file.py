@@ -26,9 +26,6 @@ PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbe
 def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
 
-    Args:
-        largest: bytes; a larger file is not read.
-
     Raises:
         ModelError: no such file, no regular one, or no ONNX in it.
     """
@@ -47,9 +44,6 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
 
 def check_texts(message: Message, where: str) -> None:
     """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
-
-    Args:
-        where: what it was read from, for the refusal.
 
     Raises:
         ModelError: one is none.
@@ -129,11 +123,7 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """The value of a Constant.
-
-    Raises:
-        ModelError: there is none of this name.
-    """
+    """The value of a Constant."""
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.output[0] == name:
             value = onnx.helper.get_attribute_value(node.attribute[0])
@@ -147,14 +137,7 @@ def lacks_weights(proto: onnx.ModelProto) -> bool:
 
 
 def refuse_weightless(folder: Path, what: str) -> None:
-    """Refuse a use of weights that a graph does not have.
-
-    Args:
-        what: is refused, as "running it".
-
-    Raises:
-        ModelError: always.
-    """
+    """Refuse a use of weights that a graph does not have."""
     raise ModelError(
         f"{folder} has no weights: it was exported from a config alone (--graph-only). Its graph can be rewritten, "
         f"compiled and estimated; {what} needs the weights: export the checkpoint itself"

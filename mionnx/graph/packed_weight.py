@@ -53,11 +53,6 @@ def gather_integers(
 ) -> tuple[NDArray, NDArray, int, int]:
     """The table of a GatherBlockQuantized as integers.
 
-    Args:
-        data: the table as it is held.
-        zero: its zero points as they are held; None if there are none.
-        blocks: count of blocks in a row.
-
     Returns:
         integers, zero points, axis of the blocks, size of a block: arguments of `dequantise`.
 

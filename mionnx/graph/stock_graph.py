@@ -38,7 +38,6 @@ class StockGraph:
     """The graph of a file as it came.
 
     Attributes:
-        proto: the graph; its inputs are some of the hooked model's.
         expanded: whether the hooked graph has other nodes in the place of some of its operators.
         allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
     """

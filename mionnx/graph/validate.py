@@ -43,7 +43,6 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     """Check everything above.
 
     Args:
-        proto: a model without its external data.
         batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
             of constants alone.
 

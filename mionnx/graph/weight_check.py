@@ -95,9 +95,7 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
     """Compare a model's weight files with what was recorded of them.
 
     Args:
-        names: the weight files that the graph reads.
         level: "sampled", "full" (every byte), or "none".
-        progress: called as (stage, done, total) in bytes.
 
     Raises:
         InputError: another level.

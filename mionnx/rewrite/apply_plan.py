@@ -22,14 +22,7 @@ STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one n
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
-    """Apply a plan to a model.
-
-    Args:
-        origin: the hooked model's graph, without weights; left alone.
-
-    Returns:
-        the rewritten model as bytes, and what was done.
-    """
+    """Apply a plan to a model."""
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})
     if plan.gradients is not None:

@@ -28,11 +28,7 @@ SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[st
 
 
 class FreshNames:
-    """Names and constants that a graph and its subgraphs share.
-
-    Attributes:
-        tensors: the constants, by their numbers.
-    """
+    """Names and constants that a graph and its subgraphs share."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix, self.count = prefix, 0
@@ -61,9 +57,7 @@ class Backward:
     added once.
 
     Attributes:
-        rules, subgraph_rules: operator -> how to go back through it.
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.
-        nodes: those added so far.
     """
 
     def __init__(
@@ -155,7 +149,6 @@ class Backward:
         """Sum a cotangent over the axes along which its value was broadcast.
 
         Args:
-            cotangent: of what the value was broadcast to.
             wide: the cotangent's axes, as far as they are known.
         """
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
@@ -202,10 +195,6 @@ class Backward:
 
     def run(self, nodes: Sequence[NodeProto], cotangents: Mapping[str, str]) -> dict[str, str]:
         """Go back through nodes.
-
-        Args:
-            nodes: in an order in which they can run.
-            cotangents: of the values at the end.
 
         Returns:
             the cotangents of every active value.

@@ -35,14 +35,9 @@ def differentiate(
     """Add the gradients of the sum of a value.
 
     Args:
-        of: the value whose sum is differentiated.
         by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
         seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
-        rules: operator -> rule.
         varying: further values that rules take for no constants, whichever values are asked for.
-
-    Returns:
-        the graph with further nodes and outputs.
     """
     done = ModelProto()
     done.CopyFrom(model)

@@ -74,11 +74,7 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 
 
 def _count(op: Backward, index: str) -> int:
-    """The length of a list of places.
-
-    Raises:
-        GradientError: only the run knows it.
-    """
+    """The length of a list of places."""
     shape = op.facts.shapes.get(index)
     if shape is None or len(shape) != 1 or not isinstance(shape[0], int):
         raise GradientError(f"only the run knows how many axes {index} cuts")

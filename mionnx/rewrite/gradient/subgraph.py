@@ -55,8 +55,6 @@ def copy_of(graph: GraphProto, names: FreshNames, outer: Facts, inputs: Mapping[
     """Copy a subgraph's nodes under fresh names.
 
     Args:
-        graph: left alone.
-        outer: the facts around it.
         inputs: its inputs -> what they are called in the copy.
     """
     own, renaming = Facts(graph, outer), dict(inputs or {})
