@@ -23,7 +23,7 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, StoredTensor
 from mionnx.errors import ExportError
-from mionnx.graph.without_weights import LOCATION
+from mionnx.graph.onnx_file import WEIGHTLESS
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
@@ -93,7 +93,7 @@ def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
     for value in parameters:
         length = _TORCH_DTYPE[value.dtype].itemsize * prod(value.shape.numpy())
         value.const_value = ir.ExternalTensor(
-            LOCATION, offset, length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+            WEIGHTLESS, offset, length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
         )
         offset += length
 

@@ -18,8 +18,7 @@ from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
 from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.fused_operators import MASKED_SCORE
 
 SHORT, LONGEST_PROBE = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most

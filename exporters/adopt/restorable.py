@@ -11,9 +11,8 @@ from exporters.adopt.self_check import INT8, compare, rounds_activations
 from exporters.probe import Probe, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.fused_operators import FusedOperator, read_fused, standing, written
+from mionnx.graph.fused_operators import FusedOperator, read_fused, restore, standing, written
 from mionnx.graph.metadata import PREFIX
-from mionnx.graph.restore import restore
 
 
 def keep_fused(

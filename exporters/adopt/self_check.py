@@ -14,8 +14,7 @@ import onnx
 from exporters.adopt.recognise import sum_of
 from exporters.probe import PROBE_TOKENS, Array, Probe, open_session, probe, run
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.stock_graph import difference
 
 PADDING = 2

@@ -40,8 +40,7 @@ from exporters.transformers.weights import bind_weights
 from exporters.value_types import infer_types
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.fused_operators import MASKED_SCORE
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_record import describe_export

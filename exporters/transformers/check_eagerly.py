@@ -21,8 +21,7 @@ from transformers.utils import logging
 from exporters.adopt.self_check import LawResult, compare
 from exporters.probe import ROUNDINGS, open_session, run
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import Sizes
 

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
-from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint, nearest_hook
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_choice import HookChoice, resolve

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from mionnx.engine.engines import open_to_try
 from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
-from mionnx.graph.fragment import Fragment
+from mionnx.graph.fragment import HOOK, FittedFragment, Fragment, InnerHook
 from mionnx.graph.known_value import Dims
 from mionnx.graph.onnx_file import ModelProto, ValueInfoProto, dtype_of, in_opset, with_outputs
 from mionnx.graph.value_sizes import check_sizes

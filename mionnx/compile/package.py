@@ -37,15 +37,14 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.folder_file import files_beside, read_json
-from mionnx.graph.fused_operators import read_fused
+from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
-from mionnx.graph.packed_weight import at_accuracy_level, attributes
-from mionnx.graph.restore import restore
+from mionnx.graph.packed_weight import at_accuracy_level
 from mionnx.inputs.tokens import TOKENIZER_FILE, copy_tokenizer
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.memory import format_bytes

@@ -15,9 +15,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from mionnx.graph.dataflow import attributes
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.operator_table import DOMAIN
-from mionnx.graph.packed_weight import LEVEL, attributes
+from mionnx.graph.packed_weight import LEVEL
 
 BLOCK_PRODUCT = "MatMulNBits"
 HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves

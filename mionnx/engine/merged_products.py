@@ -20,9 +20,9 @@ from onnx import helper, numpy_helper
 
 from mionnx.engine.engine import graph_of
 from mionnx.engine.halved_products import BLOCK_PRODUCT, constants_of, halve_products, replace_nodes
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
-from mionnx.graph.packed_weight import LEVEL, attributes
+from mionnx.graph.packed_weight import LEVEL
 
 COLUMN_COUNT = "N"
 WEIGHT_INPUTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points

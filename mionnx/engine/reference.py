@@ -14,8 +14,8 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.operator_table import DOMAIN
-from mionnx.graph.plain_products import PACKED_OPERATORS, in_floats
 from mionnx.graph.validate import graphs
+from mionnx.graph.weight_value import PACKED_OPERATORS, in_floats
 
 
 class ReferenceProgram(Program):

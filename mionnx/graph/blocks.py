@@ -27,13 +27,14 @@ class Blocks:
     Attributes:
         packed: uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
         scales: [rows, blocks], in the matrix' dtype.
-        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise; None for symmetric blocks.
+        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise, or [rows, blocks] in the scales' dtype;
+            None for symmetric blocks.
         offsets: [rows, blocks], in the matrix' dtype; None where no fraction is added.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[Any]
-    zero_points: NDArray[np.uint8] | None
+    zero_points: NDArray[Any] | None
     offsets: NDArray[Any] | None = None
 
 
@@ -43,7 +44,6 @@ class GivenBlocks:
 
     Attributes:
         rows, columns: outputs and inputs of its product.
-        zero_points, offsets: whether it has some.
         order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
             None where they stand in order.
         read: reads the blocks from the file, scales and offsets in float32.
@@ -74,7 +74,8 @@ def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
     scales = blocks.scales.astype(np.float64)[..., None]
     zero: Any = 2.0 ** (bits - 1)
     if blocks.zero_points is not None:
-        zero = unpack(blocks.zero_points, bits)[:, :count, None].astype(np.float64)
+        points = unpack(blocks.zero_points, bits) if blocks.zero_points.dtype == np.uint8 else blocks.zero_points
+        zero = points[:, :count, None].astype(np.float64)
     numbers = (unpack(blocks.packed, bits).astype(np.float64) - zero) * scales
     if blocks.offsets is not None:
         numbers += blocks.offsets.astype(np.float64)[..., None]
@@ -92,19 +93,13 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
 def of_integers(
     integers: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[np.uint8] | None, bits: int, block_size: int
 ) -> Blocks:
-    """Make blocks of integers as they are.
-
-    Args:
-        integers: [rows, columns].
-        scales: [rows, blocks].
-        zeros: [rows, blocks]; None for the middle.
-    """
+    """Make blocks of integers [rows, columns] as they are; scales and zeros [rows, blocks], zeros None: the middle."""
     rows, columns = integers.shape
     count = -(-columns // block_size)
-    whole = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
-    whole[:, :columns] = integers
+    padded = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
+    padded[:, :columns] = integers
     points = None if zeros is None else pack(zeros, bits)
-    return Blocks(pack(whole.reshape(rows, count, block_size), bits), scales, points)
+    return Blocks(pack(padded.reshape(rows, count, block_size), bits), scales, points)
 
 
 def pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -118,15 +113,7 @@ def pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Numbers of a few bits that are packed into bytes along the last axis.
-
-    Args:
-        data: [..., bytes].
-        bits: of a number: 2, 4 or 8.
-
-    Returns:
-        [..., bytes * 8 / bits].
-    """
+    """Numbers of 2, 4 or 8 bits out of the bytes of the last axis: [..., bytes] to [..., bytes * 8 / bits]."""
     if bits == 8:
         return data
     parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]

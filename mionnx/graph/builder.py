@@ -14,18 +14,14 @@ import onnx
 from numpy.typing import DTypeLike
 from onnx_graphsurgeon import Constant, Graph, Node, Tensor, Variable, export_onnx, import_onnx
 
+from mionnx.graph.dataflow import BOOLEAN, COUNTING
 from mionnx.graph.report import Report
 
-COMPARISONS = frozenset(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"))
-LOGICAL = frozenset(("And", "Or", "Xor", "Not", "IsNaN", "IsInf"))
 # Operator -> the dtype of its outputs, where that is not the dtype of its first input.
-OUTPUT_DTYPES: dict[str, type] = {
-    **dict.fromkeys(COMPARISONS | LOGICAL, np.bool_),
-    **dict.fromkeys(("Shape", "Size", "NonZero", "ArgMax", "ArgMin"), np.int64),
-}
+OUTPUT_DTYPES: dict[str, type] = {**dict.fromkeys(BOOLEAN, np.bool_), **dict.fromkeys(COUNTING, np.int64)}
 # Operators whose inputs all have one dtype (`Where`: all but the condition): a number among them takes it.
 ARITHMETIC = frozenset(("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Clip", "Where", "Range", "Concat"))
-ONE_DTYPE = ARITHMETIC | COMPARISONS | LOGICAL
+ONE_DTYPE = ARITHMETIC | BOOLEAN
 
 
 class Builder:
@@ -159,7 +155,6 @@ def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Seque
     """Convert an edited graph to an ONNX model without metadata.
 
     Args:
-        graph, origin: the graph, and the model that it was made from.
         defaults: constants that are inputs too, which may be left out, with their shapes.
     """
     proto = export_onnx(graph)

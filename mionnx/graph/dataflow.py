@@ -1,19 +1,29 @@
-"""`Dataflow`: the nodes that make and read each value of a graph; it edits nothing."""
+"""`Dataflow`: the nodes that make and read each value of a graph, and what is written down of the values.
+
+The one place in mionnx that reads a graph: producers, readers, initializers, types, shapes and constants hang on it.
+It edits nothing; `extract` copies a part of it.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import onnx
-from onnx import AttributeProto, GraphProto, NodeProto
+from numpy.typing import NDArray
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+# Operators whose outputs are booleans or counts, whatever they read.
+BOOLEAN = frozenset(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"))
+BOOLEAN |= {"And", "Or", "Xor", "Not", "IsNaN", "IsInf"}
+COUNTING = frozenset(("Shape", "Size", "NonZero", "ArgMax", "ArgMin"))
+Axes = tuple[int | str, ...]  # numbers, or names of lengths that the run decides
 
 
 class Dataflow:
     """The nodes of a graph and the values between them.
 
     Attributes:
-        proto: the model, without its weights.
-        nodes: its nodes, in an order in which they can run.
         producers: value -> index of the node that makes it; inputs and weights have none.
         reads: for each node, the values that it reads, those that its subgraphs take from outside included.
     """
@@ -22,6 +32,25 @@ class Dataflow:
         self.proto, self.nodes = proto, list(proto.graph.node)
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
         self.reads = [tuple(reads(node)) for node in self.nodes]
+
+    @cached_property
+    def initializers(self) -> dict[str, TensorProto]:
+        """Name -> the weight or constant beside the nodes."""
+        return {tensor.name: tensor for tensor in self.proto.graph.initializer}
+
+    @cached_property
+    def varying(self) -> set[str]:
+        """The values that depend on an input of the graph."""
+        return self.descendants(value.name for value in self.proto.graph.input)
+
+    @cached_property
+    def facts(self) -> "Facts":
+        """Types, shapes and constants of its values, as far as they are written down."""
+        return Facts(self.proto.graph)
+
+    def readers(self, value: str) -> list[NodeProto]:
+        """The nodes that read a value, in order."""
+        return [self.nodes[i] for i in self.consumers.get(value, ())]
 
     @cached_property
     def consumers(self) -> dict[str, list[int]]:
@@ -124,3 +153,109 @@ def from_outside(graph: GraphProto) -> list[str]:
     own = made_in(graph)
     names = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
     return [name for name in dict.fromkeys(names) if name not in own]
+
+
+class Facts:
+    """Element types, shapes and constants of a graph's values, and of the graphs around it, as far as written down.
+
+    Attributes:
+        types: value -> ONNX's number of its element type.
+        shapes: value -> its axes; lengths that are not known have names of their own, "?...".
+        constants: value -> its tensor, where that lies in the graph.
+        makers: value -> the node that makes it.
+    """
+
+    def __init__(self, graph: GraphProto | None = None, outer: "Facts | None" = None) -> None:
+        self.types: dict[str, int] = dict(outer.types) if outer else {}
+        self.shapes: dict[str, Axes] = dict(outer.shapes) if outer else {}
+        self.constants: dict[str, TensorProto] = dict(outer.constants) if outer else {}
+        self.makers: dict[str, NodeProto] = dict(outer.makers) if outer else {}
+        if graph is not None:
+            for tensor in graph.initializer:
+                self.types[tensor.name], self.shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
+                if tensor.data_location != TensorProto.EXTERNAL:
+                    self.constants[tensor.name] = tensor
+            self.tell([*graph.value_info, *graph.input, *graph.output])
+            self.follow(graph.node)
+
+    def tell(self, values: Iterable[onnx.ValueInfoProto]) -> None:
+        """Take over what is declared of some values."""
+        for value in values:
+            kind = value.type.tensor_type
+            if kind.elem_type:
+                self.types[value.name] = kind.elem_type
+            if kind.HasField("shape"):
+                self.shapes[value.name] = tuple(
+                    dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"?{value.name}.{i}"
+                    for i, dim in enumerate(kind.shape.dim)
+                )
+
+    def follow(self, nodes: Iterable[NodeProto]) -> None:
+        """Take over the makers of some nodes' outputs, and their types where none is declared."""
+        for node in nodes:
+            self.makers |= dict.fromkeys(node.output, node)
+            for place, output in enumerate(node.output):
+                if output not in self.types and (kind := self._type_of(node, place)):
+                    self.types[output] = kind
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                self.constants[node.output[0]] = node.attribute[0].t
+                self.shapes.setdefault(node.output[0], tuple(node.attribute[0].t.dims))
+
+    def _type_of(self, node: NodeProto, output: int) -> int | None:
+        """The element type of a node's output; None if it cannot be told from its inputs."""
+        if node.op_type in BOOLEAN:
+            return TensorProto.BOOL
+        if node.op_type in COUNTING or (node.op_type == "TopK" and output):
+            return TensorProto.INT64
+        if node.op_type == "Cast":
+            return int(attributes(node)["to"])
+        if node.op_type in ("Constant", "ConstantOfShape"):
+            return next((one.t.data_type for one in node.attribute if one.name == "value"), TensorProto.FLOAT)
+        sources = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
+        return next((self.types[name] for name in sources if name in self.types), None)
+
+    def type(self, name: str) -> int:
+        """The element type of a value; float32 where nothing tells."""
+        return self.types.get(name, TensorProto.FLOAT)
+
+    def number(self, name: str) -> NDArray[Any] | None:
+        """The numbers of a constant that lies in the graph; None of any other value."""
+        return numpy_helper.to_array(self.constants[name]) if name in self.constants else None
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """A node's attributes by name; texts as `str`."""
+    values = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def extract(origin: onnx.ModelProto | Dataflow, starts: Collection[str], ends: Iterable[str]) -> onnx.ModelProto:
+    """Extract the nodes that compute some values from others.
+
+    Whatever else they need is computed too, from the graph's own inputs and weights.
+
+    Args:
+        origin: the model, without its weights, or its dataflow; left alone.
+        starts: values that become inputs, before all others.
+        ends: values that become outputs, of the model's own shape and type where it says one.
+    """
+    flow, ends = origin if isinstance(origin, Dataflow) else Dataflow(origin), list(ends)
+    model, graph = flow.proto, flow.proto.graph
+    nodes = sorted(flow.ancestors(ends, starts))
+    read = flow.read_by(nodes) | {*ends}
+    infos = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+    dtype = next(value.type.tensor_type.elem_type for value in graph.output)
+    part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    part.graph.name = graph.name
+    part.graph.node.extend(flow.nodes[i] for i in nodes)
+    part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
+    part.graph.input.extend(infos.get(name) or _value(name, dtype) for name in starts)
+    part.graph.input.extend(value for value in graph.input if value.name in read and value.name not in starts)
+    part.graph.output.extend(infos.get(name) or _value(name, dtype) for name in ends)
+    inner = {name for i in nodes for name in flow.nodes[i].output} - {*ends}
+    part.graph.value_info.extend(value for value in graph.value_info if value.name in inner)
+    return part
+
+
+def _value(name: str, dtype: int) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, dtype, None)

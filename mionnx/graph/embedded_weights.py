@@ -34,7 +34,6 @@ def read_light(path: Path) -> onnx.ModelProto:
 
     Raises:
         ModelError: no regular file, no protobuf, or names that are no text.
-        google.protobuf.message.DecodeError: protobuf, but no ONNX.
     """
     with _mapped(path) as data:
         parts = [
@@ -47,12 +46,7 @@ def read_light(path: Path) -> onnx.ModelProto:
 
 
 def read_properties(path: Path) -> dict[str, str]:
-    """The `metadata_props` of a file, of which nothing else is read.
-
-    Raises:
-        ModelError: no regular file, or no protobuf.
-        google.protobuf.message.DecodeError: protobuf, but no ONNX.
-    """
+    """The `metadata_props` of a file, of which nothing else is read."""
     with _mapped(path) as data:
         texts = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
     entries = [onnx.StringStringEntryProto.FromString(entry) for entry in texts]
@@ -113,11 +107,7 @@ def _written(number: int) -> bytes:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
-    """The fields of a message.
-
-    Raises:
-        ValueError: it is damaged, or has more fields than a model.
-    """
+    """The fields of a message."""
     for number in count():
         if at >= end:
             return

@@ -91,9 +91,6 @@ def known(file: Path) -> str | None:
 def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> str:
     """The digest of a file, waited for.
 
-    Args:
-        progress: called as (stage, done, total) in bytes.
-
     Raises:
         OSError: it cannot be read, or changes meanwhile.
     """

@@ -62,7 +62,6 @@ def check_regular(path: Path, largest: int | None = None) -> None:
     """Refuse anything but a regular file of at most some size.
 
     Args:
-        path: links are followed.
         largest: bytes; None for any size.
 
     Raises:
@@ -81,11 +80,7 @@ def check_regular(path: Path, largest: int | None = None) -> None:
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ModelError: see `check_regular`, and `parse_json`.
-    """
+    """Read a JSON file."""
     check_regular(path, largest)
     try:
         return parse_json(path.read_bytes())

@@ -13,7 +13,8 @@
 
 import hashlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
-from onnx.numpy_helper import from_array, to_array
+from onnx.numpy_helper import from_array
 from onnx.reference import ReferenceEvaluator
 
 from mionnx.errors import InterventionError
@@ -31,6 +32,7 @@ from mionnx.graph import onnx_file, validate
 
 FLOAT_DTYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 LARGEST_MESSAGE = 2**31 - 2**16  # bytes of one protobuf message
+HOOK = "hook_"  # how names of values begin that are hook points of a fragment
 Source: TypeAlias = "Fragment | onnx.ModelProto | bytes | str | Path"
 
 
@@ -48,7 +50,6 @@ class Fragment:
         Raises:
             InterventionError: no activation goes in, not exactly one comes out, another domain's operators, a weight
                 that has NaN or that the structure does not read.
-            ModelError: no valid ONNX.
         """
         self.structure = _bare(structure)
         self.weights = {name: np.ascontiguousarray(array) for name, array in weights.items()}
@@ -61,7 +62,6 @@ class Fragment:
 
         Raises:
             InterventionError: see `Fragment`; bytes or a model whose weights lie in another file.
-            ModelError: a file that is missing, corrupt or unsafe.
         """
         if isinstance(source, Fragment):
             return source
@@ -167,8 +167,8 @@ def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
         proto = inline_local_functions(proto)
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
-    for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
-        bare.ClearField(field)
+    for name in ("producer_name", "producer_version", "doc_string", "metadata_props"):
+        bare.ClearField(name)
     for part in validate.graphs(bare):
         part.ClearField("doc_string")
         for node in part.node:
@@ -189,7 +189,8 @@ def _parted(proto: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict
     del bare.graph.initializer[:], bare.graph.input[:]
     bare.graph.input.extend(inputs)
     bare.graph.initializer.extend(tensor for tensor in initializers if tensor.name not in weights)
-    return bare, {name: _read(tensor, folder) for name, tensor in weights.items()}
+    # Read into memory: the file may go while the fragment lives.
+    return bare, {name: np.array(onnx_file.weight(proto, folder, name)) for name in weights}
 
 
 def _is_weight(tensor: onnx.TensorProto) -> bool:
@@ -197,11 +198,36 @@ def _is_weight(tensor: onnx.TensorProto) -> bool:
     return external or (tensor.data_type in FLOAT_DTYPES and int(np.prod(tensor.dims)) > 1)
 
 
-def _read(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
-    """A weight as an array; `validate.check` has seen that its bytes are there."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        return to_array(tensor)
-    entry = {item.key: item.value for item in tensor.external_data}
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    count, offset = int(np.prod(tensor.dims)), int(entry.get("offset", 0))
-    return np.fromfile(folder / entry["location"], dtype, count, offset=offset).reshape(tensor.dims)
+@dataclass(frozen=True)
+class InnerHook:
+    """A hook point inside a fragment.
+
+    Attributes:
+        dims: a number for each axis, or its name where it is dynamic.
+        live: whether the fragment's output depends on it.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    dims: tuple[str | int, ...] = field(compare=False, repr=False)
+    dtype: str = "float32"
+    live: bool = True
+
+
+@dataclass(frozen=True)
+class FittedFragment:
+    """A fragment's structure as it is put at one hook point.
+
+    Attributes:
+        weights: the names of its inputs after the activations.
+    """
+
+    sha256: str
+    inner: tuple[InnerHook, ...]
+    weights: tuple[str, ...]
+    proto: onnx.ModelProto = field(compare=False, repr=False)
+
+
+def inner_names(hook: str, fitted: FittedFragment | None) -> Iterator[str]:
+    """The names in the graph of the hook points that a fragment at `hook` brings."""
+    yield from (f"{hook}.{inner.name}" for inner in fitted.inner) if fitted else ()

@@ -15,6 +15,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -41,7 +42,6 @@ class FusedOperator:
     """One fused operator, and the nodes of the graph that stand for it.
 
     Attributes:
-        node: the operator, by the names of the graph's values.
         region: indices of the nodes that stand for it.
         inner: the values that only these may read for the operator to stand in their place.
         support: indices of nodes that compute what it alone reads, such as the lengths of the texts.
@@ -62,9 +62,6 @@ def written(node: onnx.NodeProto) -> str:
 
 def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
     """Read the fused operators of a graph.
-
-    Args:
-        texts: as `written` made them.
 
     Raises:
         ModelError: one that cannot be what the graph's nodes stand for.
@@ -98,16 +95,16 @@ class _Reader:
     """Checks nodes against one graph."""
 
     def __init__(self, flow: Dataflow) -> None:
-        graph = flow.proto.graph
-        self.flow = flow
-        self.held = {tensor.name: tensor for tensor in graph.initializer}
-        self.inputs = {value.name for value in graph.input} - self.held.keys()
+        self.flow, self.initializers = flow, flow.initializers
+        self.inputs = {value.name for value in flow.proto.graph.input} - flow.initializers.keys()
 
     def operator(self, node: onnx.NodeProto) -> FusedOperator:
         """Check one node."""
         expansion = _expansion(node)
         for name in filter(None, node.input):
-            _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
+            _expect(
+                name in self.flow.producers or name in self.initializers or name in self.inputs, f"{name!r} is no value"
+            )
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
         sources = {*filter(None, node.input)}
@@ -119,10 +116,8 @@ class _Reader:
         _expect(not other, f"{', '.join(other)} stands between what it reads and makes")
         outputs = {name for i in region for name in self.flow.nodes[i].output if name}
         _expect({*ends} <= outputs, "what it makes does not follow from what it reads")
-        unpadded, depends = (
-            expansion.unpadded is not None,
-            self._check_others(above - region, region, sources | outputs),
-        )
+        unpadded = expansion.unpadded is not None
+        depends = self._check_others(above - region, region, sources | outputs)
         _expect(unpadded or not depends, "it depends on the call besides what it reads")
         inner = outputs - {*ends} - self._aliases(region, ends)
         return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, sources), unpadded)
@@ -141,14 +136,17 @@ class _Reader:
         strange = sorted({self.flow.nodes[i].op_type for i in others} - CALL)
         _expect(not strange, f"its nodes depend on {', '.join(strange)}")
         read = self.flow.read_by(region | others) - known - {name for i in others for name in self.flow.nodes[i].output}
-        weights = [name for name in read & self.held.keys() if self.held[name].external_data]
+        weights = self._weights(read)
         _expect(not weights, f"its nodes read the weight {', '.join(weights)}")
         return not self.inputs.isdisjoint(read)
 
+    def _weights(self, names: set[str]) -> list[str]:
+        """The weights among some values; constants inside the graph are none."""
+        return [name for name in names & self.initializers.keys() if self.initializers[name].external_data]
+
     def _booleans(self, name: str) -> str | None:
         """The booleans of an added mask, 0 for true; None if it is no such mask."""
-        place = self.flow.producers.get(name)
-        node = None if place is None else self.flow.nodes[place]
+        node = self.flow.producer(name)
         if node is None or node.op_type != "Where" or len(node.input) != 3:
             return None
         shown, hidden = (self._number(value) for value in node.input[1:])
@@ -156,7 +154,7 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         """A constant number; None if a value is none."""
-        tensor = self.held.get(name)
+        tensor = self.initializers.get(name)
         if tensor is None or tensor.external_data or list(tensor.dims) not in ([], [1]):
             return None
         return float(onnx.numpy_helper.to_array(tensor).item())
@@ -175,7 +173,11 @@ class _Reader:
         nodes = self.flow.ancestors(known - self.flow.read_by(region))
         strange = sorted({self.flow.nodes[i].op_type for i in nodes} - SUPPORT)
         _expect(not strange, f"what it reads depends on {', '.join(strange)}")
-        weights = [name for name in self.flow.read_by(nodes) & self.held.keys() if self.held[name].external_data]
+        weights = [
+            name
+            for name in self.flow.read_by(nodes) & self.initializers.keys()
+            if self.initializers[name].external_data
+        ]
         _expect(not weights, f"what it reads depends on the weight {', '.join(weights)}")
         return tuple(sorted(nodes))
 
@@ -206,3 +208,98 @@ def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
             continue
         names.append(written(node))
     return names
+
+
+def restore(
+    proto: onnx.ModelProto, origin: Dataflow, fused: Iterable[FusedOperator], *, padding: bool
+) -> tuple[onnx.ModelProto, int]:
+    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside.
+
+    Args:
+        proto: a graph that was made from an adopted one; left alone.
+        padding: whether texts may be padded; operators that are right without padding only then stay as they are.
+
+    Returns:
+        the graph, and how many operators were put back.
+    """
+    flow = Dataflow(proto)
+    interface = {value.name for value in (*proto.graph.output, *proto.graph.input)}
+    removed, added, support = set[int](), list[onnx.NodeProto](), set[int]()
+    for one in fused:
+        nodes = None if padding and one.unpadded else _standing(flow, origin, one, interface)
+        if nodes:
+            removed.update(nodes)
+            added.append(one.node)
+            support.update(one.support)
+    if not added:
+        return proto, 0
+    kept = [node for i, node in enumerate(flow.nodes) if i not in removed]
+    kept += [origin.nodes[i] for i in sorted(support) if origin.nodes[i].output[0] not in flow.producers]
+    return _written(proto, origin, [*kept, *added]), len(added)
+
+
+def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, interface: set[str]) -> set[int] | None:
+    """Indices of the nodes in the place of an operator; None if it cannot be put back."""
+    if not one.inner.isdisjoint(interface):
+        return None
+    nodes: set[int] = set()
+    for i in one.region:
+        node = origin.nodes[i]
+        places = {flow.producers.get(name) for name in node.output if name}
+        if places == {None} and interface.isdisjoint(node.output):
+            continue  # nothing reads it any more
+        place = places.pop()
+        if places or place is None or not _same(flow.nodes[place], node):
+            return None
+        nodes.add(place)
+    if any(reader not in nodes for name in one.inner for reader in flow.consumers.get(name, ())):
+        return None
+    outputs = {*one.node.output}
+    # An Identity that only gives another name to what the operator makes stays.
+    stays = one.inner | outputs
+    return {i for i in nodes if flow.nodes[i].op_type != "Identity" or not stays.isdisjoint(flow.nodes[i].output)}
+
+
+def _same(node: onnx.NodeProto, origin: onnx.NodeProto) -> bool:
+    """Whether a node reads and makes what it did; unread outputs may be nameless."""
+    outputs = all(new == old or not new for new, old in zip(node.output, origin.output, strict=False))
+    return node.op_type == origin.op_type and list(node.input) == list(origin.input) and outputs
+
+
+def _written(proto: onnx.ModelProto, origin: Dataflow, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
+    """The graph with other nodes, in an order that can run; dead ones are dropped."""
+    result, graph = onnx.ModelProto(), proto.graph
+    result.CopyFrom(proto)
+    del result.graph.node[:]
+    result.graph.node.extend(nodes)
+    flow = Dataflow(result)
+    alive = sorted(flow.ancestors([value.name for value in graph.output]))
+    read = flow.read_by(alive)
+    order = _order(flow, alive)
+    del result.graph.node[:], result.graph.initializer[:], result.graph.value_info[:]
+    result.graph.node.extend(flow.nodes[i] for i in order)
+    result.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
+    lost = read - {tensor.name for tensor in graph.initializer}
+    result.graph.initializer.extend(tensor for tensor in origin.proto.graph.initializer if tensor.name in lost)
+    result.graph.value_info.extend(value for value in graph.value_info if value.name in read)
+    domains = {entry.domain for entry in result.opset_import}
+    missing = {node.domain for node in result.graph.node} - domains - {"ai.onnx"}
+    result.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(missing))
+    return result
+
+
+def _order(flow: Dataflow, nodes: list[int]) -> list[int]:
+    """Some nodes in an order that can run, near their own."""
+    chosen, waits, order = {*nodes}, dict[int, int](), list[int]()
+    for i in nodes:
+        waits[i] = len({flow.producers[name] for name in flow.reads[i] if flow.producers.get(name) in chosen})
+    ready = [i for i in nodes if not waits[i]]
+    heapify(ready)
+    while ready:
+        order.append(node := heappop(ready))
+        for reader in {reader for name in flow.nodes[node].output for reader in flow.consumers.get(name, ())}:
+            if reader in chosen:
+                waits[reader] -= 1
+                if not waits[reader]:
+                    heappush(ready, reader)
+    return order

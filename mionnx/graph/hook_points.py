@@ -39,7 +39,6 @@ class Variant:
     """One row of the table of hook points.
 
     Attributes:
-        template: the name, `{i}` being the layer.
         group: the part of a layer that it belongs to; an RWKV's time mixing counts as attention.
         derived_from: the variant after which it can be computed. No value of the graph carries a derived hook point: it
             is computed for its capture alone, and can only be captured.

@@ -49,7 +49,6 @@ from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
-from mionnx.graph.without_weights import lacks_weights, refuse
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -93,7 +92,6 @@ class HookedModel:
         """Open a hooked model's folder and check it.
 
         Args:
-            folder: of the model.
             check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
             progress: called as (stage, done, total) while every byte is read.
         """
@@ -207,29 +205,24 @@ class HookedModel:
         Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of blocks
         stands before a product. What is computed from W_U or W_O differs from the graph's products by the rounding.
         """
-        coarse = (
-            entry.i == ROUNDING_LEVEL
+        return self.rounds_by_call or any(
+            (entry.name == "accuracy_level" and entry.i == ROUNDING_LEVEL)
+            if node.op_type == "MatMulNBits"
+            else (entry.name == "block_size" and entry.i > 0)
             for node in self.proto.graph.node
+            if node.op_type in ("MatMulNBits", "DequantizeLinear")
             for entry in node.attribute
-            if (node.op_type, entry.name) == ("MatMulNBits", "accuracy_level")
         )
-        blocks = (
-            entry.i > 0
-            for node in self.proto.graph.node
-            for entry in node.attribute
-            if (node.op_type, entry.name) == ("DequantizeLinear", "block_size")
-        )
-        return self.rounds_by_call or any(coarse) or any(blocks)
 
     @cached_property
     def has_weights(self) -> bool:
         """Whether it has weights; a graph that was exported from a config alone has none."""
-        return not lacks_weights(self.proto)
+        return not onnx_file.lacks_weights(self.proto)
 
     def need_weights(self, what: str = "running it") -> None:
         """Refuse what needs weights, if there are none."""
         if not self.has_weights:
-            refuse(self.folder, what)
+            onnx_file.refuse_weightless(self.folder, what)
 
     @cached_property
     def weights_sha256(self) -> str:

@@ -6,13 +6,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class CacheNames:
-    """One tensor per layer and part, an input before a pass and an output after it.
-
-    Attributes:
-        past: prefix of the inputs.
-        present: prefix of the outputs.
-        parts: the tensors of one layer, in the order of the graph.
-    """
+    """One tensor per layer and part, an input before a pass and an output after it."""
 
     past: str
     present: str

@@ -48,10 +48,8 @@ class Known:
     """Facts about a value before anything runs.
 
     Attributes:
-        dtype: number of the ONNX dtype; 0 if unknown.
         shape: None for an unknown rank, None for an axis that only a run knows.
         most: upper bound of the elements; None if there is none.
-        data: the content, where it is small and follows from constants and shapes.
         constant: whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
     """
 
@@ -106,8 +104,6 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
     """The outputs of a node that has no graph inside.
 
     Raises:
-        InferenceError: its inputs do not fit together.
-        LookupError: an operator that onnx does not have.
         ModelError: outputs that are no tensors.
     """
     constant = all(known.constant for known in inputs if known is not None)
@@ -164,10 +160,6 @@ def infer_types_of(
     opsets: Mapping[str, int],
 ) -> Mapping[str, onnx.TypeProto]:
     """Infer the types of a node's outputs by onnx.
-
-    Args:
-        types, content: of its inputs by name; the content of those that are known.
-        opsets: domain -> version.
 
     Raises:
         LookupError: onnx has no such operator.

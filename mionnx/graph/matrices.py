@@ -4,7 +4,7 @@ They are found by what the graph does with them, not by their names: the embeddi
 the unembedding what the logits are a product with. What comes after a product (a scale, a soft cap) and before the
 first hook point (a scale of the embedding) is not part of a matrix. Weight files are mapped, not read: a matrix takes
 memory as it is used. Quantised weights are given as the numbers that they stand for, see
-`mionnx.graph.quantised_weight`, or refused.
+`mionnx.graph.weight_value`, or refused.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,16 @@ from mionnx.errors import HookError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.output_head import HEAD_ELEMENTWISE, LOGITS
-from mionnx.graph.quantised_weight import weight_numbers
-from mionnx.graph.weight_value import linear_bias, linear_weight, product_of, table_of, weight_value
+from mionnx.graph.weight_value import (
+    Matrix,
+    linear_bias,
+    linear_weight,
+    product_of,
+    table_of,
+    weight_numbers,
+    weight_value,
+)
 
-Matrix = NDArray[Any]
 ACTIVATION_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
 RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
@@ -61,11 +67,10 @@ def embedding(model: HookedModel) -> NDArray[Any]:
         ModelError: the graph looks tokens up in no matrix of its own.
     """
     flow = Dataflow(model.proto)
-    varying = flow.descendants(value.name for value in model.proto.graph.input)
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:
-        for node in (flow.nodes[i] for i in flow.consumers[name]):
-            if node.op_type in WEIGHT_LOOKUPS and node.input[1] == name and node.input[0] not in varying:
+        for node in flow.readers(name):
+            if node.op_type in WEIGHT_LOOKUPS and node.input[1] == name and node.input[0] not in flow.varying:
                 return table_of(flow, model.folder, node)
             names += node.output[:1] if node.op_type in RESHAPING else []
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
@@ -118,31 +123,28 @@ class _Head:
     Attributes:
         value: what it gives as [batch, seq, vocab]; of integers, with their scale.
         passed: the nodes after it, the last first.
-        varying: the values that depend on an input.
     """
 
     flow: Dataflow
     product: onnx.NodeProto
     value: str
     passed: list[onnx.NodeProto]
-    varying: set[str]
 
     def constants(self) -> Iterator[str]:
         """The values that are added behind the product and depend on no input."""
         for node in self.passed:
             if node.op_type == "Add":
-                yield from (name for name in node.input if name not in self.varying)
+                yield from (name for name in node.input if name not in self.flow.varying)
 
 
 def _head(model: HookedModel) -> _Head:
     flow = Dataflow(model.proto)
-    varying = flow.descendants(value.name for value in model.proto.graph.input)
     name, passed = LOGITS, list[onnx.NodeProto]()
     while (node := flow.producer(name)) is not None:
         product = product_of(flow, node)
         if product is not None:
-            return _Head(flow, product, name, passed, varying)
-        computed = [entry for entry in node.input if entry in varying]
+            return _Head(flow, product, name, passed)
+        computed = [entry for entry in node.input if entry in flow.varying]
         if node.op_type not in HEAD_ELEMENTWISE | ACTIVATION_ROUNDING or len(computed) != 1:
             break
         passed.append(node)

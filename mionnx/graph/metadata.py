@@ -107,8 +107,6 @@ class Metadata:
         family: the `model_type` of the checkpoint's config.
         dtype: numpy name of the weights' and activations' dtype.
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
-        attention: one entry a layer; none in a recurrent model.
-        exporter: versions of what made the file.
         weights_sha256: hash of the checkpoint's weight files, in the order of their names; empty where the export did
             not wait for it (`HookedModel.weights_sha256` does).
         weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`), or "changed" where

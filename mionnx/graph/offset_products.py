@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import Constant, Node
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 
 CHAIN = ("MatMul", "ReduceSum", "Reshape")  # the offsets' share, from its end to x
 
@@ -27,7 +27,7 @@ ROW_OPERATORS = ("Reshape", "Expand", "Unsqueeze", "Gather")  # the offsets of p
 
 def offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
     """The name of the offsets [blocks, outputs] of a MatMulNBits; None if it has none."""
-    for user in (flow.nodes[i] for i in flow.consumers[node.output[0]]):
+    for user in flow.readers(node.output[0]):
         if user.op_type == "Add":
             parts = _parts(flow, user)
             if parts is not None and parts[0] is node:
@@ -43,7 +43,7 @@ def product_of_sum(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | Non
 
 def row_offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
     """The name of the offsets [rows, blocks] of a GatherBlockQuantized; None if it has none."""
-    for user in (flow.nodes[i] for i in flow.consumers[node.output[0]]):
+    for user in flow.readers(node.output[0]):
         name = next((entry for entry in user.input if entry != node.output[0]), "")
         chain = [one for one in [flow.producer(name)] if one is not None and user.op_type == "Add"]
         while chain and len(chain) < len(ROW_OPERATORS) and (before := flow.producer(chain[-1].input[0])) is not None:
@@ -72,14 +72,11 @@ def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.i
     maker = flow.producer(node.input[0])
     if maker is not None and maker.op_type == "Slice" and len(maker.input) == ROWS_ALONE:
         maker = flow.producer(maker.input[0])
-    if maker is None or maker.op_type != "Gather" or flow.producer(maker.input[1]) is not None:
-        return None
-    if maker.input[1] not in {tensor.name for tensor in flow.proto.graph.initializer}:
+    if maker is None or maker.op_type != "Gather" or maker.input[1] not in flow.initializers:
         return None
     order = onnx_file.weight(flow.proto, folder, maker.input[1])
-    axis = next((entry.i for entry in maker.attribute if entry.name == "axis"), 0)
-    width = next(entry.i for entry in node.attribute if entry.name == "K")
-    if axis != -1 or order.shape != (width,):
+    width = attributes(node)["K"]
+    if attributes(maker).get("axis", 0) != -1 or order.shape != (width,):
         return None
     inputs = int(order.max()) + 1
     if inputs < 1 or width % inputs or not np.array_equal(np.sort(order), np.arange(width) // (width // inputs)):

@@ -14,20 +14,17 @@ from google.protobuf.message import DecodeError, Message
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
-from mionnx.graph import without_weights
 from mionnx.graph.folder_file import check_regular
 
 ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
+WEIGHTLESS = "no-weights"  # the file that all weights of a graph without weights point to: it does not exist
 LARGEST_FILE = 2**31  # bytes of an ONNX file
 PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbers in a byte
 
 
 def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
-
-    Args:
-        largest: bytes; a larger file is not read.
 
     Raises:
         ModelError: no such file, no regular one, or no ONNX in it.
@@ -47,9 +44,6 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
 
 def check_texts(message: Message, where: str) -> None:
     """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
-
-    Args:
-        where: what it was read from, for the refusal.
 
     Raises:
         ModelError: one is none.
@@ -114,8 +108,8 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return onnx.numpy_helper.to_array(tensor)
     entry = {item.key: item.value for item in tensor.external_data}
-    if entry["location"] == without_weights.LOCATION:
-        without_weights.refuse(folder, f"reading {name}")
+    if entry["location"] == WEIGHTLESS:
+        refuse_weightless(folder, f"reading {name}")
     dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
     try:
         if tensor.data_type in PACKED:
@@ -129,16 +123,25 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """The value of a Constant.
-
-    Raises:
-        ModelError: there is none of this name.
-    """
+    """The value of a Constant."""
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.output[0] == name:
             value = onnx.helper.get_attribute_value(node.attribute[0])
             return onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.array(value)
     raise ModelError(f"the graph in {folder} has no initializer {name!r}")
+
+
+def lacks_weights(proto: onnx.ModelProto) -> bool:
+    """Whether a graph was exported from a config alone, to be rewritten, compiled and estimated."""
+    return any(entry.value == WEIGHTLESS for tensor in proto.graph.initializer for entry in tensor.external_data)
+
+
+def refuse_weightless(folder: Path, what: str) -> None:
+    """Refuse a use of weights that a graph does not have."""
+    raise ModelError(
+        f"{folder} has no weights: it was exported from a config alone (--graph-only). Its graph can be rewritten, "
+        f"compiled and estimated; {what} needs the weights: export the checkpoint itself"
+    )
 
 
 def embed(proto: onnx.ModelProto, folder: Path) -> None:

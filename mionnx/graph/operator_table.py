@@ -50,7 +50,6 @@ class Row:
     Attributes:
         shapes: of the outputs, from the shapes of the inputs and the attributes; None where onnx infers them.
         dtype_of: place of the input whose dtype the outputs have.
-        expansion: of a fused operator.
     """
 
     shapes: Outputs | None = None

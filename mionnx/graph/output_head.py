@@ -14,11 +14,7 @@ def find_head(value: Tensor) -> Node | None:
 
 
 def head_and_tail(value: Tensor, through: frozenset[str] = HEAD_ELEMENTWISE) -> tuple[Node | None, list[Node]]:
-    """The matrix product that a value comes from, and the elementwise nodes after it.
-
-    Args:
-        through: operators that may follow the product.
-    """
+    """The matrix product that a value comes from, and the elementwise nodes after it."""
     passed: list[Node] = []
     while value.inputs:
         node = value.inputs[0]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
-from mionnx.graph.blocks import in_order, unpack
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.blocks import Blocks, in_order, numbers_of, unpack
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.offset_products import offsets_of, order_of
 
 PACKED_BITS = (2, 4, 8)
@@ -32,34 +32,20 @@ def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[
     Raises:
         ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
     """
-    facts, proto = attributes(node), flow.proto
-    width, count, block, bits = facts["K"], facts["N"], facts["block_size"], _bits(node)
+    settings, bits = attributes(node), _bits(node)
+    width, count, blocks = settings["K"], settings["N"], -(-settings["K"] // settings["block_size"])
     if len(node.input) > 4 and node.input[4]:
         raise ModelError(f"{node.name}: MatMulNBits with g_idx, weights in another order, is not read")
-    blocks = -(-width // block)
-    scale = onnx_file.weight(proto, folder, node.input[2]).reshape(count, blocks)
-    packed = onnx_file.weight(proto, folder, node.input[1]).reshape(count, blocks, -1)
-    zero = _zero_points(proto, folder, node, count, blocks)
-    with_zero = unpack(packed, bits).astype(np.float64) - zero[..., None]
-    numbers = with_zero * scale[..., None].astype(np.float64)
+    packed, scale = (onnx_file.weight(flow.proto, folder, name) for name in node.input[1:3])
+    zero = onnx_file.weight(flow.proto, folder, node.input[3]) if len(node.input) > 3 and node.input[3] else None
     offsets = offsets_of(flow, node)
-    if offsets is not None:
-        numbers += onnx_file.weight(proto, folder, offsets).T.astype(np.float64)[..., None]
-    rows = numbers.astype(scale.dtype).reshape(count, -1)[:, :width]
-    return in_order(rows, order_of(flow, folder, node))
-
-
-def _zero_points(
-    proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto, count: int, blocks: int
-) -> NDArray[np.float64]:
-    """Zero points of a MatMulNBits, [N, blocks]."""
-    bits = _bits(node)
-    if len(node.input) < 4 or not node.input[3]:
-        return np.full((count, blocks), 2.0 ** (bits - 1))
-    zero = onnx_file.weight(proto, folder, node.input[3])
-    if zero.dtype == np.uint8:
-        zero = unpack(zero.reshape(count, -1), bits)[:, :blocks]
-    return zero.reshape(count, blocks).astype(np.float64)
+    as_held = Blocks(
+        packed.reshape(count, blocks, -1),
+        scale.reshape(count, blocks),
+        None if zero is None else zero.reshape(count, -1),
+        None if offsets is None else onnx_file.weight(flow.proto, folder, offsets).T,
+    )
+    return in_order(numbers_of(as_held, bits, width), order_of(flow, folder, node))
 
 
 def gather_integers(
@@ -67,25 +53,20 @@ def gather_integers(
 ) -> tuple[NDArray, NDArray, int, int]:
     """The table of a GatherBlockQuantized as integers.
 
-    Args:
-        data: the table as it is held.
-        zero: its zero points as they are held; None if there are none.
-        blocks: in a row.
-
     Returns:
         integers, zero points, axis of the blocks, size of a block: arguments of `dequantise`.
 
     Raises:
         ModelError: rows are not what is gathered, or numbers are of other than 2, 4 or 8 bits.
     """
-    facts, bits = attributes(node), _bits(node)
-    axis = facts.get("quantize_axis", 1)
-    if facts.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
+    settings, bits = attributes(node), _bits(node)
+    axis = settings.get("quantize_axis", 1)
+    if settings.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
         raise ModelError(f"{node.name}: GatherBlockQuantized of a table {list(data.shape)} that is not [rows, width]")
     if data.dtype == np.uint8:
         data = unpack(data, bits)
         zero = np.array(2 ** (bits - 1)) if zero is None else unpack(zero, bits)[:, :blocks]
-    return data, np.array(0) if zero is None else zero, 1, facts.get("block_size", 128)
+    return data, np.array(0) if zero is None else zero, 1, settings.get("block_size", 128)
 
 
 def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelProto, int]:
@@ -104,11 +85,6 @@ def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelPro
         if level:
             node.attribute.append(onnx.helper.make_attribute(LEVEL, level))
     return result, len(products)
-
-
-def attributes(node: onnx.NodeProto) -> dict[str, int]:
-    """The whole numbers among a node's attributes."""
-    return {entry.name: entry.i for entry in node.attribute if entry.type == onnx.AttributeProto.INT}
 
 
 def _bits(node: onnx.NodeProto) -> int:

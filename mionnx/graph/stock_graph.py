@@ -38,7 +38,6 @@ class StockGraph:
     """The graph of a file as it came.
 
     Attributes:
-        proto: the graph; its inputs are some of the hooked model's.
         expanded: whether the hooked graph has other nodes in the place of some of its operators.
         allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
     """
@@ -115,7 +114,7 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with the operators unknown to onnx in the domain of ONNX Runtime's own."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
-    version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    version = onnx_file.opset(proto)
     for node in shown.graph.node:
         if node.domain in ("", "ai.onnx") and not _registered(node.op_type, version):
             node.domain = DOMAIN

@@ -18,9 +18,9 @@ from pathlib import Path
 import onnx
 
 from mionnx.errors import ModelError
-from mionnx.graph import without_weights
 from mionnx.graph.folder_file import resolve
 from mionnx.graph.known_value import Dims
+from mionnx.graph.onnx_file import WEIGHTLESS
 from mionnx.graph.value_sizes import Scope, check_sizes
 
 UNBOUNDED = 2**63  # bytes of a file that does not exist, in a graph without weights
@@ -43,7 +43,6 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     """Check everything above.
 
     Args:
-        proto: a model without its external data.
         batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
             of constants alone.
 
@@ -159,7 +158,7 @@ def _span(tensor: onnx.TensorProto, root: Path, sizes: dict[str, int]) -> Span:
     entry = {item.key: item.value for item in tensor.external_data}
     location, name = entry.get("location", ""), tensor.name
     if location not in sizes:
-        sizes[location] = UNBOUNDED if location == without_weights.LOCATION else _size(root, location, name)
+        sizes[location] = UNBOUNDED if location == WEIGHTLESS else _size(root, location, name)
     try:
         offset, length = int(entry.get("offset", 0)), int(entry["length"])
     except (ValueError, KeyError) as error:

@@ -40,7 +40,6 @@ def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int
 
     Args:
         shapes: of inputs; of an input that is not there no shape is known.
-        weights: bytes of the weights, those outside the graph included.
         whole: whether every value must have a bound; otherwise those that are made of constants alone.
 
     Returns:

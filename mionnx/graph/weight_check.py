@@ -33,19 +33,6 @@ def silent(stage: str, done: int, total: int) -> None:
     """Show no progress."""
 
 
-def fingerprints(folder: Path, names: Iterable[str], progress: Progress = silent) -> dict[str, dict[str, Any]]:
-    """Size, sampled hash and whole hash of weight files, for `Metadata.weight_files`.
-
-    Args:
-        progress: called as (stage, done, total) in bytes.
-    """
-    files = {name: folder / name for name in sorted({*names})}
-    return {
-        name: {"size": file.stat().st_size, "sampled": sampled(file), "sha256": sha256([file], progress)}
-        for name, file in files.items()
-    }
-
-
 def sampled(file: Path) -> str:
     """SHA-256 of 16 blocks of a file, the first and the last among them."""
     digest = hashlib.sha256()
@@ -78,7 +65,7 @@ def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], H
     Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
 
     Yields:
-        a function that waits for `sha256` of all files, in the order of their names, and their `fingerprints`.
+        a function that waits for `sha256` of all files, in the order of their names, and the facts of each.
     """
     files, stop = [folder / name for name in sorted({*names})], Event()
     with ThreadPoolExecutor(1, "hashing weights") as pool:
@@ -108,9 +95,7 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
     """Compare a model's weight files with what was recorded of them.
 
     Args:
-        names: the weight files that the graph reads.
         level: "sampled", "full" (every byte), or "none".
-        progress: called as (stage, done, total) in bytes.
 
     Raises:
         InputError: another level.

@@ -30,11 +30,7 @@ FileFacts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or ch
 
 
 def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> FileFacts:
-    """Describe weight files for `Metadata.weight_files`; only small ones are waited for.
-
-    Args:
-        progress: called as (stage, done, total) in bytes.
-    """
+    """Describe weight files for `Metadata.weight_files`; only small ones are waited for."""
     facts: FileFacts = {}
     for name in sorted({*names}):
         file, stat = folder / name, (folder / name).stat()
@@ -50,9 +46,6 @@ def describe_export(
 ) -> tuple[str, FileFacts]:
     """Describe the weights of an export for `Metadata`.
 
-    Args:
-        checkpoint: the files that the weights came from.
-
     Returns:
         the hash of the checkpoint, empty where it is not known yet, and the files.
     """
@@ -62,12 +55,7 @@ def describe_export(
 
 
 def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
-    """The hash of a checkpoint, waited for.
-
-    Args:
-        files: that its weights are in.
-        progress: called as (stage, done, total) in bytes.
-    """
+    """The hash of a checkpoint, waited for."""
     files = sorted(files)
     file_digest.start(files)
     return combined([file_digest.wait(file, progress) for file in files])
@@ -103,12 +91,6 @@ def is_pending(folder: Path, metadata: Metadata) -> bool:
 
 def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> FileFacts:
     """Hash the weight files that have not been hashed, and record them.
-
-    Args:
-        progress: called as (stage, done, total) in bytes.
-
-    Returns:
-        what is known of each file then.
 
     Raises:
         ModelError: a file is not as it was when the model was exported, or cannot be read.

@@ -20,9 +20,9 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
+from mionnx.graph.dataflow import attributes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.packed_weight import attributes
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.lens_rows import lens_rows
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan

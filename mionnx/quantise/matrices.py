@@ -12,9 +12,8 @@ import onnx
 
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.packed_weight import attributes
 from mionnx.graph.weight_value import product_of
 
 FLOAT_TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)

@@ -5,16 +5,13 @@ import onnx_graphsurgeon as gs
 
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import edit, to_proto
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
-from mionnx.graph.fused_operators import read_fused
+from mionnx.graph.dataflow import Dataflow, extract
+from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
-from mionnx.graph.restore import restore
 from mionnx.rewrite.capture import capture
-from mionnx.rewrite.gradient.gradient_outputs import add_gradients
-from mionnx.rewrite.gradient.metric import add_metric
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients, add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan
@@ -25,14 +22,7 @@ STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one n
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
-    """Apply a plan to a model.
-
-    Args:
-        origin: the hooked model's graph, without weights; left alone.
-
-    Returns:
-        the rewritten model as bytes, and what was done.
-    """
+    """Apply a plan to a model."""
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})
     if plan.gradients is not None:

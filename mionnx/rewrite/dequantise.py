@@ -20,7 +20,7 @@ from mionnx.errors import ModelError
 from mionnx.graph.builder import Builder, Node, Tensor, numpy_dtype
 from mionnx.graph.offset_products import offset_nodes, order_node
 from mionnx.graph.packed_weight import PACKED_BITS
-from mionnx.graph.quantised_weight import FLOAT_NAMES, SCALE_INPUTS
+from mionnx.graph.weight_value import FLOAT_NAMES, SCALE_INPUTS
 
 INTEGERS = {**SCALE_INPUTS, "QLinearMatMul": (4, 5)}  # places of scales and zero points
 

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.builder import Builder, write
 from mionnx.graph.builder import edit as editable
-from mionnx.graph.fitted_fragment import HOOK, FittedFragment
+from mionnx.graph.fragment import HOOK, FittedFragment
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
 

@@ -29,7 +29,6 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     """Let the head read chosen rows; see the module's text.
 
     Args:
-        graph: with logits of all positions.
         streams: names of the residual streams, the one that the head reads last.
     """
     tensors = graph.tensors()
@@ -50,12 +49,7 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
 
 
 class _Head:
-    """The nodes from the chosen rows to the logits, made to read those rows alone.
-
-    Attributes:
-        chosen: the rows.
-        last: name of the stream in whose place they are.
-    """
+    """The nodes from the chosen rows to the logits, made to read those rows alone."""
 
     def __init__(self, op: Builder, chosen: gs.Variable, last: str) -> None:
         self.op, self.chosen, self.last = op, chosen, last

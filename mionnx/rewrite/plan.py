@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 
 
@@ -40,13 +40,11 @@ class Edit:
     """One intervention, as far as it shapes the graph.
 
     Attributes:
-        hook: name of the value it changes.
-        kind: builds its nodes.
         index: which of the interventions at this hook point it is, from 0.
         at_positions: whether an input says at which token positions it applies.
         masked: whether an input says at which heads, rows, columns of router logits and neurons it applies, and
             which scores are not of padding.
-        fit: of a splice, its fragment's structure.
+        fit: the structure of a splice's fragment.
         reads: of a splice, the hook point that it reads besides.
         at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
     """
@@ -202,8 +200,6 @@ class Outputs:
     """The model's own outputs that a graph computes, and the part of the logits.
 
     Attributes:
-        logits: whether there are any.
-        last: of the last position only.
         at_positions: of the positions in the input `LOGIT_COLUMNS`, int64 [batch, n].
         of_tokens: of the tokens in the input `LOGIT_TOKENS`, int64 [n].
         only_these: and the head is computed for these tokens alone, which may change the last bits.
@@ -229,14 +225,10 @@ class Plan:
     """The structure of one rewritten graph of a model; equal plans share a session.
 
     Attributes:
-        edits: interventions, in registration order.
-        captures: captures, in execution order.
-        outputs: which of the model's own outputs.
         starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
             asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
             graph in the place of the hooked one.
-        gradients: a metric of the logits and its gradients, if any is asked for.
     """
 
     edits: tuple[Edit, ...] = ()

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.options import Options
 from mionnx.graph import onnx_file
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.report import Report
 from mionnx.inputs.layer_cache import Value
 from mionnx.rewrite.plan import Plan

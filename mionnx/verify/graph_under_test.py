@@ -15,8 +15,7 @@ from mionnx.bind.bound_spec import BoundSpec, bind
 from mionnx.bind.hook_index import index_hooks
 from mionnx.graph import onnx_file
 from mionnx.graph.axes import dynamic_sizes, shape_of
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch

@@ -8,7 +8,8 @@ import pytest
 from mionnx import HookSpec, MIModel, Options
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.merged_products import merge_products, with_merged
-from mionnx.graph.packed_weight import at_accuracy_level, attributes
+from mionnx.graph.dataflow import attributes
+from mionnx.graph.packed_weight import at_accuracy_level
 
 LEVEL = 4
 

@@ -22,7 +22,7 @@ from mionnx.errors import ExportError
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.quantise import choice
 from mionnx.quantise.choice import FewBlocksWarning

@@ -15,9 +15,8 @@ from exporters.adopt.operators.expand import expand, named
 from exporters.value_types import infer_types
 from mionnx import ExportError, HookSpec, MIModel
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.fused_operators import CALL, read_fused, written
+from mionnx.graph.fused_operators import CALL, read_fused, restore, written
 from mionnx.graph.operator_table import DOMAIN, OPERATORS
-from mionnx.graph.restore import restore
 
 BATCH, SEQ, HEADS, WIDTH = 2, 5, 2, 16
 HIDDEN = HEADS * WIDTH

@@ -24,7 +24,7 @@ from exporters.transformers import missing_eagerly
 from mionnx import HookSpec, MIModel
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import EXPERT
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.run.exporting import DEFAULT, export
 

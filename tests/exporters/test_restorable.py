@@ -14,7 +14,7 @@ import pytest
 
 from exporters.adopt import adopt, restorable
 from mionnx import HookSpec, MIModel
-from mionnx.graph.restore import restore
+from mionnx.graph.fused_operators import restore
 from mionnx.run.stock_calls import StockGraphWarning
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"

@@ -17,7 +17,7 @@ from exporters import rwkv, transformers
 from mionnx import ExportError, HookPoint, HookSpec, MIModel
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.weight_check import fingerprints
+from mionnx.graph.weight_record import describe
 from mionnx.run.exporting import exporter_for
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 21)
@@ -71,7 +71,7 @@ def test_the_graph_is_valid_in_the_standard_domain(tmp_path, layout):
     assert {entry.domain for entry in proto.opset_import} == {""}
     assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
     known = HookedModel.open(folder, check="full").metadata.weight_files
-    assert known == fingerprints(folder, onnx_file.locations(proto))
+    assert known == describe(folder, onnx_file.locations(proto))
     assert known
 
 

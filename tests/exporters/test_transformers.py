@@ -19,7 +19,7 @@ from exporters.transformers import export, recognises
 from exporters.transformers.trace import buffers_of, skeleton_of
 from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.weight_check import fingerprints
+from mionnx.graph.weight_record import describe
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.progress import silent
 from mionnx.run import exporting
@@ -54,7 +54,7 @@ def test_weights_are_referenced_where_they_lie(hooked, checkpoint):
     assert sum(len(t.raw_data) for t in inside) < 1000
     names = {t.name for t in proto.graph.initializer} - {t.name for t in inside}
     assert names == set(load_file(folder / "model.safetensors"))
-    assert HookedModel.open(folder, check="full").metadata.weight_files == fingerprints(folder, ["model.safetensors"])
+    assert HookedModel.open(folder, check="full").metadata.weight_files == describe(folder, ["model.safetensors"])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from mionnx.errors import ModelError
-from mionnx.graph import embedded_weights, weight_check
+from mionnx.graph import embedded_weights, weight_check, weight_record
 from mionnx.graph.embedded_weights import read_light, read_properties
 from mionnx.graph.onnx_file import embed
 
@@ -75,7 +75,7 @@ def test_hashes_of_a_thread_are_those_of_the_files(tmp_path):
     with weight_check.hashed_beside(tmp_path, ["c", "a", "b"]) as hashes:
         whole, each = hashes()
     assert whole == weight_check.sha256([tmp_path / name for name in "abc"])
-    assert each == weight_check.fingerprints(tmp_path, "abc")
+    assert each == weight_record.describe(tmp_path, "abc")
 
 
 def test_a_thread_that_hashes_is_stopped_when_nobody_waits(tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ import onnx
 import onnxruntime
 from onnx.checker import check_model
 
-from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import Dataflow, extract
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[n] x, float[n] other) => (float[n] y, float[n] z)

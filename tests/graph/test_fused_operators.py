@@ -10,9 +10,8 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import ModelError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.fused_operators import LONGEST_NODE_TEXT, read_fused, written
+from mionnx.graph.fused_operators import LONGEST_NODE_TEXT, read_fused, restore, written
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.restore import restore
 
 KEY = "mionnx.fused"
 

@@ -17,7 +17,7 @@ from repository import REPOSITORY
 from mionnx.errors import ModelError
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.quantised_weight import dequantise, rounded, weight_numbers
+from mionnx.graph.weight_value import dequantise, rounded, weight_numbers
 
 GPT2 = REPOSITORY / "models" / "world-gpt2"
 LLAMA = REPOSITORY / "models" / "world-llama"

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from mionnx import InputError, MIModel, ModelError
-from mionnx.graph import weight_check
+from mionnx.graph import weight_check, weight_record
 from mionnx.graph.hooked_model import HookedModel
 
 WEIGHTS = "model.safetensors"
@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 def recorded(copy):
     """A model whose metadata has the sampled and the whole hash of its weight file."""
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
-    proto.metadata_props.add(key="mionnx.weight_files", value=json.dumps(weight_check.fingerprints(copy, [WEIGHTS])))
+    proto.metadata_props.add(key="mionnx.weight_files", value=json.dumps(weight_record.describe(copy, [WEIGHTS])))
     (copy / "model.onnx").write_bytes(proto.SerializeToString())
     return copy
 

@@ -7,7 +7,7 @@ import pytest
 
 from mionnx import ExportError, HookSpec, Intervention, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.without_weights import LOCATION
+from mionnx.graph.onnx_file import WEIGHTLESS
 from mionnx.run import exporting
 
 SPEC = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Scale(0.5))
@@ -20,7 +20,7 @@ def bare(copy):
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
     for tensor in proto.graph.initializer:
         for entry in tensor.external_data:
-            entry.value = LOCATION if entry.key == "location" else entry.value
+            entry.value = WEIGHTLESS if entry.key == "location" else entry.value
     for entry in [entry for entry in proto.metadata_props if entry.key.startswith("mionnx.weight")]:
         proto.metadata_props.remove(entry)
     (copy / "model.onnx").write_bytes(proto.SerializeToString())

@@ -11,7 +11,7 @@ from scipy.special import log_softmax, softmax
 from transformers import AutoModelForCausalLM
 
 from mionnx import HookSpec, InputError, Intervention, MIModel, Verification
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 
 FLOATS = REPOSITORY / "models" / "world-llama"
 TEXT = "The capital of France is Paris . The capital of Japan is Tokyo . The capital of Spain is Madrid ."

@@ -24,7 +24,7 @@ from mionnx.engine.reference import Reference
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import embedding
 from mionnx.graph.onnx_file import weight
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.run.exporting import export
 

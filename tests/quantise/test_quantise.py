@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Intervention, MIModel, ModelError
 from mionnx.graph import matrices
+from mionnx.graph.blocks import EXPERT
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.leftovers import LOCK_FILE
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks
-from mionnx.quantise.matrices import EXPERT
 from mionnx.run.exporting import export
 
 TOLERANCE = 5e-5

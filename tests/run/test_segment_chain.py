@@ -5,7 +5,7 @@ import onnx
 import onnxruntime
 from onnx.checker import check_model
 
-from mionnx.graph.extract import extract
+from mionnx.graph.dataflow import extract
 from mionnx.run.segment_chain import cut
 
 TWO_PATHS = """<ir_version: 10, opset_import: ["" : 21]>

@@ -8,7 +8,7 @@ import numpy as np
 from mionnx import MIModel
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.quantise.matrices import find_weights
 
 

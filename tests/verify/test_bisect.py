@@ -14,7 +14,7 @@ from repository import REPOSITORY
 
 from exporters.transformers import export
 from mionnx import HookSpec, InputError, Intervention, MIModel, ModelError
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 
 PROMPT = "The capital of France is"
 

@@ -16,7 +16,7 @@ from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import node_values
 from mionnx.analysis.circuits.nodes import Nodes, all_nodes
 from mionnx.analysis.circuits.parts import Parts
-from mionnx.analysis.gradients.first_order import Seed
+from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError

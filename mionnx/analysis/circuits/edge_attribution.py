@@ -14,7 +14,8 @@ from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import ROLES, Nodes, all_nodes, chosen_receivers, chosen_senders
 from mionnx.analysis.circuits.parts import Floats, Parts
-from mionnx.analysis.gradients.first_order import LAST_LOGITS, Seed, check_metric, with_metric
+from mionnx.analysis.gradients.first_order import LAST_LOGITS, check_metric, with_metric
+from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pair, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS

@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.first_order import FirstOrder, Seed, check_metric
+from mionnx.analysis.gradients.first_order import FirstOrder, check_metric
+from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, compares
 from mionnx.analysis.sweep.grid import Positions, axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, Tokens

@@ -15,7 +15,7 @@ from mionnx.analysis.harvest.rows import HarvestRow, digest
 from mionnx.bind.plan import BoundCapture
 from mionnx.errors import HookError, InputError, MIError, SpecFileError
 from mionnx.graph.axes import has_sequence, sequence_axis
-from mionnx.inputs.lacking import ATTENDS_TO_PADDING
+from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.machine.streamed_file import StreamedFile, streamed
 from mionnx.run.batching import batches_of
 from mionnx.run.hook_cache import HookCache

@@ -25,11 +25,19 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
-from mionnx.run.decoding import StepFunctions
 from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.hook_caches import joined
-from mionnx.run.hook_functions import Hook, HookFunction, Where, dead_hooks, refuse_change, register, replacement
+from mionnx.run.hook_functions import (
+    Hook,
+    HookFunction,
+    StepFunctions,
+    Where,
+    dead_hooks,
+    refuse_change,
+    register,
+    replacement,
+)
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec

@@ -14,9 +14,9 @@ from mionnx.errors import InputError
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import numbers_of
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.packed_weight import attributes, matmul_nbits
+from mionnx.graph.packed_weight import matmul_nbits
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.quantise.blocks import quantise_blocks

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.budget import IN_FLOATS, WIDE_BITS, MeasuredText, Search, text_of, whole_stacks
-from mionnx.analysis.quantisation.layer_chain import LOGITS, Importance, mean_squares
+from mionnx.analysis.quantisation.layer_chain import Importance, mean_squares
 from mionnx.analysis.quantisation.matrix_loss import Divergence, FloatModel
 from mionnx.analysis.quantisation.windows import Ids, calls_of, digest, own_text, windows
 from mionnx.bind.bound_spec import bind
@@ -23,6 +23,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed

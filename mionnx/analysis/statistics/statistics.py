@@ -24,7 +24,7 @@ from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.forward_batches import ListRequest, map_rows
-from mionnx.run.prompt import By, classes_of, one_prompt, prompt_ids
+from mionnx.run.prompt import By, check_by, classes_of, one_prompt, prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_choice import Hooks

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 
 from mionnx.analysis.steering.calibration import Texts, map_values, texts_of
+from mionnx.analysis.steering.control_vector import VECTOR_HOOK
 from mionnx.analysis.steering.direction_methods import directions_of, separation
-from mionnx.analysis.steering.directions import VECTOR_HOOK, Directions, template_of
+from mionnx.analysis.steering.directions import Directions, template_of
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed

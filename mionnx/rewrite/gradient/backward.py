@@ -18,20 +18,17 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
 from mionnx.graph.builder import ONE_DTYPE
-from mionnx.graph.dataflow import reads, subgraphs
-from mionnx.rewrite.gradient.facts import INT64, Dims, NodeFacts, attributes
+from mionnx.graph.dataflow import Axes, Facts, attributes, reads, subgraphs
 
+INT64 = TensorProto.INT64
+NARROW_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
 Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
 SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
 
 
 class FreshNames:
-    """Names and constants that a graph and its subgraphs share.
-
-    Attributes:
-        tensors: the constants, by their numbers.
-    """
+    """Names and constants that a graph and its subgraphs share."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix, self.count = prefix, 0
@@ -60,15 +57,13 @@ class Backward:
     added once.
 
     Attributes:
-        rules, subgraph_rules: operator -> how to go back through it.
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.
-        nodes: those added so far.
     """
 
     def __init__(
         self,
         names: FreshNames,
-        facts: NodeFacts,
+        facts: Facts,
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
@@ -79,7 +74,7 @@ class Backward:
         self.nodes: list[NodeProto] = []
         self._known: dict[tuple[Any, ...], list[str]] = {}
 
-    def inside(self, facts: NodeFacts, active: Collection[str]) -> "Backward":
+    def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
         """The same for a subgraph."""
         return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
 
@@ -150,11 +145,10 @@ class Backward:
 
     # shapes
 
-    def unbroadcast(self, cotangent: str, value: str, wide: Dims | None) -> str:
+    def unbroadcast(self, cotangent: str, value: str, wide: Axes | None) -> str:
         """Sum a cotangent over the axes along which its value was broadcast.
 
         Args:
-            cotangent: of what the value was broadcast to.
             wide: the cotangent's axes, as far as they are known.
         """
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
@@ -177,9 +171,20 @@ class Backward:
         axes = self.Squeeze(self.NonZero(differ), [0])
         return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
 
+    def rank(self, name: str) -> int:
+        """The number of axes of a value.
+
+        Raises:
+            GradientError: it is not written down.
+        """
+        shape = self.facts.shapes.get(name)
+        if shape is None:
+            raise GradientError(f"the number of axes of {name} is not written down in the graph")
+        return len(shape)
+
     def turned(self, name: str) -> str:
         """A value with its last two axes exchanged; one that was exchanged already as it was before."""
-        rank = self.facts.rank(name)
+        rank = self.rank(name)
         perm = [*range(rank - 2), rank - 1, rank - 2]
         maker = self.facts.makers.get(name)
         if maker is not None and maker.op_type == "Transpose" and list(self.attribute(maker, "perm", [])) == perm:
@@ -190,10 +195,6 @@ class Backward:
 
     def run(self, nodes: Sequence[NodeProto], cotangents: Mapping[str, str]) -> dict[str, str]:
         """Go back through nodes.
-
-        Args:
-            nodes: in an order in which they can run.
-            cotangents: of the values at the end.
 
         Returns:
             the cotangents of every active value.
@@ -226,7 +227,7 @@ class Backward:
         raise GradientError(f"{node.op_type}, which makes {node.output[0]}, has no rule of differentiation")
 
 
-def _broadcast_axes(own: Dims | None, wide: Dims | None) -> list[int] | None:
+def _broadcast_axes(own: Axes | None, wide: Axes | None) -> list[int] | None:
     """The axes of `wide` along which `own` was broadcast; None if the shapes do not tell."""
     if own is None or wide is None:
         return None

@@ -13,11 +13,11 @@ import onnx
 from onnx import ModelProto, helper
 
 from mionnx.errors import GradientError
-from mionnx.graph.dataflow import reads
-from mionnx.rewrite.gradient.activity import activity, prune
+from mionnx.graph.dataflow import Facts, reads
+from mionnx.graph.onnx_file import opset
 from mionnx.rewrite.gradient.backward import Backward, FreshNames, Rule
-from mionnx.rewrite.gradient.facts import NodeFacts
 from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
+from mionnx.rewrite.gradient.subgraph import DIFFERENTIABLE, activity, prune
 from mionnx.rewrite.plan import gradient_name
 
 PREFIX = "mionnx.gradient"
@@ -35,22 +35,17 @@ def differentiate(
     """Add the gradients of the sum of a value.
 
     Args:
-        of: the value whose sum is differentiated.
         by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
         seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
-        rules: operator -> rule.
         varying: further values that rules take for no constants, whichever values are asked for.
-
-    Returns:
-        the graph with further nodes and outputs.
     """
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]
-    facts = NodeFacts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
-    active = activity(nodes, facts, [*by, *filter(facts.is_float, varying)], [of])
+    facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
+    active = activity(nodes, facts, [*by, *(name for name in varying if facts.type(name) in DIFFERENTIABLE)], [of])
     _refuse_idle(of, by, active)
-    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
+    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, opset(done))
     gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
     _refuse_constant(of, by, gradients)
     ends = [_output(op, done, name, gradients[name]) for name in by]
@@ -60,10 +55,6 @@ def differentiate(
     read = {name for node in kept for name in reads(node)}
     graph.initializer.extend(tensor for tensor in op.names.tensors.values() if tensor.name in read)
     return done
-
-
-def _opset(model: ModelProto) -> int:
-    return next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
 
 
 def _refuse_idle(of: str, by: Sequence[str], active: set[str]) -> None:
@@ -99,7 +90,7 @@ def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
     return output
 
 
-def _declared(facts: NodeFacts, name: str, like: str) -> onnx.ValueInfoProto:
+def _declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
     shape = facts.shapes.get(like)
     dims = None if shape is None else [None if isinstance(dim, str) and dim[0] == "?" else dim for dim in shape]
     return helper.make_tensor_value_info(name, facts.type(like), dims)

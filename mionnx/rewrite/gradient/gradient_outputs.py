@@ -1,16 +1,38 @@
-"""Rewrite: the gradients of a plan's metric become outputs, whole or in part."""
+"""Rewrite: a metric of the logits becomes an output, one number a row, and its gradients, whole or in part.
+
+1. The logits that the graph computes (all positions, or those that are asked for) are read in float32.
+2. Each position has a number by the metric's formula; the input of weights, [batch, n], says how much each counts.
+3. Tokens, the reference of "kl" and the numbers of "cotangent" are inputs too.
+4. "cotangent" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights.
+   Those of several hook points are added up.
+"""
 
 import re
+from collections.abc import Callable, Mapping
+from functools import reduce
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder, edit, to_proto, write
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.rewrite.capture import part_of
 from mionnx.rewrite.gradient.differentiate import differentiate
 from mionnx.rewrite.gradient.rules import RULES, SETS
-from mionnx.rewrite.plan import METRIC, GradientNode, Gradients, gradient_name
+from mionnx.rewrite.plan import (
+    METRIC,
+    METRIC_ANSWER,
+    METRIC_REFERENCE,
+    METRIC_SEED,
+    METRIC_VERSUS,
+    METRIC_WEIGHTS,
+    GradientNode,
+    Gradients,
+    gradient_name,
+)
 
 HOOK_NAME = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, and of nothing that an intervention adds
 
@@ -47,3 +69,56 @@ def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Rep
             value = write(Builder(graph, want.hook, want.fetched, report).Identity(value), again)
         graph.outputs.append(value)
     return to_proto(graph, proto, {})
+
+
+Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab] -> [batch, n]
+
+
+def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
+    """The values of some tokens, one a position."""
+    index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
+    return op.GatherND(values, index, batch_dims=2)  # onnx's evaluator gathers elements along 64 of an axis at most
+
+
+def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
+    """KL(reference || logits), in nats; the reference is given as log-probabilities."""
+    reference = op.input(METRIC_REFERENCE, np.float32, 3)
+    terms = op.Mul(op.Exp(reference), op.Sub(reference, op.LogSoftmax(logits, axis=-1)))
+    return op.ReduceSum(terms, [2], keepdims=0)
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "logit": lambda op, logits: _of(op, logits, METRIC_ANSWER),
+    "logit_diff": lambda op, logits: op.Sub(_of(op, logits, METRIC_ANSWER), _of(op, logits, METRIC_VERSUS)),
+    "log_probability": lambda op, logits: _of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER),
+    "probability": lambda op, logits: _of(op, op.Softmax(logits, axis=-1), METRIC_ANSWER),
+    "kl": _kl,
+    "loss": lambda op, logits: op.Neg(_of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER)),
+    "cotangent": lambda op, logits: op.ReduceSum(op.Mul(logits, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0),
+}
+
+
+def _plain(op: Builder, value: gs.Tensor) -> gs.Tensor:
+    return value if value.dtype == np.float32 else op.Cast(value, to=np.float32)
+
+
+def _weighed(op: Builder, graph: gs.Graph, name: str, seed: str) -> gs.Variable:
+    """The sum of a value times numbers, one a row."""
+    value = _plain(op, graph.tensors()[name])
+    rank = len(HookPoint.parse(name).axes or value.shape)
+    return op.ReduceSum(op.Mul(value, op.input(seed, np.float32, rank)), [*range(1, rank)], keepdims=0)
+
+
+def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
+    """Add the nodes of a metric and its output, float32 [batch]."""
+    op = Builder(graph, gradients.of, METRIC, report)
+    if gradients.of == LOGITS:
+        value = _plain(op, graph.tensors()[LOGITS])
+        weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
+        metric = op.ReduceSum(weighted, [1], keepdims=0)
+    else:
+        sums = [_weighed(op, graph, name, seed) for name, seed in gradients.seeds.items()]
+        metric = reduce(op.Add, sums)
+    metric.name, metric.shape = METRIC, ["batch"]
+    graph.outputs.append(metric)
+    report.outputs.append(METRIC)

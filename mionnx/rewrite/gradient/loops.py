@@ -15,11 +15,9 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, helper
 
-from mionnx.graph.dataflow import from_outside
-from mionnx.rewrite.gradient.activity import activity, prune
+from mionnx.graph.dataflow import attributes, from_outside
 from mionnx.rewrite.gradient.backward import Backward, Given
-from mionnx.rewrite.gradient.facts import attributes
-from mionnx.rewrite.gradient.subgraph import Copy, copy_of, declared, infer_inside
+from mionnx.rewrite.gradient.subgraph import Copy, activity, copy_of, declared, infer_inside, prune
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,13 @@ from typing import Any
 from onnx import GraphProto, NodeProto, helper
 
 from mionnx.graph.dataflow import from_outside, subgraphs
-from mionnx.rewrite.gradient.activity import activity, prune
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
-from mionnx.rewrite.gradient.blocks import BLOCK_RULES
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES
 from mionnx.rewrite.gradient.loops import scan_rule
 from mionnx.rewrite.gradient.products import PRODUCT_RULES
 from mionnx.rewrite.gradient.propagation import FROZEN_NORMS, FROZEN_PATTERNS, SHARES
 from mionnx.rewrite.gradient.shaping import SHAPING_RULES
-from mionnx.rewrite.gradient.subgraph import copy_of, declared
+from mionnx.rewrite.gradient.subgraph import activity, copy_of, declared, prune
 
 
 def _axes(op: Backward, node: NodeProto) -> Any:
@@ -29,7 +27,7 @@ def _kept(op: Backward, node: NodeProto, value: str) -> str:
     axes = _axes(op, node)
     if op.attribute(node, "keepdims", 1) or (axes is None and op.attribute(node, "noop_with_empty_axes", 0)):
         return value
-    return str(op.Unsqueeze(value, [*range(op.facts.rank(node.input[0]))] if axes is None else axes))
+    return str(op.Unsqueeze(value, [*range(op.rank(node.input[0]))] if axes is None else axes))
 
 
 def _sum(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -111,7 +109,7 @@ def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Gi
     return helper.make_graph(nodes, op.names.fresh("branch"), [], outputs)
 
 
-RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **BLOCK_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
+RULES: Mapping[str, Rule] = {**ELEMENTWISE_RULES, **PRODUCT_RULES, **REDUCTIONS, **SHAPING_RULES}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
 # Name of a set of rules -> the rules.
 SETS: Mapping[str, Mapping[str, Rule]] = {

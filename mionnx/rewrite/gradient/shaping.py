@@ -6,8 +6,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
-from mionnx.rewrite.gradient.backward import Backward, Given, Rule, numbers
-from mionnx.rewrite.gradient.facts import NARROW_FLOATS
+from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Given, Rule, numbers
 
 
 def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -23,7 +22,7 @@ def _squeeze(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 
 
 def _transpose(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    perm = op.attribute(node, "perm", None) or [*range(op.facts.rank(node.input[0]))][::-1]
+    perm = op.attribute(node, "perm", None) or [*range(op.rank(node.input[0]))][::-1]
     return {0: op.Transpose(given[0], perm=[int(i) for i in np.argsort(perm)])}
 
 
@@ -33,7 +32,7 @@ def _expand(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 
 def _tile(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     """Each axis is split into its repeats and its own length; the repeats are summed."""
-    x, rank = node.input[0], op.facts.rank(node.input[0])
+    x, rank = node.input[0], op.rank(node.input[0])
     pairs = op.Concat(op.Unsqueeze(node.input[1], [1]), op.Unsqueeze(op.Shape(x), [1]), axis=1)
     split = op.Reshape(given[0], op.Reshape(pairs, [-1]), allowzero=1)
     return {0: op.ReduceSum(split, [*range(0, 2 * rank, 2)], keepdims=0)}
@@ -63,7 +62,7 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, starts, _, *rest = node.input
     axes = numbers(op, rest[0]) if rest and rest[0] else np.arange(_count(op, starts))
     steps = numbers(op, rest[1]) if rest[1:] and rest[1] else np.ones(len(axes), int)
-    rank = op.facts.rank(x)
+    rank = op.rank(x)
     places = [int(axis) % rank for axis in axes]
     if (steps == 1).all():
         return {0: _padded_back(op, x, starts, places, str(given[0]))}
@@ -75,11 +74,7 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 
 
 def _count(op: Backward, index: str) -> int:
-    """The length of a list of places.
-
-    Raises:
-        GradientError: only the run knows it.
-    """
+    """The length of a list of places."""
     shape = op.facts.shapes.get(index)
     if shape is None or len(shape) != 1 or not isinstance(shape[0], int):
         raise GradientError(f"only the run knows how many axes {index} cuts")
@@ -99,7 +94,7 @@ def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) 
         before = op.Max(op.Min(start, length), [0])
         pads[axis] = before, op.Sub(op.Sub(length, before), op.length(dy, axis))
     none = ([0], [0])
-    every = [pads.get(axis, none) for axis in range(op.facts.rank(x))]
+    every = [pads.get(axis, none) for axis in range(op.rank(x))]
     amounts = op.Concat(*[before for before, _ in every], *[after for _, after in every], axis=0)
     return str(op.Pad(dy, amounts, op.constant(0, x)))
 
@@ -111,7 +106,7 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
         x: what was gathered from.
         dy: the cotangent of what was gathered.
     """
-    rank = op.facts.rank(x)
+    rank = op.rank(x)
     axis %= rank
     places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])
     if axis == 0:
@@ -145,7 +140,7 @@ def _from_start(op: Backward, index: str, length: str) -> str:
 
 def _gather(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, index = node.input
-    return {0: scattered(op, x, str(given[0]), index, op.attribute(node, "axis", 0), op.facts.rank(index))}
+    return {0: scattered(op, x, str(given[0]), index, op.attribute(node, "axis", 0), op.rank(index))}
 
 
 def _gather_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -164,7 +159,7 @@ def _top_k(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     """ScatterND has no batch axes: they become a part of the index."""
     x, index = node.input
-    rank = op.facts.rank(index)
+    rank = op.rank(index)
     own = op.Slice(op.Shape(index), [0], [rank - 1], [0])
     for axis in reversed(range(op.attribute(node, "batch_dims", 0))):
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
@@ -207,7 +202,7 @@ def _pad(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     if (mode := op.attribute(node, "mode", "constant")) != "constant":
         raise GradientError(f"padding of mode {mode!r}, which repeats numbers")
     some = len(node.input) > 3 and node.input[3]
-    axes = node.input[3] if some else [*range(op.facts.rank(x))]
+    axes = node.input[3] if some else [*range(op.rank(x))]
     lengths = op.Gather(op.Shape(x), axes, axis=0) if some else op.Shape(x)
     start = op.Slice(pads, [0], op.Shape(lengths), [0])
     return {0: op.Slice(given[0], start, op.Add(start, lengths), axes)}

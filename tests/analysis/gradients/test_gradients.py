@@ -11,7 +11,7 @@ from scipy.special import log_softmax, softmax
 
 from mionnx import SAE, GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel, Options
 from mionnx.analysis.features.config import Config
-from mionnx.run.open_graphs import NODE, SESSION
+from mionnx.run.graph_memory import NODE, SESSION
 
 PROMPT = "The capital of France is"
 TIMES = 3.0  # of torch's own float32 error

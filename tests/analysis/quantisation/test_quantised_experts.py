@@ -14,12 +14,13 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel
+from mionnx.graph.blocks import EXPERT
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import embedding
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.quantise import Quantisation, quantise
-from mionnx.quantise.matrices import EXPERT, expert_of, find_weights
+from mionnx.quantise.matrices import expert_of, find_weights
 from mionnx.run.exporting import export
 
 TOLERANCE = 5e-5
