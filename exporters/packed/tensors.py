@@ -37,7 +37,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of neighbouring outputs in a word of ge
 AWQ_BITS = 4
 AWQ_GROUP = 128  # where the config says none, as in transformers' AwqConfig
 INDICES, FLOATS = (torch.int32, torch.int64), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DTYPES = {  # part -> what the packages write it as; other numbers would become integers and scales by a cast
+PART_DTYPES = {  # part -> what the packages write it as; other numbers would become integers and scales by a cast
     **dict.fromkeys(("qweight", "qzeros", "weight_packed"), (torch.int32,)),
     **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), INDICES),
     **dict.fromkeys(("scales", "weight_scale"), FLOATS),
@@ -191,8 +191,8 @@ def _spelled(dtype: torch.dtype) -> str:
 
 def _weight(name: str, parts: Mapping[str, StoredTensor], kind: Format, settings: Mapping[str, Any]) -> StoredTensor:
     for part, tensor in parts.items():
-        if tensor.dtype not in DTYPES[part]:
-            expected, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
+        if tensor.dtype not in PART_DTYPES[part]:
+            expected, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (PART_DTYPES[part], [tensor.dtype]))
             raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {expected}")
     shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
     with boundary(ExportError, f"{name}: tensors of other shapes than the format has: {shapes}"):

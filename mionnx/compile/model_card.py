@@ -36,7 +36,7 @@ class Port(NamedTuple):
     shape: list[Any]
 
 
-class Interface(NamedTuple):
+class GraphInterface(NamedTuple):
     """The inputs of a graph, those that have a default, and its outputs."""
 
     inputs: list[Port]
@@ -44,12 +44,12 @@ class Interface(NamedTuple):
     outputs: list[Port]
 
 
-def interface_of(graph: onnx.GraphProto) -> Interface:
+def interface_of(graph: onnx.GraphProto) -> GraphInterface:
     """The interface of a graph."""
     defaults = {tensor.name for tensor in graph.initializer}
     inputs = [_port(value) for value in graph.input]
     needed = [port for port in inputs if port.name not in defaults]
-    return Interface(needed, [port for port in inputs if port.name in defaults], [*map(_port, graph.output)])
+    return GraphInterface(needed, [port for port in inputs if port.name in defaults], [*map(_port, graph.output)])
 
 
 def _port(value: onnx.ValueInfoProto) -> Port:
@@ -58,7 +58,7 @@ def _port(value: onnx.ValueInfoProto) -> Port:
     return Port(value.name, onnx.TensorProto.DataType.Name(tensor.elem_type), dims)
 
 
-def card(facts: Mapping[str, Any], spec: HookSpec, metadata: Metadata, interface: Interface, target: str) -> str:
+def card(facts: Mapping[str, Any], spec: HookSpec, metadata: Metadata, interface: GraphInterface, target: str) -> str:
     """The text of the card."""
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):
@@ -180,7 +180,7 @@ def _targets(state: Any) -> str:
     return f"positions {_list(state.positions_)}; {layers}"
 
 
-def triton_config(name: str, interface: Interface) -> str:
+def triton_config(name: str, interface: GraphInterface) -> str:
     """`config.pbtxt` for Triton's ONNX Runtime backend; batches are one of the model's own axes."""
     if not re.fullmatch(r"[\w.-]+", name):
         raise InputError(f"{name!r} is no name for a Triton model: letters, digits, '.', '-' and '_' only")
