@@ -1,9 +1,4 @@
-"""GGUF files of llama.cpp, Ollama and LM Studio as hooked models.
-
-Config, tokenizer and chat template come from the file's metadata (`architectures`, `rope`, `tokenizer`), weights are
-dequantised a piece at a time (`dequantise`, `weights`). What results is a transformers checkpoint, which
-`exporters.transformers` makes a graph of.
-"""
+"""GGUF files of llama.cpp, Ollama and LM Studio as hooked models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +9,11 @@ from mionnx.graph.folder_file import inside
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from exporters.gguf.header import Header
     from mionnx.graph.blocks import GivenBlocks
 
 SUFFIX = ".gguf"
 WIDE = ("Q5", "Q6", "Q8")  # how the names of types between 4 and 16 bits begin
-EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
 OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*.onnx", "onnx/*.onnx", "*.pth")
 
 
@@ -39,20 +34,24 @@ def wide_weights(folder: Path, file: str | None = None) -> list[str]:
 
     Args:
         folder, file: see `export`.
-
-    Raises:
-        ExportError: see `export`.
     """
-    from exporters.gguf.architectures import architecture_of, config_of
+    header = _header(folder, file)
+    from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
+    from exporters.gguf.assemble import rename
+
+    tensors = rename(header, config_of(header))
+    names = [one.name for one in tensors if one.info.kind.name.startswith(WIDE)]
+    tied = UNEMBEDDING not in {one.name for one in tensors}
+    return [*names, UNEMBEDDING] if tied and TOKEN_TABLE in names else names
+
+
+def _header(folder: Path, file: str | None) -> "Header":
+    from exporters.gguf.architectures import architecture_of
     from exporters.gguf.header import read_header
-    from exporters.gguf.weights import rename
 
     header = read_header(choose(folder, file))
-    architecture = architecture_of(header)
-    tensors = rename(header, architecture, config_of(header, architecture))
-    names = [one.name for one in tensors if one.info.kind.name.startswith(WIDE)]
-    tied = f"{UNEMBEDDING}.weight" not in {one.name for one in tensors}
-    return [*names, f"{UNEMBEDDING}.weight"] if tied and f"{EMBEDDING}.weight" in names else names
+    architecture_of(header)  # refused before torch is imported, which takes longer than all of this
+    return header
 
 
 def export(
@@ -71,12 +70,7 @@ def export(
     Raises:
         ExportError: no choice among several files, an unknown architecture, or a damaged file.
     """
-    chosen = choose(folder, file)
-    from exporters.gguf.architectures import architecture_of
-    from exporters.gguf.header import read_header
-
-    header = read_header(chosen)
-    architecture_of(header)  # refused before torch is imported, which takes longer than all of this
+    header = _header(folder, file)
     from exporters.gguf.assemble import export_file
 
     export_file(header, target, dtype, progress)
@@ -92,20 +86,12 @@ def export_packed(
 
     Returns:
         the blocks by the names of the weights, whose places in the files are empty.
-
-    Raises:
-        ExportError: see `export`.
     """
-    from exporters.gguf.architectures import architecture_of, config_of
-    from exporters.gguf.header import read_header
-    from exporters.gguf.weights import rename
-
-    header = read_header(choose(folder, file))
-    architecture = architecture_of(header)
+    header = _header(folder, file)
     from exporters.gguf.assemble import export_file
     from exporters.gguf.blocks import blocks_of
 
-    blocks = blocks_of(header, rename(header, architecture, config_of(header, architecture)))
+    blocks = blocks_of(header)
     export_file(header, target, "float32", progress, blocks)
     return blocks
 
@@ -118,11 +104,7 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def choose(folder: Path, file: str | None = None) -> Path:
-    """The file of a folder to export.
-
-    Args:
-        folder: a folder with GGUF files, or one of them.
-        file: the name of one, where the folder has several.
+    """The file to export of a folder with GGUF files, or of a path to one.
 
     Raises:
         ExportError: there is none, none of that name, several and no choice, or one that lies outside the folder.

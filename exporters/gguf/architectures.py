@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from exporters.gguf.facts import ModelFacts, special_ids
+from exporters.gguf.facts import ModelFacts, rope, special_ids
 from exporters.gguf.header import Header
-from exporters.gguf.rope import frequencies, rope
 from mionnx.errors import ExportError, boundary, nearest
 
 LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
@@ -30,6 +29,8 @@ LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most famili
 }
 AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOKEN_TABLE, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 Config = dict[str, Any]
 
 
@@ -187,13 +188,13 @@ def _architecture(header: Header) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_of(header: Header, architecture: Architecture) -> Config:
+def config_of(header: Header) -> Config:
     """The transformers config of a file.
 
     Raises:
         ExportError: the file lacks a size, or its sizes are not those of its tensors.
     """
-    facts = ModelFacts(header)
+    architecture, facts = architecture_of(header), ModelFacts(header)
     with boundary(ExportError, f"{header.file} is damaged"):
         config = _common(facts)
         config |= architecture.config(facts, config)
@@ -221,14 +222,11 @@ def _common(facts: ModelFacts) -> Config:
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "vocab_size": tensors["token_embd.weight"].shape[0],
-        "rope_parameters": rope(facts, head_dim, context, frequencies(facts.header)),
+        "rope_parameters": rope(facts, head_dim, context),
         "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
-        **{name: special.get(key) for name, key in TOKENS.items()},
+        **{name: special.get(key) for name, key in SPECIAL_IDS.items()},
     }
-
-
-TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:

@@ -15,15 +15,15 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import Q4_K
 from numpy.typing import NDArray
 
+from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
+from exporters.gguf.assemble import Renamed, in_order, rename
 from exporters.gguf.header import Header
-from exporters.gguf.weights import Renamed, in_order
 from mionnx.graph.blocks import Blocks, GivenBlocks, of_integers
 
 SIZE, MIDDLE = 32, 8
-EMBEDDING_WEIGHT, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Held(NamedTuple):
+class Integers(NamedTuple):
     """Integers [rows, columns] with scales and offsets [rows, blocks]."""
 
     integers: NDArray[np.uint8]
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 def _halves(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """The halves of bytes [n, bytes]: of `count` bytes the lower ones, then the upper ones."""
+    """Halves of bytes [n, bytes]: the lower ones of `count` bytes, then the upper ones."""
     parts = data.reshape(len(data), -1, 1, count) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     integers: NDArray[np.uint8] = (parts & np.uint8(15)).reshape(len(data), -1)
     return integers
@@ -43,27 +43,27 @@ def _float(data: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 
-def _q4_0(data: NDArray[np.uint8]) -> Held:
-    return Held(_halves(data[:, 2:], SIZE // 2), _float(data[:, :2]))
+def _q4_0(data: NDArray[np.uint8]) -> Integers:
+    return Integers(_halves(data[:, 2:], SIZE // 2), _float(data[:, :2]))
 
 
-def _q4_1(data: NDArray[np.uint8]) -> Held:
+def _q4_1(data: NDArray[np.uint8]) -> Integers:
     scales = _float(data[:, :2])
-    return Held(_halves(data[:, 4:], SIZE // 2), scales, _float(data[:, 2:4]) + MIDDLE * scales)
+    return Integers(_halves(data[:, 4:], SIZE // 2), scales, _float(data[:, 2:4]) + MIDDLE * scales)
 
 
-def _q8_0(data: NDArray[np.uint8]) -> Held:
-    return Held(data[:, 2:] ^ np.uint8(128), _float(data[:, :2]))
+def _q8_0(data: NDArray[np.uint8]) -> Integers:
+    return Integers(data[:, 2:] ^ np.uint8(128), _float(data[:, :2]))
 
 
-def _q4_k(data: NDArray[np.uint8]) -> Held:
+def _q4_k(data: NDArray[np.uint8]) -> Integers:
     steps, offsets = Q4_K.get_scale_min(data[:, 4:16])
     scales = _float(data[:, :2]) * steps.astype(np.float32)
     lowest = _float(data[:, 2:4]) * offsets.astype(np.float32)
-    return Held(_halves(data[:, 16:], SIZE), scales, MIDDLE * scales - lowest)
+    return Integers(_halves(data[:, 16:], SIZE), scales, MIDDLE * scales - lowest)
 
 
-READERS: dict[Kind, tuple[int, Callable[[NDArray[np.uint8]], Held]]] = {
+READERS: dict[Kind, tuple[int, Callable[[NDArray[np.uint8]], Integers]]] = {
     Kind.Q4_0: (4, _q4_0),
     Kind.Q4_1: (4, _q4_1),
     Kind.Q8_0: (8, _q8_0),
@@ -72,11 +72,12 @@ READERS: dict[Kind, tuple[int, Callable[[NDArray[np.uint8]], Held]]] = {
 OFFSETS = (Kind.Q4_1, Kind.Q4_K)
 
 
-def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
+def blocks_of(header: Header) -> dict[str, GivenBlocks]:
     """The matrices of a file in blocks, by transformers' names; a tied table by both names."""
+    tensors = rename(header, config_of(header))
     blocks = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
-    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING_WEIGHT in blocks:
-        blocks[UNEMBEDDING] = blocks[EMBEDDING_WEIGHT]
+    if UNEMBEDDING not in {one.name for one in tensors} and TOKEN_TABLE in blocks:
+        blocks[UNEMBEDDING] = blocks[TOKEN_TABLE]
     return blocks
 
 
@@ -94,10 +95,10 @@ def _read(header: Header, tensor: Renamed, bits: int) -> Blocks:
     data = np.fromfile(header.file, np.uint8, info.length, offset=info.offset).reshape(-1, bytes_of_block)
     numbers = READERS[info.kind][1](data)
 
-    def whole(array: NDArray[Any]) -> NDArray[Any]:
+    def rows_of(array: NDArray[Any]) -> NDArray[Any]:
         rows = array.reshape(info.shape[0], -1)
         return in_order(rows, tensor) if tensor.heads else rows
 
-    blocks = of_integers(whole(numbers.integers), whole(numbers.scales), None, bits, SIZE)
-    offsets = None if numbers.offsets is None else whole(numbers.offsets)
+    blocks = of_integers(rows_of(numbers.integers), rows_of(numbers.scales), None, bits, SIZE)
+    offsets = None if numbers.offsets is None else rows_of(numbers.offsets)
     return Blocks(blocks.packed, blocks.scales, None, offsets)

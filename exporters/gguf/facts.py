@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name."""
+"""The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name, and its rotation."""
 
 import math
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from exporters.config_sizes import is_between
-from exporters.gguf.header import Header
+from exporters.gguf.header import Header, read_tensor
 from mionnx.errors import ExportError
 
 # Keys that change what a model computes, with the values that change nothing.
@@ -34,6 +34,10 @@ RANGES = {  # key -> above the first, up to the second: what some model has
     **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), (0.0, 1e15)),
 }
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of a text's begin and end, a turn's, a message's end
+EVERY, SHORT, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (EVERY, SHORT, LONG_FACTORS)  # tensors that are no weights: what each frequency is divided by
+LARGEST_FACTOR = 1e6
+PARTIAL_ROTATION = ("phi3",)  # architectures whose transformers model heeds a partial_rotary_factor
 ASSUMED = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}  # by the kind of vocabulary
 
 
@@ -46,11 +50,7 @@ class ModelFacts:
         self._read: set[str] = set()
 
     def maybe(self, key: str, default: Any = None) -> Any:
-        """A number, or the default; a list of one value a layer is that value.
-
-        Raises:
-            ExportError: the value differs between layers, or is no number.
-        """
+        """A number, or the default; a list of one value a layer is that value."""
         self._read.add(key)
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, np.ndarray):
@@ -63,53 +63,30 @@ class ModelFacts:
         above, most = RANGES.get(key, (-math.inf, math.inf))
         if not is_between(value, above, most) or not math.isfinite(value):
             requirement = "a number" if key not in RANGES else f"a number above {above:g}, up to {most:g}"
-            raise self._wrong(key, value, requirement)
+            raise self.wrong(key, value, requirement)
         return value
 
     def number(self, key: str) -> float:
-        """A number above zero that the file has to state.
-
-        Raises:
-            ExportError: it is missing, or another one.
-        """
+        """A number above zero that the file has to state."""
         value = self.maybe(key)
         if value is None or not value > 0:
-            raise self._wrong(key, value, "a positive number")
+            raise self.wrong(key, value, "a positive number")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero; the file has to state it where there is no default.
-
-        Raises:
-            ExportError: it is missing, or another one.
-        """
+        """A whole number above zero; the file has to state it where there is no default."""
         value = self.maybe(key, default)
         if value is None or not isinstance(value, int) or not 0 < value <= LARGEST:
-            raise self._wrong(key, value, "a size" if value is None or value <= 0 else f"a size up to {LARGEST:,}")
+            raise self.wrong(key, value, "a size" if value is None or value <= 0 else f"a size up to {LARGEST:,}")
         return value
 
-    def text(self, key: str, default: str) -> str:
-        """A text; the default where the file states none.
-
-        Raises:
-            ExportError: it is no text.
-        """
-        self._read.add(key)
-        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a text")
-        return value
-
-    def _wrong(self, key: str, value: Any, requirement: str) -> ExportError:
+    def wrong(self, key: str, value: Any, requirement: str) -> ExportError:
+        """The refusal of a value."""
         stated = "it states none" if value is None else f"it states {value!r}"
         return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {requirement}; {stated}")
 
     def check_all_read(self) -> None:
-        """Refuse a file with a key that changes the computation and was not read.
-
-        Raises:
-            ExportError: names the key.
-        """
+        """Refuse a file with a key that changes the computation and was not read."""
         for key, neutral in COMPUTING.items():
             value = self.header.metadata.get(f"{self.architecture}.{key}")
             stated = value.tolist() if isinstance(value, np.ndarray) else [value]
@@ -137,3 +114,71 @@ def special_ids(header: Header) -> dict[str, int]:
         elif key in header.metadata:
             warnings.warn(f"{header.file}: {key} is {number!r}, and the vocabulary has {size} tokens", stacklevel=2)
     return ids
+
+
+def rope(facts: ModelFacts, head_dim: int, context: int) -> dict[str, Any]:
+    """The rotation of queries and keys as transformers' `rope_parameters`."""
+    tensors = facts.header.tensors
+    factors = {name: read_tensor(facts.header, tensors[name]).tolist() for name in FACTORS if name in tensors}
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base", 10000.0)}
+    width = facts.size("rope.dimension_count", head_dim)
+    if width > head_dim or (width != head_dim and facts.architecture not in PARTIAL_ROTATION):
+        raise ExportError(
+            f"{facts.header.file}: {facts.architecture}.rope.dimension_count is {width}, and heads are {head_dim} long:"
+            f" transformers turns all of a head in this architecture"
+        )
+    if width != head_dim:
+        parameters["partial_rotary_factor"] = width / head_dim
+    wrong = [name for name, values in factors.items() if len(values) != width // 2]
+    if wrong:
+        raise ExportError(
+            f"{facts.header.file}: {wrong[0]} is {len(factors[wrong[0]])} long, half of {width} is needed"
+        )
+    scaled = _scaled(facts, context)
+    if not factors:
+        return parameters | scaled
+    if scaled:
+        raise ExportError(
+            f"{facts.header.file} scales its rotation by {scaled['rope_type']} and by tensors: not supported"
+        )
+    return parameters | _divided(facts, context, factors)
+
+
+def _scaled(facts: ModelFacts, context: int) -> dict[str, Any]:
+    """Scaling by a rule; llama.cpp takes a factor without a name for "linear"."""
+    kind = facts.header.metadata.get(f"{facts.architecture}.rope.scaling.type", "linear")
+    if not isinstance(kind, str):
+        raise facts.wrong("rope.scaling.type", kind, "a text")
+    factor = facts.maybe("rope.scaling.factor") or facts.maybe("rope.scale_linear") or 1.0
+    if not 0 < factor <= LARGEST_FACTOR:
+        raise ExportError(f"{facts.header.file} scales its rotation by a factor of {factor:g}, which no model has")
+    if kind in ("none", "longrope") or (kind == "linear" and factor == 1.0):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ExportError(f"{facts.header.file} scales its rotation by {kind!r}; linear, yarn and longrope are known")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": facts.size("rope.scaling.original_context_length", context),
+        "attention_factor": facts.maybe("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(factor)),
+        "beta_fast": facts.maybe("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": facts.maybe("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _divided(facts: ModelFacts, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
+    """Frequencies divided one by one: transformers' "longrope", Llama 3's scaling too."""
+    one = factors.get(EVERY)
+    if one is None and not {SHORT, LONG_FACTORS} <= factors.keys():
+        raise ExportError(f"{facts.header.file} has one of {SHORT} and {LONG_FACTORS}: both are needed")
+    original = context if one else facts.size("rope.scaling.original_context_length")
+    return {
+        "rope_type": "longrope",
+        "short_factor": one or factors[SHORT],
+        "long_factor": one or factors[LONG_FACTORS],
+        "factor": context / original,
+        "original_max_position_embeddings": original,
+        "attention_factor": facts.maybe("rope.scaling.attn_factor", 1.0),
+    }

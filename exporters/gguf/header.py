@@ -1,12 +1,12 @@
-"""The header of a GGUF file: its metadata and where each tensor lies, every count checked against the file.
+"""A GGUF file: its metadata, where each tensor lies, and the tensors in numbers.
 
-A count that the file states is believed only as far as the file has bytes for it, so that nothing is allocated by a
-number in a damaged or hostile header. Little-endian files of versions 2 and 3, which is what llama.cpp writes.
+Little-endian files of versions 2 and 3, which is what llama.cpp writes; numbers by the `gguf` package's own rules for
+each type.
 """
 
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import check_regular
@@ -24,6 +26,7 @@ OLDER = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt"}  # llama.cpp's forma
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # where the file states none
 MAX_DIMS = 4  # ggml's own
+PIECE = 2**24  # numbers that are in memory at a time
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -163,6 +166,7 @@ class _Reader:
         return value
 
     def _take(self, count: int) -> bytes:
+        # A count is believed only as far as the file has bytes for it: a damaged or hostile header allocates nothing.
         if count > len(self.data) - self.at:
             raise ExportError(
                 f"{self.file} is truncated or damaged: {count:,} bytes are announced at byte {self.at:,}, and the file "
@@ -173,3 +177,32 @@ class _Reader:
 
     def _damaged(self, what: str) -> ExportError:
         return ExportError(f"{self.file} is damaged: {what}")
+
+
+def read_tensor(header: Header, info: TensorInfo) -> NDArray[np.float32]:
+    """A whole tensor in float32; see `read_pieces`."""
+    return np.concatenate([*read_pieces(header, info)]).reshape(info.shape)
+
+
+def read_pieces(header: Header, info: TensorInfo) -> Iterator[NDArray[np.float32]]:
+    """A tensor in float32, [rows, length of its last axis], some rows at a time.
+
+    Raises:
+        ExportError: its type is one that gguf does not dequantise.
+    """
+    width = info.shape[-1]
+    block, size = GGML_QUANT_SIZES[info.kind]
+    row = width // block * size
+    rows, most = info.length // row if row else 0, max(1, PIECE // max(1, width))
+    with header.file.open("rb") as file:
+        file.seek(info.offset)
+        for first in range(0, rows, most):
+            count = min(most, rows - first)
+            data = np.frombuffer(file.read(count * row), np.uint8)
+            try:
+                numbers = dequantize(data.reshape(count, row), info.kind)
+            except NotImplementedError as error:
+                raise ExportError(
+                    f"{header.file}: tensor {info.name} is stored as {info.kind.name}, which gguf does not dequantise"
+                ) from error
+            yield numbers.astype(np.float32, copy=False)

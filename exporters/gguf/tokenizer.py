@@ -25,7 +25,7 @@ from exporters.gguf.header import Header
 from mionnx.errors import MIError, boundary, nearest
 from mionnx.graph.hooked_model import INPUT_NAMES
 
-PREFIX = "tokenizer.ggml."
+KEYS_PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # llama.cpp's kinds; the last three match a text as they are
 SPACE = "\u2581"  # SentencePiece's
 NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -93,7 +93,9 @@ def write_tokenizer(header: Header, folder: Path) -> None:
 
     A tokenizer of another kind is warned about and left out: the model then takes token ids.
     """
-    facts = {key.removeprefix(PREFIX): value for key, value in header.metadata.items() if key.startswith(PREFIX)}
+    facts = {
+        key.removeprefix(KEYS_PREFIX): value for key, value in header.metadata.items() if key.startswith(KEYS_PREFIX)
+    }
     facts |= {key: header.metadata.get(f"general.{key}", "") for key in ("architecture", "name")}
     facts["special"] = special_ids(header)
     try:

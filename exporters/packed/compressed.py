@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import StoredTensor
-from exporters.packed.linear import Linear, check_bits, split_words, without_middle
+from exporters.packed.linear import Linear, check_bits, check_groups, split_words, without_middle
 from mionnx.errors import ExportError
 
 PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -52,18 +52,15 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
-    """One layer.
-
-    Raises:
-        ExportError: tensors that do not fit together.
-    """
+    """One layer, of tensors that fit together."""
     packed = "weight_packed" in parts
     integers = parts["weight_packed" if packed else "weight"]
     outputs, inputs = (int(size) for size in parts["weight_shape"].load()) if packed else integers.shape
     bits = check_bits(name, _width(integers.shape[1], inputs) if packed else 8)
     scale = _rows(parts["weight_scale"], outputs)
-    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], _orders(settings))
-    size = next((size for size in _sizes(settings) if -(-inputs // size) == groups), -(-inputs // groups))
+    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], settings)
+    sizes = [size for size in _stated(settings, "group_size") if type(size) is int and size > 0]
+    size = next((size for size in sizes if -(-inputs // size) == groups), -(-inputs // groups))
     if len(scale) != outputs or integers.shape[0] != outputs or -(-inputs // size) != groups:
         raise ExportError(f"{name}: weight_scale {list(scale.shape)} does not fit a weight {[outputs, inputs]}")
     zeros = _zeros(parts, outputs, bits, scale.shape)
@@ -80,11 +77,9 @@ def _width(words: int, inputs: int) -> float:
     return next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), words * 32 / max(1, inputs))
 
 
-def _sizes(settings: Mapping[str, Any]) -> list[int]:
-    """The sizes of groups that the config names."""
-    groups = settings.get("config_groups")
-    stated = [(group.get("weights") or {}).get("group_size") for group in (groups or {}).values()]
-    return [size for size in stated if type(size) is int and size > 0]
+def _stated(settings: Mapping[str, Any], key: str) -> list[Any]:
+    """The values that the groups of the config have for their weights."""
+    return [(group.get("weights") or {}).get(key) for group in (settings.get("config_groups") or {}).values()]
 
 
 def _rows(stored: StoredTensor, outputs: int) -> NDArray[np.float32]:
@@ -93,27 +88,18 @@ def _rows(stored: StoredTensor, outputs: int) -> NDArray[np.float32]:
     return np.broadcast_to(scale.reshape(1, 1), (outputs, 1)) if scale.size == 1 else scale.reshape(len(scale), -1)
 
 
-def _orders(settings: Mapping[str, Any]) -> set[str]:
-    """The orders of inputs that the config names."""
-    groups = settings.get("config_groups")
-    return {str((group.get("weights") or {}).get("actorder")).lower() for group in (groups or {}).values()}
-
-
 def _groups(
-    name: str, parts: Mapping[str, StoredTensor], inputs: int, groups: int, orders: set[str]
+    name: str, parts: Mapping[str, StoredTensor], inputs: int, groups: int, settings: Mapping[str, Any]
 ) -> NDArray[np.int64] | None:
     if "weight_g_idx" not in parts:
+        orders = {str(order).lower() for order in _stated(settings, "actorder")}
         if groups > 1 and not ORDERS.isdisjoint(orders):
             raise ExportError(f"{name} has no weight_g_idx, and actorder says that its groups are out of order")
         return None
     of_input = parts["weight_g_idx"].load().numpy().astype(np.int64)
     if (of_input == -1).all():
         return None
-    if of_input.shape != (inputs,) or not ((of_input >= 0) & (of_input < groups)).all():
-        raise ExportError(
-            f"{name}: weight_g_idx {list(of_input.shape)} names no groups of {inputs} inputs, of {groups}"
-        )
-    return of_input
+    return check_groups(f"{name}: weight_g_idx", of_input, inputs, groups)
 
 
 def _zeros(parts: Mapping[str, StoredTensor], outputs: int, bits: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -1,13 +1,14 @@
-"""Linear layers of integers, in any of the formats, and their blocks."""
+"""Linear layers of integers, in any of the formats, stacks of them (experts), and their blocks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import ExportError
-from mionnx.graph.blocks import SIZES, Blocks, GivenBlocks, of_integers, unpack
+from mionnx.graph.blocks import EXPERT, SIZES, Blocks, GivenBlocks, of_integers, pack, unpack
 
 BITS = (4, 8)
 INSTEAD = "its numbers open in floats: --dtype float32"
@@ -21,7 +22,7 @@ class Linear:
         group_size: neighbouring inputs that share a scale; all of them for one group.
         groups: int64 [inputs], the group of each input; None where they are neighbours.
         zeros: uint8 [outputs, groups]; None where all are 2^(bits - 1).
-        read: reads the integers, uint8 [outputs, inputs], and scales, float32 [outputs, groups].
+        read: reads the integers [outputs, inputs] and the scales, float32 [outputs, groups].
     """
 
     name: str
@@ -31,23 +32,24 @@ class Linear:
     group_size: int
     groups: NDArray[np.int64] | None
     zeros: NDArray[np.uint8] | None
-    read: Callable[[], tuple[NDArray[np.uint8], NDArray[np.float32]]]
+    read: Callable[[], tuple[NDArray[Any], NDArray[np.float32]]]
 
     def numbers(self) -> NDArray[np.float32]:
-        """The numbers that the integers stand for, [outputs, inputs].
-
-        Raises:
-            ExportError: parts that do not fit together.
-        """
-        integers, scales = self._parts()
+        """The numbers that the integers stand for, [outputs, inputs]."""
+        integers, scales = self.parts()
         of_input = np.arange(self.inputs) // self.group_size if self.groups is None else self.groups
         zeros = np.full(scales.shape, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
         shifted = integers.astype(np.float32) - zeros.astype(np.float32)[:, of_input]
         return shifted * scales[:, of_input]
 
-    def _parts(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Integers and scales in the shapes of the layer."""
-        integers, scales = self.read()  # numpy would repeat rows and columns that do not fit
+    def parts(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The integers and the scales.
+
+        Raises:
+            ExportError: they do not have the shapes of the layer.
+        """
+        integers, scales = self.read()
+        # Checked here, since numpy would repeat rows and columns that do not fit.
         last = (self.inputs - 1) // self.group_size if self.groups is None else self.groups.max(initial=0)
         fits = integers.shape == (self.outputs, self.inputs) and scales.ndim == 2 and len(scales) == self.outputs
         if not fits or last >= scales.shape[1] or (self.zeros is not None and self.zeros.shape != scales.shape):
@@ -59,15 +61,11 @@ class Linear:
         return integers, scales
 
     def blocks(self) -> GivenBlocks:
-        """The same integers, scales and zero points in blocks of the operator.
-
-        Raises:
-            ExportError: groups that no blocks are.
-        """
+        """The same integers, scales and zero points in blocks of the operator."""
         size, order = self._block_size(), self._order()
 
         def read() -> Blocks:
-            integers, scales = self._parts()
+            integers, scales = self.parts()
             count = -(-self.inputs // size)
             spread = self.group_size // size if scales.shape[1] > 1 else count
             zeros = None if self.zeros is None else np.repeat(self.zeros, spread, axis=1)[:, :count]
@@ -78,11 +76,7 @@ class Linear:
         return GivenBlocks(self.outputs, self.inputs, self.bits, size, has_zeros, False, order, read)
 
     def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
-        """The blocks by the name that the weight has in a graph.
-
-        Raises:
-            ExportError: see `blocks`.
-        """
+        """The blocks by the name that the weight has in a graph."""
         return {weight: self.blocks()}
 
     def _block_size(self) -> int:
@@ -112,21 +106,87 @@ class Linear:
         return order.astype(np.int64)
 
 
-def check_bits(name: str, bits: float) -> int:
-    """Refuse integers of other widths.
+@dataclass(frozen=True)
+class Stack:
+    """A parameter of stacked experts.
 
-    Raises:
-        ExportError: naming the layer.
+    Attributes:
+        experts: of each, the layers whose outputs follow each other in its matrix.
+        turned: whether a matrix of the parameter is [inputs, outputs].
     """
+
+    experts: Sequence[Sequence[Linear]]
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of the parameter."""
+        outputs, inputs = sum(layer.outputs for layer in self.experts[0]), self.experts[0][0].inputs
+        return (len(self.experts), inputs, outputs) if self.turned else (len(self.experts), outputs, inputs)
+
+    def numbers(self) -> NDArray[np.float32]:
+        """The numbers of the parameter."""
+        stack = np.empty(self.shape, np.float32)
+        for matrix, layers in zip(stack, self.experts, strict=True):
+            rows = matrix.T if self.turned else matrix
+            begin = 0
+            for layer in layers:
+                rows[begin : begin + layer.outputs] = layer.numbers()
+                begin += layer.outputs
+        return stack
+
+    def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
+        """The blocks of each expert, by the names that its matrices have in a graph."""
+        return {f"{weight}{EXPERT}{number}": _joined(layers) for number, layers in enumerate(self.experts)}
+
+
+def _joined(layers: Sequence[Linear]) -> GivenBlocks:
+    """The blocks of layers whose outputs follow each other."""
+    parts = [layer.blocks() for layer in layers]
+    first, has_zeros = parts[0], any(part.zero_points for part in parts)
+    forms = {(part.bits, part.block_size, None if part.order is None else part.order.tobytes()) for part in parts}
+    if len(forms) > 1:
+        raise ExportError(
+            f"{' and '.join(layer.name for layer in layers)} are one matrix of the graph, and differ in their bits, "
+            f"the size of their groups or the order of their inputs; {INSTEAD}"
+        )
+
+    def read() -> Blocks:
+        matrices = [part.read() for part in parts]
+        points = [_points(blocks, first.bits) for blocks in matrices]
+        return Blocks(
+            np.concatenate([blocks.packed for blocks in matrices]),
+            np.concatenate([blocks.scales for blocks in matrices]),
+            np.concatenate(points) if has_zeros else None,
+        )
+
+    return replace(first, rows=sum(part.rows for part in parts), zero_points=has_zeros, read=read)
+
+
+def _points(blocks: Blocks, bits: int) -> NDArray[np.uint8]:
+    """Packed zero points, of blocks without any too."""
+    if blocks.zero_points is not None:
+        return blocks.zero_points
+    return pack(np.full(blocks.scales.shape, 2 ** (bits - 1), np.uint8), bits)
+
+
+def check_bits(name: str, bits: float) -> int:
+    """Refuse integers of other widths than 4 and 8 bits."""
     if bits not in BITS:
         raise ExportError(f"{name} has integers of {bits:g} bits; of {' and '.join(map(str, BITS))} are read")
     return int(bits)
 
 
+def check_groups(what: str, groups: NDArray[np.int64], inputs: int, count: int) -> NDArray[np.int64]:
+    """Refuse a tensor that does not say a group for each input; returns it."""
+    if groups.shape != (inputs,) or not ((groups >= 0) & (groups < count)).all():
+        raise ExportError(f"{what} {list(groups.shape)} names no groups of {inputs} inputs, of {count}")
+    return groups
+
+
 def split_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """The integers in words of 32 bits along the last axis, the one in the lowest bits first."""
-    data = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    return unpack(data, bits)
+    return unpack(np.ascontiguousarray(words, "<i4").view(np.uint8), bits)
 
 
 def without_middle(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.uint8] | None:

@@ -11,14 +11,15 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import StoredTensor
-from exporters.packed.stack import Stack
+from exporters.packed.linear import Linear, Stack
 from exporters.weight_files import some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack, unpack
@@ -27,8 +28,7 @@ FAMILY = "gpt_oss"
 PARTS = ("blocks", "scales")
 SIZE = 32  # of a block
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # the 16 numbers, times two
-FIRST = np.clip(DOUBLED, -8, 7)
-SUMMANDS = np.stack([FIRST, DOUBLED - FIRST]) + np.int8(8)  # two integers that add up to each, 8 more of either
+MIDDLE = np.int8(8)  # added to integers of 4 bits, which are stored without a sign
 BIAS = 127
 LARGEST = 252  # exponent with which float32 holds 6
 
@@ -53,8 +53,7 @@ def unpacked_stacks(tensors: list[StoredTensor], family: str | None = None) -> l
             stacks.setdefault(name, {})[part] = tensor
     if not stacks:
         raise ExportError("its config says mxfp4, but no tensor's name ends in _blocks or _scales")
-    inside = {tensor.name for parts in stacks.values() for tensor in parts.values()}
-    others = [one for one in tensors if one.name not in inside]
+    others = [one for one in tensors if one.name.rpartition("_")[2] not in PARTS]
     for one in others:
         if one.dtype == torch.uint8:
             raise ExportError(f"{one.name} holds bytes, and its name ends neither in _blocks nor in _scales")
@@ -73,61 +72,46 @@ def _stack(name: str, parts: Mapping[str, StoredTensor]) -> StoredTensor:
             f"{list(scales.shape)}; MXFP4 is uint8 [experts, outputs, blocks, {SIZE // 2}], without the last axis for "
             "the scales"
         )
-    order = np.arange(blocks.shape[2] * SIZE).reshape(-1, 1, SIZE).repeat(2, axis=1).reshape(-1)
-    experts = [Expert(f"{name}{EXPERT}{n}", blocks.entry(n), scales.entry(n), order) for n in range(blocks.shape[0])]
+    experts = [_expert(f"{name}{EXPERT}{n}", blocks.entry(n), scales.entry(n)) for n in range(blocks.shape[0])]
     stack = Stack([[one] for one in experts], turned=True)
     return replace(blocks, name=name, dtype=torch.float32, shape=stack.shape, packed=stack)
 
 
-@dataclass(frozen=True)
-class Expert:
-    """One matrix of a stack.
-
-    Attributes:
-        packed, exponents: its parts of the tensors, [outputs, blocks, 16] and [outputs, blocks].
-        order: int64 [2 * inputs], which input each number of a row of its blocks belongs to.
-    """
-
-    name: str
-    packed: StoredTensor
-    exponents: StoredTensor
-    order: NDArray[np.int64]
-
-    @property
-    def outputs(self) -> int:
-        """The outputs of the layer."""
-        return self.packed.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        """The inputs of the layer."""
-        return self.packed.shape[1] * SIZE
-
-    def numbers(self) -> NDArray[np.float32]:
-        """The numbers, [outputs, inputs]."""
-        values = DOUBLED[self._codes()].astype(np.float32) * self._scales()[..., None]
-        return values.reshape(self.outputs, self.inputs)
+class Expert(Linear):
+    """One matrix of a stack; its integers are twice the numbers, and 8 more as in any layer of 4 bits."""
 
     def blocks(self) -> GivenBlocks:
         """The same in blocks of 64 integers of 4 bits, two for each number."""
 
         def read() -> Blocks:
-            halves = SUMMANDS[:, self._codes()].astype(np.uint8)  # [2, outputs, blocks, 32]
-            both = np.moveaxis(halves, 0, 2).reshape(self.outputs, -1, 2 * SIZE)
-            return Blocks(pack(both, 4), self._scales(), None)
+            integers, scales = self.parts()
+            first = np.clip(integers, 0, 15)
+            halves = np.stack([first, integers - first + MIDDLE]).reshape(2, *scales.shape, SIZE).astype(np.uint8)
+            both = np.moveaxis(halves, 0, 2).reshape(*scales.shape, 2 * SIZE)
+            return Blocks(pack(both, self.bits), scales, None)
 
-        return GivenBlocks(self.outputs, self.inputs, 4, 2 * SIZE, False, False, self.order, read)
+        order = _inputs_twice(self.inputs)
+        return GivenBlocks(self.outputs, self.inputs, self.bits, 2 * SIZE, False, False, order, read)
 
-    def _codes(self) -> NDArray[np.uint8]:
-        """The numbers as the file has them, [outputs, blocks, 32]."""
-        return unpack(self.packed.load().numpy(), 4)
 
-    def _scales(self) -> NDArray[np.float32]:
-        """Halves of the powers of two, [outputs, blocks]."""
-        exponents = self.exponents.load().numpy()
-        if exponents.max() > LARGEST:
+@cache  # one array for all experts: there may be thousands
+def _inputs_twice(inputs: int) -> NDArray[np.int64]:
+    """The input that each number of a row of blocks belongs to, int64 [2 * inputs]."""
+    return np.arange(inputs).reshape(-1, 1, SIZE).repeat(2, axis=1).reshape(-1)
+
+
+def _expert(name: str, packed: StoredTensor, exponents: StoredTensor) -> Expert:
+    """An expert of `packed` [outputs, blocks, 16] and `exponents` [outputs, blocks]."""
+    outputs, inputs = packed.shape[0], packed.shape[1] * SIZE
+
+    def read() -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        powers = exponents.load().numpy()
+        if powers.max() > LARGEST:
             raise ExportError(
-                f"{self.exponents.name}: {self.name} has the exponent {exponents.max()}; 255 is no number, and float32 "
-                f"holds the numbers of exponents up to {LARGEST}"
+                f"{exponents.name}: {name} has the exponent {powers.max()}; 255 is no number, and float32 holds the "
+                f"numbers of exponents up to {LARGEST}"
             )
-        return np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS - 1)
+        integers = (DOUBLED + MIDDLE)[unpack(packed.load().numpy(), 4)].reshape(outputs, inputs)
+        return integers, np.ldexp(np.float32(1), powers.astype(np.int32) - BIAS - 1)
+
+    return Expert(name, inputs, outputs, 4, SIZE, None, None, read)

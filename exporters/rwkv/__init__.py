@@ -1,8 +1,4 @@
-"""RWKV-6 (Finch) and RWKV-7 (Goose) as hooked models, their recurrence an ONNX Scan.
-
-A checkpoint is recognised by the names of its tensors (`layouts`), read where it lies (`checkpoint`, `pth`), and its
-graph built from them (`network`, `layers`, `recurrence`) without any modelling code of the checkpoint's own.
-"""
+"""RWKV-6 (Finch) and RWKV-7 (Goose) as hooked models, their recurrence an ONNX Scan."""
 
 from pathlib import Path
 
@@ -14,7 +10,7 @@ def recognises(folder: Path) -> bool:
 
     Cheap: torch is not imported, and nothing is unpickled.
     """
-    from exporters.rwkv.layouts import find_layout, tensor_names
+    from exporters.rwkv.checkpoint import find_layout, tensor_names
 
     return find_layout(tensor_names(folder)) is not None
 

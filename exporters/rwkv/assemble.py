@@ -11,8 +11,7 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, StoredTensor, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
-from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, shape_of
-from exporters.rwkv.layouts import UNREAD
+from exporters.rwkv.checkpoint import UNREAD, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.network import build_network
 from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
@@ -62,7 +61,14 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     metadata = Metadata(
         family=f"rwkv{shape.version}",
         dtype=str(kind).removeprefix("torch."),
-        sizes=_sizes(shape),
+        sizes=Sizes(
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+        ),
         hooks={name: _axes(name, build) for name in build.hooks},
         attention=[],
         exporter={name: version(name) for name in ("mionnx", "onnx-ir")},
@@ -70,7 +76,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         weight_files=of_files,
         context_length=context_length(config),
     )
-    _strip(graph)
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        node.metadata_props.clear()  # they describe how the graph was built
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
     model.metadata_props.update(metadata.to_props())
     ir.save(model, target / "model.onnx")
@@ -78,24 +85,10 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
 
 
 def _read(folder: Path) -> list[StoredTensor]:
-    if folder.is_file():
-        return read_pth(folder)
-    if not any(folder.glob("*.safetensors")):
-        file = pth_file(folder)
-        if file is not None:
-            return read_pth(file)
-    return read_tensors(folder, folder)
-
-
-def _sizes(shape: Shape) -> Sizes:
-    return Sizes(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-    )
+    file = folder
+    if folder.is_dir():
+        file = None if any(folder.glob("*.safetensors")) else pth_file(folder)
+    return read_tensors(folder, folder) if file is None else read_pth(file)
 
 
 def _axes(name: str, build: Build) -> list[str | int]:
@@ -114,18 +107,8 @@ def _axes(name: str, build: Build) -> list[str | int]:
     return [sizes.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
 
 
-def _strip(graph: ir.Graph) -> None:
-    """Remove what describes how the graph was built."""
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        node.metadata_props.clear()
-
-
 def read_pth(file: Path) -> list[StoredTensor]:
-    """Offset of each tensor in a `.pth`. Only plain tensors are unpickled, nothing is executed.
-
-    Raises:
-        ExportError: a damaged file, something else than tensors in it, or tensors that are not stored in one piece.
-    """
+    """Offset of each tensor in a `.pth`. Only plain tensors are unpickled, nothing is executed."""
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         starts = _starts(file)

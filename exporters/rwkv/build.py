@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
-from exporters.rwkv.checkpoint import Shape
-from exporters.rwkv.layouts import FUSED_MIXES, TensorLayout
+from exporters.rwkv.checkpoint import FUSED_MIXES, Shape, TensorLayout
 from mionnx.errors import ExportError
 
 RWKV_OPSET = 23
@@ -30,8 +29,6 @@ class Build:
     """A graph under construction.
 
     Attributes:
-        layout, tensors: of the checkpoint: what its tensors are called, and where each lies.
-        dtype: of weights and activations.
         op: adds nodes, `build.op.Add(x, y)`.
         parameters: name -> weight of the graph, without data so far.
         hooks: the hook points so far, in execution order.
@@ -50,11 +47,7 @@ class Build:
         return self.layout.name(canonical) in self.tensors
 
     def weight(self, canonical: str) -> ir.Value:
-        """A tensor of the checkpoint as it is stored.
-
-        Raises:
-            ExportError: the checkpoint lacks it.
-        """
+        """A tensor of the checkpoint as it is stored."""
         name = self.layout.name(canonical)
         if name not in self.tensors:
             raise ExportError(f"the checkpoint ({self.layout.title}) lacks the tensor {name}")
@@ -63,14 +56,11 @@ class Build:
             self.parameters[name] = ir.Value(name=name, type=ir.TensorType(self.dtype), shape=ir.Shape(dims))
         return self.parameters[name]
 
-    def matrix(self, canonical: str) -> ir.Value:
-        """A weight as x @ W reads it: [in, out]."""
-        weight = self.weight(canonical)
-        return self.op.Transpose(weight, perm=[1, 0]) if self.layout.turned(canonical) else weight
-
     def project(self, value: ir.Value, canonical: str) -> ir.Value:
-        """value @ W."""
-        return self.op.MatMul(value, self.matrix(canonical))
+        """The product with a weight [in, out]."""
+        weight = self.weight(canonical)
+        matrix = self.op.Transpose(weight, perm=[1, 0]) if self.layout.turned(canonical) else weight
+        return self.op.MatMul(value, matrix)
 
     def mix(self, layer: int, which: str) -> ir.Value:
         """One of RWKV-7's token-shift mixes, [..., hidden]; older files store six as one tensor."""

@@ -1,18 +1,103 @@
-"""RWKV checkpoints: layout, sizes and constants."""
+"""RWKV checkpoints: the layouts in which they come, recognised by the names of their tensors; sizes and constants.
 
+BlinkDL's own names are the canonical ones here; the other layouts are the same tensors under other names, some of them
+transposed.
+"""
+
+import json
 import os
-from collections.abc import Mapping
+import pickletools
+import re
+import struct
+import zipfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exporters.config_sizes import check_sizes
-from exporters.rwkv.layouts import TensorLayout, find_layout
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 
 GROUP_NORM_EPS = 64e-5
 LAYER_NORM_EPS = 1e-5
+MAX_HEADER = 100_000_000
+MAX_PICKLE = 16_000_000
+
+# A tensor that only one version has.
+_ONLY = {6: "blocks.0.att.time_maa_w1", 7: "blocks.0.att.r_k"}
+# Low-rank factors and projections are read as x @ W; torch's Linear stores W turned.
+_LINEAR = re.compile(r"(receptance|key|value|gate|output|head)\.weight$")
+_LOW_RANK = re.compile(r"\.att\.[wavg][12]$")
+# The order of RWKV-7's mixes where they are stored as one tensor, `attn.x_x`.
+FUSED_MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One way to name the tensors of a checkpoint.
+
+    Attributes:
+        renamings: (pattern, replacement), applied one after the other to a canonical name.
+        low_rank_turned: whether low-rank factors are stored as torch's Linear stores them.
+    """
+
+    title: str
+    version: int
+    renamings: tuple[tuple[str, str], ...] = ()
+    low_rank_turned: bool = False
+
+    def name(self, canonical: str) -> str:
+        """The name of a tensor in this layout."""
+        for pattern, replacement in self.renamings:
+            canonical = re.sub(pattern, replacement, canonical)
+        return canonical
+
+    def turned(self, canonical: str) -> bool:
+        """Whether the tensor is stored [out, in], while it is multiplied as [in, out]."""
+        return bool(_LINEAR.search(canonical)) or (self.low_rank_turned and bool(_LOW_RANK.search(canonical)))
+
+    def fits(self, names: Collection[str]) -> bool:
+        """Whether a checkpoint with tensors of these names is in this layout."""
+        return self.name(_ONLY[self.version]) in names and self.name("emb.weight") in names
+
+
+_HF6 = (
+    (r"^emb\.", "rwkv.embeddings."),
+    (r"^ln_out\.", "rwkv.ln_out."),
+    (r"^blocks\.", "rwkv.blocks."),
+    (r"\.ln0\.", ".pre_ln."),
+    (r"\.att\.", ".attention."),
+    (r"\.ffn\.", ".feed_forward."),
+)
+_FLA7 = (
+    (r"^emb\.", "model.embeddings."),
+    (r"^ln_out\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+    (r"^blocks\.", "model.layers."),
+    (r"\.ln0\.", ".pre_norm."),
+    (r"\.ln1\.", ".attn_norm."),
+    (r"\.ln2\.", ".ffn_norm."),
+    (r"\.att\.([wavg])0$", r".attn.\1_lora.lora.2.bias"),
+    (r"\.att\.([wavg])1$", r".attn.\1_lora.lora.0.weight"),
+    (r"\.att\.([wavg])2$", r".attn.\1_lora.lora.2.weight"),
+    (r"\.att\.receptance\.", ".attn.r_proj."),
+    (r"\.att\.key\.", ".attn.k_proj."),
+    (r"\.att\.value\.", ".attn.v_proj."),
+    (r"\.att\.output\.", ".attn.o_proj."),
+    (r"\.att\.ln_x\.", ".attn.g_norm."),
+    (r"\.att\.", ".attn."),
+)
+
+LAYOUTS = (
+    TensorLayout("BlinkDL RWKV-6", 6),
+    TensorLayout("BlinkDL RWKV-7", 7),
+    TensorLayout("Hugging Face RWKV-6", 6, _HF6),
+    TensorLayout("flash-linear-attention RWKV-7", 7, _FLA7, low_rank_turned=True),
+)
+
+# Tensors that checkpoints carry and no model reads: layer 0 has no earlier value to mix in.
+UNREAD = re.compile(r"(blocks\.0\.att\.v[012]|layers\.0\.attn\.v_lora\.lora\.[02]\.(weight|bias))$")
 
 
 @dataclass(frozen=True)
@@ -36,11 +121,7 @@ class Shape:
 
 
 def pth_file(folder: Path) -> Path | None:
-    """The folder's `.pth`.
-
-    Raises:
-        ExportError: there are several, or it leads out of the folder.
-    """
+    """The one `.pth` of a folder, if it has any."""
     files = sorted(folder.glob("*.pth"))
     if len(files) > 1:
         raise ExportError(
@@ -54,11 +135,7 @@ def pth_file(folder: Path) -> Path | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`; empty where there is none.
-
-    Raises:
-        ExportError: it is damaged, or lies outside the folder.
-    """
+    """The checkpoint's `config.json`; empty where there is none."""
     path = folder / "config.json"
     if not os.path.lexists(path):
         return {}
@@ -70,6 +147,44 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{path} is damaged: it holds no table")
     check_sizes(config, path)
     return config
+
+
+def find_layout(names: Collection[str]) -> TensorLayout | None:
+    """The layout of a checkpoint with tensors of these names; None if it is none of ours."""
+    return next((layout for layout in LAYOUTS if layout.fits(names)), None)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of a checkpoint's tensors, of a folder or a `.pth`, read without torch; empty if there is no checkpoint."""
+    if folder.is_file():
+        return _pickled_names(folder)
+    # Regular files only: a device or a pipe has no end.
+    names = [_safetensors_names(file) for file in folder.glob("*.safetensors") if file.is_file()]
+    if not any(names):
+        names = [_pickled_names(file) for file in folder.glob("*.pth") if file.is_file()]
+    return set().union(*names)
+
+
+def _safetensors_names(file: Path) -> set[str]:
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            return set(json.loads(stream.read(min(length, MAX_HEADER)))) - {"__metadata__"}
+    except (OSError, ValueError, struct.error, TypeError, RecursionError):
+        return set()
+
+
+def _pickled_names(file: Path) -> set[str]:
+    """Strings of a `.pth`, its tensors' names among them; the pickle is never executed."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entry = next(info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            if entry.file_size > MAX_PICKLE:
+                return set()
+            operations = pickletools.genops(archive.read(entry))
+            return {argument for _, argument, _ in operations if isinstance(argument, str)}
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, RuntimeError, NotImplementedError):
+        return set()
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayout:

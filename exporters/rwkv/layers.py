@@ -22,8 +22,7 @@ class Shared:
         keep: whether each token's decay applies, bool [batch, seq, n_heads, 1].
         shift: [batch, seq + 1, 1]: which token each one is mixed with: 0 is the last of the call before, t + 1 is
             token t of this call. The last entry is what the next call's first token is mixed with.
-        length: of the call.
-        tokens: int64 [1], the call's tokens.
+        tokens: int64 [1], the number of the call's tokens.
     """
 
     write: ir.Value
@@ -99,14 +98,10 @@ def time_mix7(
     shared: Shared,
     first: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """RWKV-7's attention.
+    """RWKV-7's attention; returns layer 0's values too.
 
     Args:
-        value, last, state, shared: as in RWKV-6.
         first: layer 0's values, [batch, seq, hidden]; None in layer 0.
-
-    Returns:
-        its output, the value for the next token shift, the state, and layer 0's values.
     """
     op, name = build.op, f"blocks.{layer}.att"
     change, following = token_shift(build, value, last, shared)
@@ -173,11 +168,7 @@ def _normed(build: Build, name: str, y: ir.Value) -> ir.Value:
 
 
 def channel_mix(build: Build, layer: int, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """The feed-forward part, relu(x W_k)^2 W_v, in RWKV-6 gated.
-
-    Returns:
-        its output, and the value for the next token shift.
-    """
+    """The feed-forward part, relu(x W_k)^2 W_v, in RWKV-6 gated; and the value for the next token shift."""
     op, name = build.op, f"blocks.{layer}.ffn"
     change, following = token_shift(build, value, last, shared)
     six = build.shape.version == 6

@@ -8,19 +8,14 @@ import onnx_ir as ir
 from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
 from exporters.rwkv.build import RWKV_OPSET, STATE_DTYPE, Build
-from exporters.rwkv.checkpoint import Shape
+from exporters.rwkv.checkpoint import Shape, TensorLayout
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
-from exporters.rwkv.layouts import TensorLayout
 from exporters.rwkv.recurrence import CHUNK_TOKENS, Length
 from mionnx.graph.io_names import STATE as STATE_NAMES
 
 
 def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], shape: Shape, dtype: ir.DataType) -> Build:
-    """The graph of a checkpoint, its weights without data so far.
-
-    Raises:
-        ExportError: a tensor is missing.
-    """
+    """The graph of a checkpoint, its weights without data so far."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": RWKV_OPSET}, name="mionnx")
     build = Build(layout, tensors, shape, dtype, OpWriter(graph))
     op = build.op

@@ -7,15 +7,10 @@ RWKV-7:  S_t = diag(d_t) S_{t-1} + b_t (x) (a_t S_{t-1}) + k_t (x) v_t;  y_t = r
 
 The step form takes one token an iteration; for a single token it needs no Scan. The chunked form takes 16: what the
 tokens of a chunk give each other are matrix products over all chunks at once, and only the state goes through the Scan.
-
-Decays between two tokens are products of factors, never quotients of running products or exponentials of positive
-numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair of tokens in
-the left and the right half of a block of 2m is joined by (product after the left one to the middle) x (product from the
-middle to before the right one).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -49,12 +44,10 @@ class Length:
 
 
 def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, where: str) -> tuple[ir.Value, ir.Value]:
-    """Run the recurrence over a call's tokens.
+    """Run the recurrence over a call's tokens, in the form for its length.
 
     Args:
-        reads: per token.
         state: [batch, n_heads, key, value].
-        length: of the call; it chooses the form.
         where: what the names of the parts begin with.
 
     Returns:
@@ -98,33 +91,25 @@ def _once(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str)
 def _steps(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     """One token an iteration."""
     column, row = [-1], [-2]  # [..., head_dim] as a column vector and as a row vector
-    inputs = {
+    scanned = {
         "r": op.Unsqueeze(reads.r, row),
         "k": op.Unsqueeze(reads.k, column),
         "v": op.Unsqueeze(reads.v, row),
         "d": op.Unsqueeze(reads.decay, column),
     }
     if reads.a is not None:
-        inputs |= {"a": op.Unsqueeze(reads.a, row), "b": op.Unsqueeze(reads.b, column)}
+        scanned |= {"a": op.Unsqueeze(reads.a, row), "b": op.Unsqueeze(reads.b, column)}
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
-        at = dict(zip(inputs, read, strict=True))
+        at = dict(zip(scanned, read, strict=True))
         after = op.Add(op.Mul(at["d"], before), op.Mul(at["k"], at["v"]))
         if "a" in at:
             after = op.Add(after, op.Mul(at["b"], op.MatMul(at["a"], before)))
             return after, op.MatMul(at["r"], after)
         return after, op.MatMul(at["r"], before)
 
-    graph, count = _body(op, body, inputs, where), len(inputs)
-    last, y = op.Scan(
-        state,
-        *inputs.values(),
-        body=graph,
-        num_scan_inputs=count,
-        scan_input_axes=[1] * count,
-        scan_output_axes=[1],
-        outputs=2,
-    )
+    axes = {"scan_input_axes": [1] * len(scanned), "scan_output_axes": [1]}
+    last, y = _scan(op, body, state, scanned, where, **axes)
     return op.Squeeze(y, row), last
 
 
@@ -140,12 +125,11 @@ def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: st
         padded = op.Pad(value, pads, build.constant(f"fill.{filling:g}", np.float32(filling)))
         return op.Transpose(op.Reshape(padded, [0, -1, CHUNK_TOKENS, heads, width]), perm=[1, 0, 3, 2, 4])
 
-    r, k, v = split(reads.r), split(reads.k), split(reads.v)
-    decay = split(reads.decay, 1.0)
+    chunks = Reads(split(reads.r), split(reads.k), split(reads.v), split(reads.decay, 1.0))
     if reads.a is None:
-        last, y = _chunks6(op, build, r, k, v, decay, state, where)
+        last, y = _chunks6(op, build, chunks, state, where)
     else:
-        last, y = _chunks7(op, build, r, k, v, decay, split(reads.a), split(reads.b), state, where)
+        last, y = _chunks7(op, build, replace(chunks, a=split(reads.a), b=split(reads.b)), state, where)
     joined = op.Reshape(op.Transpose(y, perm=[1, 0, 3, 2, 4]), [0, -1, heads, width])
     return op.Slice(joined, [0], seq, [1]), last
 
@@ -212,13 +196,16 @@ def _pairs(
     """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
 
     Args:
-        later, earlier: [chunks, batch, n_heads, copies * 16, head_dim].
+        later, earlier: [chunks, batch, n_heads, copies * 16, head_dim], so many vectors per token.
         decay: [chunks, batch, n_heads, 16, head_dim].
-        copies: how many vectors per token are stacked.
 
     Returns:
         [chunks, batch, n_heads, copies * 16, copies * 16], and the decays over the whole chunk.
     """
+    # Decays between two tokens are products of factors, never quotients of running products or exponentials of
+    # positive numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair
+    # of tokens in the left and the right half of a block of 2m is joined by (product after the left one to the middle)
+    # x (product from the middle to before the right one).
     products, total = _Decays(op, build, decay), None
     for size in BLOCK_SIZES:
         left = products.times(earlier, products.after, copies)
@@ -229,48 +216,28 @@ def _pairs(
     return total, products
 
 
-def _chunks6(
-    op: OpWriter,
-    build: Build,
-    r: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    decay: ir.Value,
-    state: ir.Value,
-    where: str,
-) -> Sequence[ir.Value]:
-    weights, products = _pairs(op, build, r, k, decay, 1)
-    inside = op.MatMul(weights, v)
-    reading = op.Mul(r, products.before)
-    writing = _turn(op, op.Mul(k, products.after))
+def _chunks6(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+    weights, products = _pairs(op, build, reads.r, reads.k, reads.decay, 1)
+    inside = op.MatMul(weights, reads.v)
+    reading = op.Mul(reads.r, products.before)
+    writing = _turn(op, op.Mul(reads.k, products.after))
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
         reading, writing, v, inside, decay = read
         after = op.Add(op.Mul(decay, before), op.MatMul(writing, v))
         return after, op.Add(op.MatMul(reading, before), inside)
 
-    return _scan(
-        op, body, state, {"r": reading, "k": writing, "v": v, "y": inside, "d": _turn(op, products.whole)}, where
-    )
+    scanned = {"r": reading, "k": writing, "v": reads.v, "y": inside, "d": _turn(op, products.whole)}
+    return _scan(op, body, state, scanned, where)
 
 
-def _chunks7(
-    op: OpWriter,
-    build: Build,
-    r: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    decay: ir.Value,
-    a: ir.Value,
-    b: ir.Value,
-    state: ir.Value,
-    where: str,
-) -> Sequence[ir.Value]:
+def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}.
 
     u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
     """
-    earlier = op.Concat(b, k, axis=3)
+    r, v, decay, a = reads.r, reads.v, reads.decay, reads.a
+    earlier = op.Concat(reads.b, reads.k, axis=3)
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
     own = op.MatMul(r, _turn(op, earlier))  # y_t reads the state after its own token
     to_a, to_r = op.Split(weights, axis=3, num_outputs=2, outputs=2)
@@ -314,15 +281,16 @@ def _inverse(op: OpWriter, build: Build, lower: ir.Value) -> ir.Value:
     return inverse
 
 
-def _body(op: OpWriter, write: Callable[..., Sequence[ir.Value]], scanned: Iterable[str], where: str) -> ir.Graph:
-    """One step of a Scan, from the state and what it runs over to the state and an output."""
+def _scan(
+    op: OpWriter,
+    body: Callable[..., Sequence[ir.Value]],
+    state: ir.Value,
+    scanned: dict[str, ir.Value],
+    where: str,
+    **axes: list[int],
+) -> Sequence[ir.Value]:
+    """Run a step, from the state and an entry of each value to the state and an output, over the entries."""
     inputs = [_float(f"{where}.{name}", 4) for name in ("before", *scanned)]
     outputs = [_float(f"{where}.{name}", 4) for name in ("after", "out")]
-    return op.subgraph(f"{where}.body", inputs, outputs, write)
-
-
-def _scan(
-    op: OpWriter, body: Callable[..., Sequence[ir.Value]], state: ir.Value, scanned: dict[str, ir.Value], where: str
-) -> Sequence[ir.Value]:
-    graph = _body(op, body, scanned, where)
-    return op.Scan(state, *scanned.values(), body=graph, num_scan_inputs=len(scanned), outputs=2)
+    graph = op.subgraph(f"{where}.body", inputs, outputs, body)
+    return op.Scan(state, *scanned.values(), body=graph, num_scan_inputs=len(scanned), outputs=2, **axes)

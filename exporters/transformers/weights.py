@@ -11,8 +11,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import StoredTensor, same_bytes
-from exporters.packed.linear import Linear
-from exporters.packed.stack import Stack
+from exporters.packed.linear import Linear, Stack
 from exporters.transformers.checkpoint import Conversion, Mapped, aliases
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError

@@ -48,7 +48,7 @@ def playground(
     spec = None if hooks is None else HookSpec.load(hooks)
     with TemporaryDirectory() as scratch:
         site = write(
-            model, folder or Path(scratch) / "site", spec=spec, title=title, examples=examples, hooks=points or ()
+            model, folder or Path(scratch) / "site", hooks=spec, title=title, examples=examples, points=points or ()
         )
         facts, line = _summary(site)
         output.deliver(site, facts, [line])

@@ -9,7 +9,7 @@
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
 5. Scores and patterns of padding stay as they are, whatever batch the graph is called with.
 6. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
-7. The inputs of a metric likewise; see `mionnx.compile.bake_metric`. Those of captures in part: `bake_parts`.
+7. The inputs of a metric likewise; see `mionnx.compile.bake_outputs`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.knockout_mask import KnockoutMask
 from mionnx.bind.selection import Selection, reads_keys
 from mionnx.compile.bake_gates import bake_gates
-from mionnx.compile.bake_metric import bake_metric
+from mionnx.compile.bake_outputs import bake_metric
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable, sort_nodes
@@ -35,13 +35,16 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds import KINDS
 from mionnx.spec.kinds.kind import ValueShape
 
+# Axis of an activation -> the input of the graph, and its axis, that is as long.
+DYNAMIC = {
+    "batch": ("input_ids", 0),
+    "seq": ("input_ids", 1),
+    "seq_q": ("input_ids", 1),
+    "seq_k": ("attention_mask", 1),
+}
 
-def bake(
-    graph: Graph,
-    bound: BoundSpec,
-    knobs: Mapping[str, Sequence[int]],
-    report: Report,
-) -> None:
+
+def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], report: Report) -> None:
     """Turn the inputs that a plan added into constants and nodes.
 
     Args:
@@ -49,17 +52,17 @@ def bake(
     """
     turned: dict[int, Constant] = {}
     for name, where in knobs.items():
-        turned |= dict.fromkeys(where, _knob(graph, name, [bound.edits[n] for n in where], report))
+        turned |= dict.fromkeys(where, _knob(name, [bound.edits[n] for n in where]))
+    report.inputs += knobs
     calls = TokenFacts(graph, report)
     for n, (edit, intervention) in enumerate(bound.edits):
-        dims = bound.hooks.dims(HookPoint.parse(edit.hook))
-        _edit(graph, edit, intervention, dims, calls, turned.get(n), report)
+        _edit(calls, edit, intervention, bound.hooks.dims(HookPoint.parse(edit.hook)), turned.get(n))
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
     bake_metric(graph, bound, calls, report)
     sort_nodes(graph)
 
 
-def _knob(graph: Graph, name: str, where: Sequence[tuple[Edit, Intervention]], report: Report) -> Constant:
+def _knob(name: str, where: Sequence[tuple[Edit, Intervention]]) -> Constant:
     """The default of a knob: a constant that becomes an input when the graph is written."""
     defaults = set()
     for edit, intervention in where:
@@ -73,30 +76,22 @@ def _knob(graph: Graph, name: str, where: Sequence[tuple[Edit, Intervention]], r
         defaults.add(strength)
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
-    report.inputs.append(name)
     return Constant(name, np.array(defaults.pop(), np.float32))
 
 
 def _edit(
-    graph: Graph,
-    edit: Edit,
-    intervention: Intervention,
-    shape: Sequence[str | int],
-    calls: TokenFacts,
-    knob: Constant | None,
-    report: Report,
+    calls: TokenFacts, edit: Edit, intervention: Intervention, shape: Sequence[str | int], knob: Constant | None
 ) -> None:
-    if intervention.rows is not None or _by_row(intervention.positions):
+    graph, tensors, positions = calls.graph, calls.graph.tensors(), intervention.positions
+    if intervention.rows is not None or (isinstance(positions, tuple) and isinstance(positions[0], tuple)):
         raise InterventionError(
             f"{edit.kind} at {edit.hook}: batch rows are a matter of one call; a compiled graph serves any batch"
         )
-    tensors = graph.tensors()
     place = _place(edit, intervention, shape)
     if edit.masked:
-        _where(graph, edit, place, calls)
+        _where(calls, place)
     if edit.at_experts is not None:
         _become(graph, tensors[edit.experts_input], np.array(intervention.experts))
-    positions: Any = intervention.positions
     if positions is not None:
         chosen = calls.chosen(f"{edit.prefix}.chosen", [positions] if isinstance(positions, str) else positions)
         replace_input(graph, tensors[edit.positions_input], chosen)
@@ -108,34 +103,34 @@ def _edit(
         replace_input(graph, inputs[0], calls.window(int(intervention.values[0]), inputs[0].dtype))
     elif intervention.rules.shape is ValueShape.ATTENTION_MASK:
         _refuse_mask(edit, intervention)
-        replace_input(graph, inputs[0], _mask(graph, edit, _value(place), calls, report))
+        replace_input(graph, inputs[0], _mask(calls, place))
     else:
-        _values(graph, place, inputs, knob, report)
+        _values(calls, place, inputs, knob)
 
 
-def _where(graph: Graph, edit: Edit, place: Selection, calls: TokenFacts) -> None:
+def _where(calls: TokenFacts, place: Selection) -> None:
     """Select heads, neurons and experts, and scores and pattern entries that are not of padding."""
-    variable, mask = graph.tensors()[edit.mask_input], place.mask()
-    texts = calls.of_texts(edit.axes) if reads_keys(edit, place.intervention) else None
+    variable, mask = calls.graph.tensors()[place.edit.mask_input], place.mask()
+    texts = calls.of_texts(place.edit.axes) if reads_keys(place.edit, place.intervention) else None
     if texts is None:
-        _become(graph, variable, mask)
+        _become(calls.graph, variable, mask)
     else:
-        replace_input(graph, variable, texts if mask.all() else calls.op.And(mask, texts))
+        replace_input(calls.graph, variable, texts if mask.all() else calls.op.And(mask, texts))
 
 
-def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
+def _values(calls: TokenFacts, place: Selection, inputs: Sequence[Variable], knob: Constant | None) -> None:
     """Turn the inputs of values into constants, times a knob's strength if there is one."""
-    edit, rules = place.edit, place.intervention.rules
+    graph, edit, rules = calls.graph, place.edit, place.intervention.rules
     arrays = _fixed(place, inputs[0].dtype) if inputs else ()
     if rules.shape is ValueShape.EXACT and not (edit.at_positions or edit.masked):
-        _spread(graph, place, inputs[0], arrays[0], report)
+        _spread(calls, place, inputs[0], arrays[0])
         return
     if knob is None:
         for variable, array in zip(inputs, arrays, strict=True):
             _become(graph, variable, array)
         return
     ((variable,), (array,)) = inputs, arrays
-    op = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
+    op = Builder(graph, edit.hook, f"{edit.prefix}.knob", calls.report)
     strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)
     turned = rules.with_strength(op, array, strength)
     if rules.strength_step is None:
@@ -147,27 +142,15 @@ def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Co
     _become(graph, variable, array)
 
 
-def _spread(graph: Graph, place: Selection, value: Variable, array: NDArray[Any], report: Report) -> None:
+def _spread(calls: TokenFacts, place: Selection, value: Variable, array: NDArray[Any]) -> None:
     """Expand a constant to the whole activation that it stands for, in any batch and text."""
-    tensors = graph.tensors()
-    op = Builder(graph, place.edit.hook, f"{place.edit.prefix}.spread", report)
-    dynamic = {
-        "batch": ("input_ids", 0),
-        "seq": ("input_ids", 1),
-        "seq_q": ("input_ids", 1),
-        "seq_k": ("attention_mask", 1),
-    }
-    sizes = [
-        op.Shape(tensors[dynamic[name][0]], start=dynamic[name][1], end=dynamic[name][1] + 1)
-        if name in dynamic
-        else np.array([size])
-        for name, size in zip(place.edit.axes, place.shape, strict=True)
-    ]
-    replace_input(graph, value, op.Expand(array, op.Concat(*sizes, axis=0)))
-
-
-def _by_row(positions: Any) -> bool:
-    return positions is not None and not isinstance(positions, str) and isinstance(positions[0], tuple)
+    tensors = calls.graph.tensors()
+    op = Builder(calls.graph, place.edit.hook, f"{place.edit.prefix}.spread", calls.report)
+    sizes: list[Any] = []
+    for name, size in zip(place.edit.axes, place.shape, strict=True):
+        source, axis = DYNAMIC.get(name, ("", 0))
+        sizes.append(op.Shape(tensors[source], start=axis, end=axis + 1) if source else np.array([size]))
+    replace_input(calls.graph, value, op.Expand(array, op.Concat(*sizes, axis=0)))
 
 
 def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Selection:
@@ -179,11 +162,7 @@ def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -
 
 
 def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
-    """The values as constants of any call.
-
-    Raises:
-        InterventionError: it has several entries along an axis that is another in every call.
-    """
+    """The values as constants of any call, of one entry along axes that are others in every call."""
     try:
         return place.values(dtype)
     except InterventionError as error:
@@ -193,21 +172,13 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
         ) from None
 
 
-def _value(place: Selection) -> NDArray[Any]:
-    """The mask of a knockout, [1, n_heads or 1, seq_q or 1, seq_k or 1]."""
-    mask = place.knockout_mask
-    assert isinstance(mask, KnockoutMask)  # not one by distance
-    return mask.value
-
-
-def _mask(graph: Graph, edit: Edit, mask: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
-    """Take a knockout mask's entries at the text positions of a call; 0 beyond its own text.
-
-    Args:
-        mask: [1, n_heads or 1, seq_q or 1, seq_k or 1].
-    """
-    op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
-    dtype = graph.tensors()[edit.value_input].dtype
+def _mask(calls: TokenFacts, place: Selection) -> Tensor:
+    """Take a knockout mask's entries at the text positions of a call; 0 beyond its own text."""
+    edit, knockout = place.edit, place.knockout_mask
+    assert isinstance(knockout, KnockoutMask)  # not one by distance
+    mask = knockout.value  # [1, n_heads or 1, seq_q or 1, seq_k or 1]
+    op = Builder(calls.graph, edit.hook, f"{edit.prefix}.mask", calls.report)
+    dtype = calls.graph.tensors()[edit.value_input].dtype
     heads, *axes = mask.shape[1:]
     full = np.pad(mask.astype(dtype), [(0, 0), (0, 0), *((0, int(size > 1)) for size in axes)])
     index: Tensor | None = None

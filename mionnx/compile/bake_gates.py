@@ -34,13 +34,17 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         if term == "erase" and not metadata.has_removal:
             continue
         op = Builder(graph, name, f"mionnx.{name}", report)
-        gate = _padding(op, metadata.sizes.num_layers, calls)
+        real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])  # tokens that are no padding
+        gate = op.Where(real, np.ones((metadata.sizes.num_layers, 1, 1, 1), np.float32), np.float32(0))
         for n, state in enumerate(states):
             if term in state.terms:
                 gate = op.Mul(gate, _factor(op, f"{n}", state, metadata, calls))
         if term in ("decay", "token_shift"):
             gate = op.Cast(gate, to=np.bool_)
-        _take_over(graph, name, _distances(op, gate) if term == "token_shift" else gate)
+        tensors = graph.tensors()
+        if name not in tensors:
+            raise InterventionError(f"the graph has no gate {name}")
+        replace_input(graph, tensors[name], _distances(op, gate) if term == "token_shift" else gate)
 
 
 def _check(state: State, metadata: Metadata) -> None:
@@ -53,23 +57,14 @@ def _check(state: State, metadata: Metadata) -> None:
     refuse_terms(state, metadata)
 
 
-def _padding(op: Builder, layers: int, calls: TokenFacts) -> Tensor:
-    """[layers, batch, seq, 1]: 1, and 0 at padding."""
-    real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])
-    return op.Where(real, np.ones((layers, 1, 1, 1), np.float32), np.float32(0))
-
-
 def _distances(op: Builder, gate: Tensor) -> Tensor:
-    """[layers, batch, seq + 1]: distance to the last token that each token may see.
-
-    See `mionnx.bind.rwkv_gates`.
-
-    The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
-    work than one pass over the text, where comparing all pairs of tokens would take its square.
+    """[layers, batch, seq + 1]: distance to the last token that each token may see; see `mionnx.bind.rwkv_gates`.
 
     Args:
         gate: bool [layers, batch, seq, 1 or n_heads], the same for all heads: whether later tokens may see a token.
     """
+    # The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
+    # work than one pass over the text, where comparing all pairs of tokens would take its square.
     seen = op.Gather(gate, 0, axis=3)
     ranks = op.CumSum(op.Cast(seen, to=np.int64), 2)
     shape = op.Shape(seen)
@@ -96,10 +91,3 @@ def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: Tok
     chosen = calls.chosen(f"{op.prefix}.{step}", state.positions_)
     here = op.Unsqueeze(among(op, calls.positions, chosen), [0, 3])
     return op.Where(here, factor, np.float32(1))
-
-
-def _take_over(graph: Graph, name: str, gate: Tensor | None) -> None:
-    tensors = graph.tensors()
-    if gate is None or name not in tensors:
-        raise InterventionError(f"the graph has no gate {name}")
-    replace_input(graph, tensors[name], gate)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+import onnx
+
+from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
-from mionnx.compile.package import Knobs, Packaging, compile_spec
+from mionnx.compile.bake import bake
+from mionnx.compile.bake_outputs import bake_parts
+from mionnx.compile.package import LIMIT, Knobs, Packaging, write_package
 from mionnx.engine.options import Options
+from mionnx.errors import InputError, InterventionError, ModelError
+from mionnx.graph.builder import to_proto
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.fused_operators import read_fused, restore
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.metadata import COMPILED
+from mionnx.graph.operator_table import UNPADDED
+from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
+from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients
+from mionnx.rewrite.plan import NONE, PADDED, Outputs, Plan
+from mionnx.rewrite.prune import prune
+from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -78,18 +99,146 @@ def compile_model(
         folder = model.compile(spec, "without-head-3")
     """
     level = model.options.accuracy_level if accuracy_level is None else accuracy_level
-    packaging = Packaging(weights, target, layout, fused, level)
+    packaging, folder = Packaging(weights, target, layout, fused, level), Path(folder)
+    if folder.exists():
+        raise ModelError(f"{folder} exists already")
     if hooks.metric is not None:
         hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
-    with shown() as progress:
-        return compile_spec(
-            model.hooked,
-            hooks,
-            folder,
-            knobs=knobs,
-            captures=captures,
-            last_logits=last_logits,
-            plain=plain,
-            packaging=packaging,
-            progress=progress,
+    spec = hooks if captures else _without_captures(hooks)
+    if plain != spec.is_empty():
+        raise InputError(
+            "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
+            if plain
+            else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
+            "or plain=True (--plain) for the model itself"
         )
+    leveled = _at_level(model.hooked, packaging)
+    bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
+    proto = _compiled(bound, model.hooked, _indices(bound, knobs or {}))
+    proto = _with_fused(proto, leveled, packaging.fused)
+    with shown() as progress:
+        write_package(model.hooked, proto, _nameable(bound.spec, bound.plan), folder, packaging, progress)
+    return folder
+
+
+def _without_captures(spec: HookSpec) -> HookSpec:
+    bare = HookSpec().extend(spec)
+    bare.captures.clear()
+    return bare
+
+
+def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
+    """The model with its products of blocks at the level that they are compiled at."""
+    level = packaging.accuracy_level
+    if level is None:  # a compiled graph gives what `forward` gives
+        return model
+    proto, products = at_accuracy_level(model.proto, level)
+    if not products:
+        raise InputError(f"accuracy_level={level} has no effect: {model.name} has no products with weights in blocks")
+    return replace(model, proto=proto)
+
+
+def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
+    """Knob -> indices of the interventions that it turns.
+
+    None for the hook points means all interventions that have a strength; a glob means those at what it matches.
+    """
+    indices: dict[str, list[int]] = {}
+    numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
+    for name, where in knobs.items():
+        if not name.strip():
+            raise InterventionError(f"a knob is an input of the graph, and {name!r} is no name for one")
+        if where is None:
+            indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
+            missing = [] if indices[name] else ["*"]
+        else:
+            hooks = [HookChoice(str(hook)) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
+            indices[name] = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
+            missing = [str(hook) for hook in hooks if not any(hook.selects(point) for _, point, _ in numbered)]
+        if missing:
+            there = ", ".join(f"{one.kind} at {point}" for _, point, one in numbered) or "none"
+            raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
+    turned = [n for where in indices.values() for n in where]
+    if len({*turned}) != len(turned):
+        raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")
+    return indices
+
+
+def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+    """The graph, its weights still in the hooked model's files."""
+    model, plan, spec = bound.model, bound.plan, bound.spec
+    edited, report = apply_plan(model.proto, plan, model.metadata)
+    taken = {*edited.tensors()} & {*knobs}
+    if taken:
+        raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
+    _refuse_large_fragments(spec)
+    bake(edited, bound, knobs, report)
+    prune(edited, report)
+    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    if plan.gradients is not None:
+        proto = add_gradients(proto, plan.gradients, report)
+    proto = bake_parts(proto, bound, report)
+    facts = {
+        "what": "a compiled intervention graph: not the original model",
+        "family": model.metadata.family,
+        "mionnx": version("mionnx"),
+        "graph_sha256": hashlib.sha256(original.proto.SerializeToString(deterministic=True)).hexdigest(),
+        "weights_sha256": model.weights_sha256,
+        "spec_sha256": _nameable(spec, plan).sha256,  # of the file's bytes
+        "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
+        + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
+        "captures": [want.fetched for want in plan.captures],
+        "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+        "blocks": _blocks(proto),
+    }
+    if plan.gradients is not None:
+        facts |= {"metric": str(spec.metric), "gradients": [node.fetched for node in plan.gradients.by]}
+    proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
+    return proto
+
+
+def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
+    """Bits and accuracy levels of a graph's products with weights in blocks; empty without any."""
+    products = [attributes(node) for node in proto.graph.node if node.op_type == "MatMulNBits"]
+    if not products:
+        return {}
+    return {
+        "bits": sorted({one.get("bits", 4) for one in products}),
+        "accuracy_level": sorted({one.get("accuracy_level", 0) for one in products}),
+    }
+
+
+def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
+    """A compiled graph with fused operators of the model's file."""
+    if fused == NONE:
+        return proto
+    flow = Dataflow(model.proto)
+    restored, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
+    if not count:
+        has = f"{len(model.metadata.fused)} fused operators" if model.metadata.fused else "no fused operators"
+        raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
+    entry = next(entry for entry in restored.metadata_props if entry.key == COMPILED)
+    attends = any((node.domain, node.op_type) in UNPADDED for node in restored.graph.node)
+    entry.value = json.dumps({**json.loads(entry.value), "fused": count, "unpadded": attends})
+    return restored
+
+
+def _refuse_large_fragments(spec: HookSpec) -> None:
+    """Refuse fragments beyond 2 GiB: their weights lie in model.onnx, wherever the model's do."""
+    size = sum(edit.fragment.size for _, edit in spec.interventions if edit.fragment is not None)
+    if size > LIMIT:
+        raise InputError(
+            f"the splices' weights are {size / 2**30:.1f} GiB, and model.onnx, which they go into, holds 2"
+        )
+
+
+def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
+    """The spec with every capture and gradient by name: a file holds no predicate."""
+    named = _without_captures(spec)
+    for want in plan.captures:
+        named.capture(want.hook, before=want.before, dtype=want.dtype)
+    if plan.gradients is not None:
+        named.gradients = []
+        for want in plan.gradients.by:
+            named.gradient(want.hook, before=want.before)
+    return named

@@ -1,11 +1,13 @@
 """Files beside a compiled graph: the model card, and the configuration of Triton Inference Server."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import onnx
 
 from mionnx.engine.session import UNSTABLE_FUSIONS
+from mionnx.errors import InputError
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
@@ -23,23 +25,46 @@ options.log_severity_level = 3
 session = onnxruntime.InferenceSession("model.onnx", options)
 ```
 """
-Typed = Sequence[tuple[onnx.ValueInfoProto, tuple[str, list[Any]]]]
+TRITON = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64", "BOOL": "BOOL"}
 
 
-def card(
-    facts: Mapping[str, Any],
-    spec: HookSpec,
-    metadata: Metadata,
-    inputs: Typed,
-    optional: Typed,
-    outputs: Typed,
-    target: str,
-) -> str:
+class Port(NamedTuple):
+    """An input or output: the dtype by its ONNX name, the shape in numbers and names."""
+
+    name: str
+    dtype: str
+    shape: list[Any]
+
+
+class GraphInterface(NamedTuple):
+    """The inputs of a graph, those that have a default, and its outputs."""
+
+    inputs: list[Port]
+    optional: list[Port]
+    outputs: list[Port]
+
+
+def interface_of(graph: onnx.GraphProto) -> GraphInterface:
+    """The interface of a graph."""
+    defaults = {tensor.name for tensor in graph.initializer}
+    inputs = [_port(value) for value in graph.input]
+    needed = [port for port in inputs if port.name not in defaults]
+    return GraphInterface(needed, [port for port in inputs if port.name in defaults], [*map(_port, graph.output)])
+
+
+def _port(value: onnx.ValueInfoProto) -> Port:
+    tensor = value.type.tensor_type
+    dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
+    return Port(value.name, onnx.TensorProto.DataType.Name(tensor.elem_type), dims)
+
+
+def card(facts: Mapping[str, Any], spec: HookSpec, metadata: Metadata, interface: GraphInterface, target: str) -> str:
     """The text of the card."""
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):
         done.append(f"| {state.title} | the recurrent state | {', '.join(state.terms)} | {_targets(state)} |")
     title = "changed" if done else "instrumented"
+    bound = ", for the version of ONNX Runtime that it was made with; it holds operators of that runtime"
     text = f"""---
 tags: [onnx, mionnx, intervention]
 ---
@@ -59,7 +84,7 @@ is the call that token 0 stands in; "generated" means every later call.
 - weights, sha256: {f"`{digest}`" if (digest := facts["weights_sha256"]) else NO_WEIGHTS}
 - original graph, sha256: `{facts["graph_sha256"]}`
 - spec, sha256: `{facts["spec_sha256"]}`
-- target: {target}{_bound(target)}
+- target: {target}{bound * target.startswith("ort-")}
 {_metric(facts)}{_blocks(facts)}{_fused(facts)}
 ## Running it
 
@@ -79,17 +104,16 @@ session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(U
 
 | input | dtype | shape |
 |---|---|---|
-{_rows(inputs)}
+{_rows(interface.inputs)}
 
 | output | dtype | shape |
 |---|---|---|
-{_rows(outputs)}
+{_rows(interface.outputs)}
 """
-    return text + _optional(facts, optional)
+    return text + _optional(facts, interface.optional)
 
 
 def _metric(facts: Mapping[str, Any]) -> str:
-    """A line on the metric and its gradients."""
     if "metric" not in facts:
         return ""
     by = f", and its gradients: {', '.join(f'`{name}`' for name in facts['gradients'])}" * bool(facts["gradients"])
@@ -97,7 +121,6 @@ def _metric(facts: Mapping[str, Any]) -> str:
 
 
 def _blocks(facts: Mapping[str, Any]) -> str:
-    """A line on weights in blocks."""
     if not facts.get("blocks"):
         return ""
     bits, levels = (" and ".join(map(str, facts["blocks"][name])) for name in ("bits", "accuracy_level"))
@@ -109,7 +132,6 @@ def _blocks(facts: Mapping[str, Any]) -> str:
 
 
 def _fused(facts: Mapping[str, Any]) -> str:
-    """A line on fused operators of the file that the model was adopted from."""
     if not facts.get("fused"):
         return ""
     padding = "; texts must not be padded, and calls of several tokens after a past have one row"
@@ -119,20 +141,19 @@ def _fused(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _optional(facts: Mapping[str, Any], optional: Typed) -> str:
-    """The inputs that may be left out."""
+def _optional(facts: Mapping[str, Any], optional: list[Port]) -> str:
     text = ""
     if facts["knobs"]:
         text += "\nKnobs, which may be left out:\n\n"
         text += "".join(f"- `{name}`: the strength at {', '.join(hooks)}\n" for name, hooks in facts["knobs"].items())
-    gates = [value.name for value, _ in optional if value.name not in facts["knobs"]]
+    gates = [port.name for port in optional if port.name not in facts["knobs"]]
     if gates:
         text += f"\nGates of the recurrence, which may be left out: {', '.join(f'`{name}`' for name in gates)}\n"
     return text + (QUIET if optional else "")
 
 
-def _rows(values: Typed) -> str:
-    return "\n".join(f"| `{value.name}` | {dtype.lower()} | [{_list(shape)}] |" for value, (dtype, shape) in values)
+def _rows(ports: list[Port]) -> str:
+    return "\n".join(f"| `{port.name}` | {port.dtype.lower()} | [{_list(port.shape)}] |" for port in ports)
 
 
 def _value(edit: Intervention) -> str:
@@ -159,28 +180,18 @@ def _targets(state: Any) -> str:
     return f"positions {_list(state.positions_)}; {layers}"
 
 
-def _bound(target: str) -> str:
-    if not target.startswith("ort-"):
-        return ""
-    return ", for the version of ONNX Runtime that it was made with; it holds operators of that runtime"
-
-
-def triton_config(name: str, inputs: Typed, optional: Typed, outputs: Typed) -> str:
+def triton_config(name: str, interface: GraphInterface) -> str:
     """`config.pbtxt` for Triton's ONNX Runtime backend; batches are one of the model's own axes."""
-    entries = [_entry("input", value, typed) for value, typed in inputs]
-    entries += [_entry("input", value, typed, "optional: true") for value, typed in optional]
-    entries += [_entry("output", value, typed) for value, typed in outputs]
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise InputError(f"{name!r} is no name for a Triton model: letters, digits, '.', '-' and '_' only")
+    entries = [_entry("input", port) for port in interface.inputs]
+    entries += [_entry("input", port, "optional: true") for port in interface.optional]
+    entries += [_entry("output", port) for port in interface.outputs]
     return "\n".join([f'name: "{name}"', 'backend: "onnxruntime"', "max_batch_size: 0", *entries]) + "\n"
 
 
-TRITON = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64", "BOOL": "BOOL"}
-
-
-def _entry(kind: str, value: onnx.ValueInfoProto, typed: tuple[str, list[Any]], more: str = "") -> str:
-    dtype, shape = typed
-    dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "1"
-    reshape = "" if shape else " reshape { shape: [ ] }"  # Triton has no scalars of its own
-    return (
-        f'{kind} [ {{ name: "{value.name}" data_type: TYPE_{TRITON.get(dtype, dtype)} dims: [ {dims} ]{reshape} '
-        f"{more} }} ]"
-    )
+def _entry(kind: str, port: Port, more: str = "") -> str:
+    dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in port.shape) or "1"
+    reshape = "" if port.shape else " reshape { shape: [ ] }"  # Triton has no scalars of its own
+    dtype = TRITON.get(port.dtype, port.dtype)
+    return f'{kind} [ {{ name: "{port.name}" data_type: TYPE_{dtype} dims: [ {dims} ]{reshape} {more} }} ]'

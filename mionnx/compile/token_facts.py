@@ -1,7 +1,7 @@
 """Facts of a call inside a compiled graph: positions of its tokens, and whether it is the prompt's."""
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,43 +11,41 @@ from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
 
-COUNTED = (*SEQUENCE_AXES, KEYS)
 NOWHERE = -2  # no token stands there; padding stands at -1
 
 
 class TokenFacts:
-    """Facts of a call as values of the graph; the nodes of each are added when first asked for."""
+    """Facts of a call as values of the graph; the nodes of each are added when it is first read."""
 
     def __init__(self, graph: Graph, report: Report, prefix: str = "mionnx.call") -> None:
         self.graph, self.report = graph, report
         self.op = Builder(graph, TOKEN_POSITIONS, prefix, report)
-        self._tensors: dict[str, Tensor] = {}
+        self._windows: dict[str, Tensor] = {}
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
-        if "positions" not in self._tensors:
-            tensors = self.graph.tensors()
-            existing = tensors.get(f"{TOKEN_POSITIONS}.of_tokens") or tensors.get(TOKEN_POSITIONS)
-            self._tensors["positions"] = token_positions(self.graph, self.report) if existing is None else existing
-        return self._tensors["positions"]
+        tensors = self.graph.tensors()
+        existing = tensors.get(f"{TOKEN_POSITIONS}.of_tokens") or tensors.get(TOKEN_POSITIONS)
+        return token_positions(self.graph, self.report) if existing is None else existing
 
-    @property
+    @cached_property
     def keys(self) -> Tensor:
         """[batch, total]: each key's position in its row's text, past included, -1 for padding."""
-        if "keys" not in self._tensors:
-            mask = self.graph.tensors()["attention_mask"]
-            counted = self.op.Sub(self.op.CumSum(mask, np.array(1)), [1])
-            self._tensors["keys"] = self.op.Where(self.op.Cast(mask, to=np.bool_), counted, -1, name="keys")
-        return self._tensors["keys"]
+        mask = self.graph.tensors()["attention_mask"]
+        counted = self.op.Sub(self.op.CumSum(mask, np.array(1)), [1])
+        return self.op.Where(self.op.Cast(mask, to=np.bool_), counted, -1, name="keys")
 
-    @property
+    @cached_property
     def length(self) -> Tensor:
         """[batch, 1]: length of each row's text so far."""
-        if "length" not in self._tensors:
-            last = self.op.ReduceMax(self.positions, [1], keepdims=1)
-            self._tensors["length"] = self.op.Add(last, 1)
-        return self._tensors["length"]
+        return self.op.Add(self.op.ReduceMax(self.positions, [1], keepdims=1), 1)
+
+    @cached_property
+    def is_prompt(self) -> Tensor:
+        """[batch, 1]: whether this call is the prompt's."""
+        first = self.op.Cast(self.op.Equal(self.positions, 0), to=np.int32)
+        return self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
         """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
@@ -56,35 +54,23 @@ class TokenFacts:
         """
         if "attention_mask" not in self.graph.tensors():
             return None
-        tokens = [
-            (at, self.keys if axis == KEYS else self.positions)
-            for at, axis in enumerate(axes)
-            if axis in (*SEQUENCE_AXES, KEYS)
-        ]
-        parts = [
-            self.op.Unsqueeze(self.op.GreaterOrEqual(here, 0), [n for n in range(1, len(axes)) if n != at])
-            for at, here in tokens
-        ]
+        parts = []
+        for at, axis in enumerate(axes):
+            if axis in (*SEQUENCE_AXES, KEYS):
+                real = self.op.GreaterOrEqual(self.keys if axis == KEYS else self.positions, 0)
+                parts.append(self.op.Unsqueeze(real, [n for n in range(1, len(axes)) if n != at]))
         return reduce(self.op.And, parts) if parts else None
-
-    @property
-    def is_prompt(self) -> Tensor:
-        """[batch, 1]: whether this call is the prompt's."""
-        if "is_prompt" not in self._tensors:
-            first = self.op.Cast(self.op.Equal(self.positions, 0), to=np.int32)
-            self._tensors["is_prompt"] = self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
-        return self._tensors["is_prompt"]
 
     def window(self, tokens: int, dtype: DTypeLike) -> Tensor:
         """[batch, 1, seq, total]: -inf at keys more than some tokens before a query, else 0."""
         name = f"window_{tokens}_{np.dtype(dtype)}"
-        if name not in self._tensors:
+        if name not in self._windows:
             keys = self.op.Unsqueeze(self.keys, [1])
             far = self.op.Greater(self.op.Sub(self.op.Unsqueeze(self.positions, [2]), keys), tokens)
             cut = self.op.Unsqueeze(self.op.And(far, self.op.GreaterOrEqual(keys, 0)), [1])
             masked, visible = (np.array(number, dtype) for number in (-np.inf, 0))
-            self._tensors[name] = self.op.Where(cut, masked, visible, dtype=dtype, name=name)
-        return self._tensors[name]
+            self._windows[name] = self.op.Where(cut, masked, visible, dtype=dtype, name=name)
+        return self._windows[name]
 
     def chosen(self, prefix: str, positions: Sequence[int | str]) -> Tensor:
         """[batch or 1, n]: absolute positions in this call, NOWHERE for those outside it."""

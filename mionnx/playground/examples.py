@@ -89,7 +89,7 @@ def _check_entry(where: str, entry: Any, graph: PlaygroundGraph, names: Iterable
         raise InputError(f"{where}: nothing to change at {entry['hook']!r}{nearest(entry['hook'], graph.sites)}")
     other = [name for name in names if fnmatchcase(name, entry["hook"]) and name not in graph.sites]
     if other:
-        raise InputError(f"{where}: {entry['hook']!r} means {other[0]} too, which the page cannot change (hooks=)")
+        raise InputError(f"{where}: {entry['hook']!r} means {other[0]} too, which the page cannot change (points=)")
     for name in sites:
         if entry["kind"] not in graph.sites[name].kinds:
             raise InputError(f"{where}: {entry['kind']!r} at {name}; there are {', '.join(graph.sites[name].kinds)}")

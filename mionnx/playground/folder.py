@@ -1,5 +1,9 @@
-"""`playground`: a static folder with page, engine, runtime, model and tokenizer, which any file server serves."""
+"""`playground`: a static folder with page, engine, runtime, model and tokenizer, which any file server serves.
 
+Its `manifest.json` says what page and engine have to know of the model and the files.
+"""
+
+import hashlib
 import json
 import shutil
 import warnings
@@ -12,7 +16,8 @@ import numpy as np
 from mionnx.errors import MIError, ModelError, SpecFileError
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, KEPT
+from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.chat_template import load_chat_template
 from mionnx.inputs.chat_tokens import tokenize_chat
 from mionnx.machine.leftovers import new_folder, remove_leftovers
@@ -21,7 +26,6 @@ from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import PlaygroundGraph, build_graph
-from mionnx.playground.manifest import file_facts, manifest_of
 from mionnx.playground.npm_files import vendor
 from mionnx.run.source_path import shipped_models
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -38,17 +42,17 @@ PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
 LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt that a browser computes too; logits that are compared
 TOLERANCE = 1e-3  # of the largest of them
+FORMAT = 1  # of the manifest
 MESSAGE = "Name the colour of the sky."
 
 
 def lessons(model: MIModel) -> Path | None:
-    """The prepared examples of a shipped model; None of any other, or if it has none."""
+    """The prepared examples of a shipped model that has some."""
     path = HERE / "examples" / f"{_shipped(model)}.json"
     return path if path.exists() else None
 
 
 def _shipped(model: MIModel) -> str | None:
-    """The name of a shipped model; None of any other."""
     here = model.hooked.folder.resolve()
     return next((name for name, folder in shipped_models().items() if folder.resolve() == here), None)
 
@@ -58,10 +62,10 @@ def playground(
     model: MIModel,
     folder: str | Path,
     *,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     title: str | None = None,
     examples: str | Path | None = None,
-    hooks: str | Sequence[str] = (),
+    points: str | Sequence[str] = (),
 ) -> Path:
     """Write a static folder in which a browser runs the model, looks inside, and changes it.
 
@@ -71,10 +75,10 @@ def playground(
     Args:
         model: with a tokenizer.json, activations in float32; weights of 4 or 8 bits make the folder small.
         folder: path of a folder that does not exist yet.
-        spec: interventions that the page lists from the start, each of which can be switched off.
+        hooks: interventions that the page lists from the start, each of which can be switched off.
         title: of the page; the model's name if left out.
         examples: a JSON file of prepared examples; see `mionnx.playground.examples`. A shipped model's own if left out.
-        hooks: names or globs of hook points to be changed besides the usual ones.
+        points: names or globs of hook points to be changed besides the usual ones.
 
     Returns:
         the folder.
@@ -88,13 +92,13 @@ def playground(
     Example:
         playground(MIModel.from_pretrained("models/world-llama"), "site", title="Capitals")
     """
-    target, spec = Path(folder), spec or HookSpec()
+    target, spec = Path(folder), hooks or HookSpec()
     if target.exists():
         raise ModelError(f"{target} exists already")
     if spec.captures or spec.gradients or spec.metric is not None:
         warnings.warn("captures, gradients and metrics of a spec are no part of a playground", stacklevel=2)
-    graph = build_graph(model.hooked, spec, [hooks] if isinstance(hooks, str) else hooks)
-    _refuse_files(model, graph)
+    graph = build_graph(model.hooked, spec, [points] if isinstance(points, str) else points)
+    _refuse_files(model, graph)  # before anything is downloaded
     shown = read_examples(lessons(model) if examples is None else examples, model, graph)
     remove_leftovers(target.parent, holding=(MANIFEST_FILE,))
     with new_folder(target, ModelError) as partial:
@@ -104,7 +108,7 @@ def playground(
 
 def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
     folder = model.hooked.folder
-    files_beside(folder, KEPT)  # refused before anything is downloaded
+    files_beside(folder, KEPT)
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
     size = sum(graph.weights.values())
@@ -137,9 +141,14 @@ def _write(
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
-    manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
+    manifest["files"] = {path.relative_to(at).as_posix(): _file_facts(path) for path in written}
     manifest["download"] = sum(manifest["files"][name]["bytes"] for name in _downloaded(manifest))
     (at / MANIFEST_FILE).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
+
+
+def _file_facts(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _downloaded(manifest: dict[str, Any]) -> list[str]:
@@ -180,6 +189,91 @@ def _write_parts(source: Path, at: Path, name: str) -> list[str]:
     return parts
 
 
+def manifest_of(
+    model: HookedModel,
+    graph: PlaygroundGraph,
+    spec: HookSpec,
+    title: str,
+    check: dict[str, Any],
+    opened_as: tuple[str, str | None] | None = None,
+    chat: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The manifest, its files left out.
+
+    Args:
+        check: logits that a browser has to find before it shows any.
+        opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
+    """
+    sizes = model.metadata.sizes
+    return {
+        "format": FORMAT,
+        "title": title,
+        "model": {
+            "name": model.name,
+            "family": model.metadata.family,
+            "chat": chat,
+            "source": dict(zip(("name", "dtype"), opened_as or (str(model.folder), None), strict=True)),
+            "weights": model.metadata.weight_dtype,
+            "bits": list(graph.bits),
+            "bytes": sum(graph.weights.values()),
+            "layers": sizes.num_layers,
+            "heads": sizes.num_heads,
+            "kv_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "hidden": sizes.hidden_size,
+            "vocabulary": sizes.vocab_size,
+            "context": model.context_length,
+            "end_tokens": model.end_tokens(),
+        },
+        "hooks": {name: {"axes": list(site.dims), "kinds": list(site.kinds)} for name, site in graph.sites.items()},
+        "hook_points": [str(point) for point in model.hook_points()],
+        "patterns": list(graph.patterns),
+        "spec": spec_entries(spec),
+        "engine": {
+            "slots": {
+                name: [{"slot": slot, "inputs": list(inputs)} for slot, inputs in site.slots]
+                for name, site in graph.sites.items()
+            },
+            "axes": {name: list(site.axes) for name, site in graph.sites.items()},
+            "layers": [HookPoint.parse(name).layer for name in graph.patterns],
+            # Layers with a sliding window: how many keys a query reads there.
+            "windows": {
+                str(HookPoint.AttnScores(n)): one.sliding_window
+                for n, one in enumerate(model.metadata.attention)
+                if one.sliding_window is not None
+            },
+            "leads": _leads(model, graph),
+            "past": _past(model),
+            "check": check,
+        },
+    }
+
+
+def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
+    """Hook point -> those that its value flows into with none between, and "logits"."""
+    sites = frozenset(graph.sites)
+    reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
+    return {name: sorted(points & (sites | {"logits"})) for name, points in reached.items()}
+
+
+def spec_entries(spec: HookSpec) -> list[dict[str, Any]]:
+    """The interventions of a spec as the page lists them; values lie in `spec.safetensors`."""
+    entries = []
+    for n, (where, one) in enumerate(spec.interventions):
+        stored = [f"interventions.{n}.{name}" for name in one.rules.stored_values]
+        value = {"from": "spec", **({"tensor": stored[0]} if len(stored) == 1 else {"tensors": stored})}
+        entries.append({**one.to_entry(str(where)), **({"value": value} if stored else {})})
+    return entries
+
+
+def _past(model: HookedModel) -> list[dict[str, Any]]:
+    """The past's inputs, with the outputs that follow them; shapes for one text without a past."""
+    shapes = model.metadata.past_shapes(1, 0)
+    layers = model.metadata.sizes.num_layers or 0
+    names = zip(KEYS_AND_VALUES.inputs(layers), KEYS_AND_VALUES.outputs(layers), strict=True)
+    return [{"input": past, "output": present, "dims": list(shapes[past])} for past, present in names]
+
+
 def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     """The check of a runtime: a prompt, interventions, and some logits of its last position.
 
@@ -187,13 +281,13 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     """
     vocabulary, layer = model.vocab_size, model.num_layers // 2
     tokens = np.arange(3, 3 + 7 * LENGTH, 7) % vocabulary
-    shown = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
+    ids = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
     spec, entries = _changes(model, layer, graph)
-    logits = [model.forward(tokens[None], one).output()[0, -1, shown] for one in (None, spec)]
+    logits = [model.forward(tokens[None], one).output()[0, -1, ids] for one in (None, spec)]
     largest = max(float(np.abs(one).max()) for one in logits)
     return {
         "tokens": tokens.tolist(),
-        "ids": shown.tolist(),
+        "ids": ids.tolist(),
         "tolerance": TOLERANCE * max(largest, 1.0),
         "runs": [
             {"interventions": changes, "logits": [round(float(x), 6) for x in one]}

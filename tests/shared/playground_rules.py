@@ -18,8 +18,8 @@ from repository import SHARED
 
 from mionnx import HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
 from mionnx.errors import MIError
+from mionnx.playground.folder import manifest_of
 from mionnx.playground.graph import build_graph
-from mionnx.playground.manifest import manifest_of
 
 Array = np.ndarray
 

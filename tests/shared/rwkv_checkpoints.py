@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from exporters.rwkv.layouts import LAYOUTS as FOUND
+from exporters.rwkv.checkpoint import LAYOUTS as FOUND
 
 VOCAB, HIDDEN, HEAD, LAYERS = 101, 128, 64, 2
 LAYOUTS = ["6-pth", "6-hf", "7-pth", "7-fla", "7-fla-fused"]

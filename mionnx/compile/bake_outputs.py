@@ -1,21 +1,28 @@
-"""Rewrite: the inputs of a metric become part of the graph, so that a file gives a metric and its gradients by itself.
+"""Rewrite: the inputs of a metric, and of captures and gradients in part, become part of the graph.
 
-1. Tokens, a reference and the numbers of a seed become constants, the same for every row.
-2. The position that is read is worked out in the graph, in each row's own text; in a call without it the metric is 0.
+1. Tokens, a reference and the numbers of a seed become constants, the same for every row; so do heads.
+2. The position that a metric reads is worked out in the graph, in each row's own text; in a call without it the metric
+   is 0.
 3. Numbers at a hook point count for nothing at padding.
 4. The targets of the loss are the call's own next tokens; padding, and the last token, predict nothing.
+5. Positions of a capture are looked up among the tokens of a call, each in its row's own text. A call computes its own
+   tokens only: at a position that stands in none of its columns the output is NaN (-1 where it holds whole numbers).
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
+from mionnx.bind.plan import BoundCapture
+from mionnx.bind.values import heads_of
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import GradientError
-from mionnx.graph.builder import Builder, Graph, Tensor
+from mionnx.graph.axes import sequence_axis
+from mionnx.graph.builder import Builder, Graph, Tensor, edit, to_proto, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.machine.softmax import log_softmax
@@ -38,7 +45,8 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
         texts = calls.of_texts(bound.hooks.axes(point))
         by[METRIC_SEED] = seed if texts is None else op.Mul(seed, op.Cast(texts, to=np.float32))
     elif metric.name in READS_ALL:
-        _refuse_last(bound.plan.outputs.last, metric)
+        if bound.plan.outputs.last:
+            raise _last_alone(metric, "every position")
         by[METRIC_ANSWER], by[METRIC_WEIGHTS] = _next_tokens(op, calls)
     else:
         by[METRIC_WEIGHTS] = weights = _weights(op, calls, metric, bound.plan.outputs.last)
@@ -53,10 +61,8 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
         replace_input(graph, tensors[name], tensor)
 
 
-def _refuse_last(last: bool, metric: MetricSpec) -> None:
-    if last:
-        where = "every position" if metric.position is None else f"position {metric.position}"
-        raise GradientError(f"metric {metric} reads {where}, and last_logits=True computes the last alone")
+def _last_alone(metric: MetricSpec, where: str) -> GradientError:
+    return GradientError(f"metric {metric} reads {where}, and last_logits=True computes the last alone")
 
 
 def _weights(op: Builder, calls: TokenFacts, metric: MetricSpec, last: bool) -> Tensor:
@@ -65,7 +71,7 @@ def _weights(op: Builder, calls: TokenFacts, metric: MetricSpec, last: bool) -> 
     if position is None:
         raise GradientError("a seed for every logit is a matter of one call; compiled graphs serve any length")
     if last and position != -1:
-        _refuse_last(last, metric)
+        raise _last_alone(metric, f"position {position}")
     at = op.constant([[position]]) if position >= 0 else op.Add(calls.length, [position])
     read = op.Cast(op.Equal(calls.positions, at), to=np.float32)
     return op.ReduceMax(read, [1], keepdims=1) if last else read
@@ -114,3 +120,43 @@ def _of_value(metric: MetricSpec, dims: Sequence[str | int]) -> NDArray[np.float
             "serves any batch and length, it has 1 along those"
         )
     return seed.reshape(own)
+
+
+def bake_parts(proto: onnx.ModelProto, bound: BoundSpec, report: Report) -> onnx.ModelProto:
+    """Turn the inputs of captures and gradients in part into constants and nodes."""
+    parts = [one for one in (*bound.captures, *bound.gradients) if one.node.at_positions or one.node.at_heads]
+    if not parts:
+        return proto
+    graph = edit(proto)
+    calls = TokenFacts(graph, report, "mionnx.parts")
+    for part in parts:
+        _bake(graph, part, calls, report)
+    graph.toposort()
+    return to_proto(graph, proto, {})
+
+
+def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -> None:
+    node, tensors = part.node, graph.tensors()
+    op = Builder(graph, node.hook, f"{node.output}.baked", report)
+    if part.request.heads is not None:
+        replace_input(graph, tensors[node.heads_input], op.constant(heads_of(part)))
+    if part.request.positions is None:
+        return
+    chosen = calls.chosen(f"{node.output}.chosen", part.request.positions)
+    here = op.Equal(op.Unsqueeze(calls.positions, [2]), op.Unsqueeze(chosen, [1]))  # [batch, seq, n]
+    counted = op.Cast(here, to=np.int32)
+    replace_input(graph, tensors[node.columns_input], op.ArgMax(counted, axis=1, keepdims=0))
+    present = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
+    _mark_absent(graph, op, part, tensors[node.fetched], present)
+
+
+def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, present: Tensor) -> None:
+    """Write NaN, or -1, where a call has no token at a position."""
+    axes, name = part.node.axes, value.name
+    others = [axis for axis in range(len(axes)) if axis not in (0, sequence_axis(axes))]
+    dtype = np.dtype(value.dtype)
+    absent = op.constant(-1 if dtype.kind in "iu" else np.array(np.nan), dtype)
+    value.name = f"{name}.found"
+    marked = op.Where(op.Unsqueeze(present, others) if others else present, value, absent)
+    named = type(value)(name, dtype=value.dtype, shape=value.shape)
+    graph.outputs = [write(marked, named) if output is value else output for output in graph.outputs]
