@@ -19,7 +19,6 @@ class Word:
     """One line of the table.
 
     Attributes:
-        library: whose words they are.
         owner: the class of ours that would have them as attributes, or "mionnx"; a verb, whose keywords they are;
             or "", where they belong to something else, and only the page tells of them.
         names: the words.
