@@ -96,7 +96,9 @@ def test_no_module_imports_anything_heavy(path: Path):
 def test_without_onnxruntime_the_error_says_what_to_install(tmp_path):
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('hidden', name='onnxruntime')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", "import mionnx; mionnx.MIModel"], capture_output=True, text=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", "import mionnx; mionnx.MIModel"], capture_output=True, text=True, env=environment
+    )
     assert run.returncode != 0
     assert "pip install -e '.[cpu]'" in run.stderr
     assert ".[gpu]" in run.stderr
