@@ -6,145 +6,28 @@ capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
 
 from typing import TYPE_CHECKING, Any
 
-from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
-from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.analysis.attention.head_scores import HeadScores
-from mionnx.analysis.attribution.attribution import Attribution, Attributions
-from mionnx.analysis.attribution.logit_diff import LogitDiffs
-from mionnx.analysis.circuits.circuit_result import Circuit
-from mionnx.analysis.circuits.edge_scores import EdgeAttribution
-from mionnx.analysis.features.active_features import FeatureActivations
-from mionnx.analysis.features.sae import SAE
-from mionnx.analysis.gradients.saliency import Saliency
-from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.lens.lens_result import LensResult
-from mionnx.analysis.probes.probe import probe
-from mionnx.analysis.probes.probe_result import ProbeResult
-from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
-from mionnx.analysis.statistics.statistics import Statistics, statistics_of
-from mionnx.analysis.steering.calibration import SteeringCalibration
-from mionnx.analysis.steering.directions import Direction, Directions
-from mionnx.analysis.steering.dose_result import DoseResponse
-from mionnx.analysis.sweep.comparison import Comparison
-from mionnx.analysis.sweep.corruption import Noise
-from mionnx.bind.estimate import Estimate
-from mionnx.bind.logit_selection import Logits
-from mionnx.engine.options import Options
-from mionnx.engine.placement import FallbackWarning
-from mionnx.errors import (
-    ExportError,
-    GradientError,
-    HookError,
-    InputError,
-    InterventionError,
-    MIError,
-    ModelError,
-    RuntimeMissingError,
-    SpecFileError,
-    TokenizerError,
-    UnknownImportError,
-    UnknownKeywordError,
-    UnknownNameError,
-)
-from mionnx.graph.fragment import Fragment
-from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.chat_tokens import ChatTokens
-from mionnx.inputs.kv_cache import KVCache
-from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.tokens import Tokens, UnknownWordWarning
-from mionnx.machine.dialects import unknown_import
-from mionnx.model import MIModel
-from mionnx.quantise.choice import FewBlocksWarning
-from mionnx.rewrite import Report
-from mionnx.run.generation import Generation
-from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_functions import Hook
-from mionnx.run.open_graphs import LayerLoopWarning
-from mionnx.run.open_graphs import OpenGraph as Compiled
-from mionnx.run.open_model import DynamicRoundingWarning
-from mionnx.run.sampling import sample_token
-from mionnx.run.streamer import TextStreamer
-from mionnx.run.tokenizing import OtherSpellingWarning
-from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
-from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention
-from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
-from mionnx.verify import Bisection, Verification
-
-__all__ = [
-    "SAE",
-    "AblationResult",
-    "Activations",
-    "AttentionPatterns",
-    "Attribution",
-    "Attributions",
-    "Bisection",
-    "ChatTokens",
-    "Circuit",
-    "Comparison",
-    "Compiled",
-    "Direction",
-    "Directions",
-    "DoseResponse",
-    "DynamicRoundingWarning",
-    "EdgeAttribution",
-    "Estimate",
-    "ExportError",
-    "FallbackWarning",
-    "FeatureActivations",
-    "FewBlocksWarning",
-    "Fragment",
-    "Generation",
-    "GradientError",
-    "HeadScores",
-    "Hook",
-    "HookCache",
-    "HookError",
-    "HookPoint",
-    "HookSpec",
-    "InputError",
-    "Intervention",
-    "InterventionError",
-    "KVCache",
-    "KnockoutSpec",
-    "LayerLoopWarning",
-    "LensResult",
-    "LogitDiffs",
-    "Logits",
-    "MIError",
-    "MIModel",
-    "ModelError",
-    "ModelSizes",
-    "Noise",
-    "Options",
-    "OtherSpellingWarning",
-    "ProbeResult",
-    "RWKVState",
-    "Report",
-    "RuntimeMissingError",
-    "Saliency",
-    "SpecFileError",
-    "StateAblationResult",
-    "StateKnockoutSpec",
-    "StateSteeringSpec",
-    "Statistics",
-    "SteeringCalibration",
-    "TextStreamer",
-    "TokenChange",
-    "TokenizerError",
-    "Tokens",
-    "UnknownImportError",
-    "UnknownKeywordError",
-    "UnknownNameError",
-    "UnknownWordWarning",
-    "Verification",
-    "create_knockout_mask",
-    "probe",
-    "sample_token",
-    "statistics_of",
-]
-
-if not TYPE_CHECKING:  # type checkers are to know an unknown name themselves
+if TYPE_CHECKING:  # type checkers know an unknown name themselves
+    from mionnx.names import *  # noqa: F403
+    from mionnx.names import __all__ as __all__
+else:
 
     def __getattr__(name: str) -> Any:
-        raise unknown_import(name, __all__)
+        # `mionnx --help` and `import mionnx` are to be quick: all names come with the first that is asked for.
+        if name.startswith("__") and name != "__all__":  # asked for by the import system and by inspect
+            raise AttributeError(f"module 'mionnx' has no attribute {name!r}")
+        names = _names()
+        if name in globals():
+            return globals()[name]
+        from mionnx.machine.dialects import unknown_import
+
+        raise unknown_import(name, names)
+
+    def __dir__() -> list[str]:
+        return sorted({*_names(), *globals()})
+
+    def _names() -> list[str]:
+        from importlib import import_module
+
+        names = import_module("mionnx.names")
+        globals().update({name: getattr(names, name) for name in ("__all__", *names.__all__)})
+        return names.__all__

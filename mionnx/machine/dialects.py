@@ -19,7 +19,6 @@ class Word:
     """One line of the table.
 
     Attributes:
-        library: whose words they are.
         owner: the class of ours that would have them as attributes, or "mionnx"; a verb, whose keywords they are;
             or "", where they belong to something else, and only the page tells of them.
         names: the words.
@@ -109,11 +108,7 @@ DIALECT_ROWS: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("HookCache", "stack_activation", '`cache.stack("z")`'),
         ("HookCache", "compute_head_results", '`HookSpec().capture("blocks.*.attn.hook_result")`'),
-        (
-            "HookCache",
-            "remove_batch_dim apply_slice_to_batch_dim",
-            BATCH_AXIS,
-        ),
+        ("HookCache", "remove_batch_dim apply_slice_to_batch_dim", BATCH_AXIS),
         ("HookCache", "toggle_autodiff", "`model.gradients(tokens, points, metric)`"),
         ("HookCache", "cache_dict", "`dict(cache)`"),
         ("HookCache", "to", "nothing, captures are numpy arrays"),

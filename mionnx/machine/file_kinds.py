@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 
 RESULT_KEY = "mionnx_result"  # its class is in the metadata
-FILE_KINDS = {
-    "mionnx_spec": "HookSpec",
-    "mionnx_directions": "Directions",
-}
+FILE_KINDS = {"mionnx_spec": "HookSpec", "mionnx_directions": "Directions"}
 CACHES = {"kv": "KVCache", "rwkv": "RWKVState"}
 OTHERS = {
     "mionnx_run": "it is a recorded run, which verify(against=...) reads",

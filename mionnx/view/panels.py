@@ -37,7 +37,7 @@ class HeatMap(Panel):
         words: texts that `ids` refer to; cells show words then, numbers otherwise.
         ids: [rows, columns, k]: the words of each cell, the first one in it, all under the pointer.
         shares: [rows, columns, k]: the number of each of these words.
-        numbers: of the columns, below their labels.
+        numbers: one for each column, below its label.
         chooses: a click on a column chooses it for the whole page.
     """
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("analysis",),
     ("verify",),
     ("model",),
-    ("distributed", "playground"),
+    ("distributed", "playground", "names"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -70,11 +70,11 @@ def inner(path: Path) -> list[str]:
     return [module.removeprefix("mionnx.") for module in imports(path) if module.startswith("mionnx.")]
 
 
-def test_the_package_holds_rooms_and_four_files() -> None:
+def test_the_package_holds_rooms_and_five_files() -> None:
     files = {path.name for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__.py", "__main__.py", "errors.py", "model.py"}
+    assert files == {"__init__.py", "__main__.py", "errors.py", "model.py", "names.py"}
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {*FLOOR} - {"errors", "model"}
+    assert rooms == {*FLOOR} - {"errors", "model", "names"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

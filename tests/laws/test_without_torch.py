@@ -15,7 +15,8 @@ from repository import REPOSITORY
 from mionnx import HookSpec, Intervention
 
 HEAVY = {"torch", "transformers", "optimum", "exporters", "onnxscript"}
-SLOW = {"matplotlib", "huggingface_hub", "scipy", "openvino"}  # to import; where they are needed, they are
+SLOW = {"matplotlib", "pandas", "huggingface_hub", "scipy", "openvino", "ray"}  # to import; where needed, they are
+OF_VERBS = {"numpy", "onnx", "onnxruntime", "onnx_graphsurgeon", "tokenizers", "safetensors", "jinja2", "psutil"}
 
 RUN = """
 import json, sys, importlib.util
@@ -50,10 +51,38 @@ def test_a_clean_environment_runs_a_hooked_model(hooked, models, tmp_path):
     assert np.array_equal(found["pattern"], here["pattern", 1])
 
 
-def test_importing_brings_in_nothing_heavy():
-    code = "import json, sys, mionnx, mionnx.cli; print(json.dumps(sorted(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert not (HEAVY | SLOW) & set(json.loads(output))
+def modules_of(code: str) -> set[str]:
+    """The libraries that a program has imported when it ends."""
+    ending = "import json, sys; print(json.dumps([*sys.modules]), file=sys.__stdout__)"
+    output = subprocess.run([sys.executable, "-c", f"{code}\n{ending}"], check=True, capture_output=True, text=True)
+    return {name.split(".")[0] for name in json.loads(output.stdout.splitlines()[-1])}
+
+
+def test_using_a_name_brings_in_nothing_heavy():
+    assert not (HEAVY | SLOW) & modules_of("from mionnx import *; import mionnx.cli; assert MIModel")
+
+
+HELP = """
+import sys
+from mionnx.cli.main import main
+sys.argv = ["mionnx", "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+@pytest.mark.parametrize("code", ["import mionnx", HELP], ids=["import mionnx", "mionnx --help"])
+def test_a_start_imports_none_of_the_libraries_that_a_verb_needs(code):
+    modules = modules_of(code)
+    assert "mionnx" in modules
+    assert not (HEAVY | SLOW | OF_VERBS) & modules
+
+
+def test_the_names_are_there_although_they_come_late():
+    listed = "import mionnx; names = dir(mionnx); assert {*mionnx.__all__} <= {*names}, names"
+    assert "onnxruntime" in modules_of(f"{listed}; assert mionnx.MIModel is mionnx.model.MIModel")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "mionnx").rglob("*.py")), ids=lambda path: path.name)
@@ -67,7 +96,9 @@ def test_no_module_imports_anything_heavy(path: Path):
 def test_without_onnxruntime_the_error_says_what_to_install(tmp_path):
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('hidden', name='onnxruntime')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", "import mionnx"], capture_output=True, text=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", "import mionnx; mionnx.MIModel"], capture_output=True, text=True, env=environment
+    )
     assert run.returncode != 0
     assert "pip install -e '.[cpu]'" in run.stderr
     assert ".[gpu]" in run.stderr
