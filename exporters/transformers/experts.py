@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ExpertsInterface
 
-from exporters.transformers.attention import Taps, replace_for, taps_of
+from exporters.transformers.attention import Calls, Taps, replace_for, taps_of
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -30,17 +29,12 @@ PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
-    """Multiply each row by the matrix that it chose.
+    """Multiply each row by the matrix that it chose: [n, in] -> [n, out].
 
     Args:
-        x: [n, in].
         weight: [n_experts, out, in], or with `rows` [n_experts, in, out].
         chosen: int64 [n], which matrix.
-        rows: see `weight`.
         partial: whether some rows choose none, by a number beyond the stack: they become zero.
-
-    Returns:
-        [n, out].
     """
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
@@ -66,13 +60,10 @@ def compute_experts(
 
     Args:
         experts: transformers' module with the stacked weights.
-        hidden: [batch * seq, hidden].
+        hidden: [batch * seq, hidden], as the result.
         index: int64 [batch * seq, n_chosen], which experts a token chose.
         weights: [batch * seq, n_chosen].
         weigh_inputs: whether weights are applied to what experts read, and not to what they give.
-
-    Returns:
-        [batch * seq, hidden].
     """
     tokens = *taps.tokens, index.shape[-1]
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
@@ -80,13 +71,8 @@ def compute_experts(
     pairs = hidden.unsqueeze(1).expand(-1, tokens[-1], -1).reshape(-1, hidden.shape[-1])
     inputs = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
     outputs = _experts_of(taps, experts, inputs, index.reshape(-1), tokens).unflatten(0, tokens)
-    return add_chosen(taps, outputs if weigh_inputs else outputs * weights.unsqueeze(-1), hidden)
-
-
-def add_chosen(taps: Taps, outputs: Tensor, like: Tensor) -> Tensor:
-    """Add outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
-    outputs = taps.at(HookPoint.MlpExpertOut(taps.layer), outputs.to(like.dtype))
-    return outputs.sum(dim=2).reshape(like.shape)
+    outputs = (outputs if weigh_inputs else outputs * weights.unsqueeze(-1)).to(hidden.dtype)
+    return taps.at(HookPoint.MlpExpertOut(taps.layer), outputs).sum(dim=2).reshape(hidden.shape)
 
 
 def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -128,28 +114,25 @@ def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any
     return at(HookPoint.MlpExpertAct(taps.layer), experts._apply_gate(both))
 
 
-class InOrder(TorchFunctionMode):
+def in_order(func: Any, args: Any, options: Any) -> Any:
     """Give the best experts in the order of their scores, where a router leaves the order open."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
+    return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
 
 
-class TapRouter(TorchFunctionMode):
+def _tap_logits(taps: Taps) -> Calls:
     """Tap the logits of a router: the first linear map that it computes."""
+    seen = False
 
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self.taps, self.seen = taps, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.seen or func is not nn.functional.linear:
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        nonlocal seen
+        result = func(*args, **options)
+        if seen or func is not nn.functional.linear:
             return result
-        self.seen = True
-        logits = result.reshape(*self.taps.tokens, result.shape[-1])
-        return self.taps.at(HookPoint.MlpRouterLogits(self.taps.layer), logits).reshape(result.shape)
+        seen = True
+        logits = result.reshape(*taps.tokens, result.shape[-1])
+        return taps.at(HookPoint.MlpRouterLogits(taps.layer), logits).reshape(result.shape)
+
+    return Calls(answer)
 
 
 def _forward(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -162,8 +145,12 @@ ExpertsInterface.register(EXPERTS_FUNCTION, _forward)
 
 def find_experts(block: nn.Module) -> nn.Module | None:
     """The module around the router and experts of a block; None in a dense block."""
+
+    def stacked(module: nn.Module) -> bool:  # transformers computes it in a function that can be registered
+        return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
     for parent in block.modules():
-        own = type(parent).__name__ in OWN or any(_stacked(child) for child in parent.children())
+        own = type(parent).__name__ in OWN or any(map(stacked, parent.children()))
         if (
             own and parent is not block
         ):  # the block itself has experts beside an MLP (Gemma 4), whose neurons are tapped
@@ -171,24 +158,15 @@ def find_experts(block: nn.Module) -> nn.Module | None:
     return None
 
 
-def _stacked(module: nn.Module) -> bool:
-    """Whether transformers computes a module's experts in a function that can be registered."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-
-
 def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
-    """Tap the router beside a layer's experts.
-
-    Raises:
-        ExportError: there is none by the names that transformers has for it.
-    """
+    """Tap the router beside a layer's experts, by the names that transformers has for it."""
     routers = [getattr(parent, name) for name in ROUTER_NAMES if isinstance(getattr(parent, name, None), nn.Module)]
     if len(routers) != 1:
         raise ExportError(f"{type(parent).__name__} has no router by the name of {' or '.join(ROUTER_NAMES)}")
     forward = routers[0].forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with TapRouter(taps):
+        with _tap_logits(taps):
             return forward(*args, **kwargs)
 
     replace_for(stack, routers[0], "forward", inside)
@@ -292,10 +270,7 @@ def is_spare(name: str, config: Any) -> bool:
 
 
 def best(stack: ExitStack, router: Any) -> None:
-    """Let JetMoE's router give the chosen experts, best first, and their weights.
-
-    Both are [n, n_chosen].
-    """
+    """Let JetMoE's router give the chosen experts, best first, and their weights, both [n, n_chosen]."""
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits, index = _largest(router.layer(hidden).float(), router.top_k)
@@ -305,10 +280,7 @@ def best(stack: ExitStack, router: Any) -> None:
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the largest numbers of each row; of equal ones the first.
-
-    ONNX does so, torch leaves it open.
-    """
+    """Find the largest numbers of each row; of equal ones the first, as ONNX does; torch leaves it open."""
     if torch.compiler.is_exporting():
         return scores.topk(count, dim=1)
     values, index = scores.sort(dim=1, descending=True, stable=True)
@@ -316,10 +288,7 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mix_heads(stack: ExitStack, experts: Any) -> None:
-    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products.
-
-    Each token chooses its own.
-    """
+    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products: each token chooses its own."""
 
     def project(stream: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         hidden = stream.reshape(-1, stream.shape[-1])

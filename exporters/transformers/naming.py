@@ -19,11 +19,7 @@ NUMBER_ATTRIBUTES = (ir.AttributeType.INT, ir.AttributeType.INTS)
 
 
 def name_hooks(graph: ir.Graph) -> list[str]:
-    """Replace all markers of a graph by names, in place.
-
-    Returns:
-        the hook names, in execution order.
-    """
+    """Replace all markers of a graph by names, in place; returns these in execution order."""
     order = {id(node): position for position, node in enumerate(graph)}
     names: list[str] = []
     taken: set[int] = set()
@@ -80,16 +76,15 @@ def name_dimensions(graph: ir.Graph) -> None:
             symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
     inputs["attention_mask"].shape = ir.Shape(["batch", "total"])
     inputs["position_ids"].shape = ir.Shape(["batch", "seq"])
+    known = {name: name for name in symbols.values()} | symbols  # torch's other symbols have no meaning here
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+            dims = [dim if isinstance(dim, int) else known.get(str(dim.value)) for dim in value.shape]
+            value.shape = ir.Shape(dims)
 
 
 def read_lengths_once(graph: ir.Graph) -> None:
-    """Let every node that asks how many rows or tokens there are ask the same input.
-
-    All layers' pasts are of one length, and all inputs have the same rows; which of them the exporter asks is chance.
-    """
+    """Let every node that asks how many rows or tokens there are ask the same input."""
     inputs = {str(value.name): value for value in graph.inputs}
     past = next(value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
     sources = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
@@ -136,14 +131,6 @@ def merge_lengths(graph: ir.Graph) -> None:
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     return [*graph.inputs, *(value for node in graph for value in node.outputs)]
-
-
-def _dimension(dim: int | ir.SymbolicDim, symbols: dict[str, str]) -> int | str | None:
-    """A static size, one of the four names, or unknown; torch's symbols have no meaning here."""
-    if isinstance(dim, int):
-        return dim
-    text = str(dim.value)
-    return symbols.get(text, text if text in symbols.values() else None)
 
 
 def strip(model: ir.Model) -> None:

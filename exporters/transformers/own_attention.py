@@ -84,9 +84,9 @@ def _picked(table: Tensor, index: tuple[slice, ...]) -> Tensor:
 
 @contextmanager
 def plain_maximum(module: nn.Module) -> Iterator[None]:
-    """Let `max(0, size)` in the modelling code of a module compare sizes.
+    """Let `max(0, size)` in the modelling code of a module compare sizes: torch's own leaves a maximum.
 
-    Torch's own leaves a maximum, which slices do not follow.
+    Slices do not follow that.
     """
     code = vars(sys.modules[type(module).__module__])
     if "max" in code:

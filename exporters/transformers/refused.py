@@ -41,11 +41,7 @@ REASONS = {
 
 
 def reason(config: Any) -> str | None:
-    """Say why a family is not taken; None where nothing speaks against a try.
-
-    Args:
-        config: a transformers config of a causal language model.
-    """
+    """Say why a family is not taken; None where nothing speaks against a try."""
     heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
     if config.model_type in REASONS:
         return REASONS[config.model_type]
@@ -57,11 +53,7 @@ def reason(config: Any) -> str | None:
 
 
 def refuse(config: Any) -> None:
-    """Refuse a family that is not taken.
-
-    Raises:
-        ExportError: with the reason.
-    """
+    """Refuse a family that is not taken, with the reason."""
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
     why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
     if why is not None:

@@ -7,6 +7,10 @@
 2. Gemma's norms compute in float32 whatever the model's dtype. ONNX allows an RMSNormalization of a float16 input with
    a float32 scale, but the function that it stands for multiplies the two after casting back to the input's dtype, and
    ONNX Runtime refuses that. With the input cast to the scale's dtype first, it computes what transformers does.
+3. Arithmetic in bfloat16 inside of models of other dtypes (Falcon rounds its ALiBi biases so) gets a form for every
+   runtime. Sums and products of two bfloat16 numbers, computed in float32 and rounded once more, are the numbers that
+   bfloat16 arithmetic gives (float32 has more than twice its digits), and ONNX Runtime has kernels. Models of bfloat16
+   keep it, but for operators that ONNX defines for other numbers alone.
 
 Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
 into the graph, and merging equal ones would lose their names. So do numbers beside 0 and 1: onnxscript takes `x + 1e-8`
@@ -14,7 +18,7 @@ into the graph, and merging equal ones would lose their names. So do numbers bes
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -23,10 +27,13 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions, pattern
 
+from exporters.op_writer import move
+
 NEAR = {0.0: 2e-8, 1.0: 2e-5}  # twice the tolerances of onnxscript's patterns
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 CUBIC = 0.044715
 SCALE = math.sqrt(2 / math.pi)
+LACKING_BFLOAT16 = ("TopK",)  # operators, in the opsets before 24
 
 
 class _Tanh(pattern.RewriteRuleClassBase):
@@ -65,8 +72,7 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """Optimise a traced model in place.
 
     Args:
-        model: a traced model; the initializers that are not parameters hold their values.
-        parameters: the names of the initializers that a checkpoint feeds.
+        parameters: the names of the initializers that a checkpoint feeds; the others hold their values.
 
     Returns:
         the parameters that the graph reads: values of their own names, shapes and dtypes that are no longer
@@ -104,14 +110,7 @@ def _beside_neutral(value: ir.Value, parameters: set[str]) -> bool:
 
 
 def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
-    """Optimise a model that was traced without weights.
-
-    Args:
-        buffers: values that no checkpoint holds, by name.
-
-    Returns:
-        see `simplify`.
-    """
+    """Optimise a model that was traced without weights, as `simplify` does; no checkpoint holds the `buffers`."""
     for name, buffer in buffers.items():
         if name in model.graph.initializers:
             wide = buffer.dtype != torch.bfloat16  # which numpy has not
@@ -132,15 +131,38 @@ def _fakes(graph: ir.Graph) -> set[str]:
 
 def _widen_norms(model: ir.Model) -> None:
     """Cast the input of norms with a wider scale to its dtype, in place."""
-    mixed = [
-        node
-        for node in model.graph
-        if node.op_type == "RMSNormalization" and node.inputs[0].dtype != node.inputs[1].dtype
-    ]
-    for node in mixed:
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         value, scale = node.inputs
-        cast = ir.node("Cast", [value], {"to": scale.dtype}, name=f"{node.name}.widened")
-        cast.outputs[0].name, cast.outputs[0].dtype = f"{node.outputs[0].name}.widened", scale.dtype
-        cast.outputs[0].shape = value.shape
-        model.graph.insert_before(node, cast)
-        node.replace_input_with(0, cast.outputs[0])
+        if value.dtype != scale.dtype:
+            cast = _cast(value, scale.dtype)
+            cast.name, cast.outputs[0].name = f"{node.name}.widened", f"{node.outputs[0].name}.widened"
+            model.graph.insert_before(node, cast)
+            node.replace_input_with(0, cast.outputs[0])
+
+
+def widen(model: ir.Model, only: Container[str] | None = None) -> None:
+    """Compute in float32 what is computed in bfloat16, and round, in place: by some operators, or by all if None."""
+    for node in [node for node in model.graph if node.op_type != "Cast" and any(map(_is_narrow, node.outputs))]:
+        if only is not None and node.op_type not in only:
+            continue
+        for place, value in enumerate(node.inputs):
+            if value is not None and _is_narrow(value):
+                cast = _cast(value, ir.DataType.FLOAT)
+                model.graph.insert_before(node, cast)
+                node.replace_input_with(place, cast.outputs[0])
+        for value in filter(_is_narrow, node.outputs):
+            reads = list(value.uses())
+            value.dtype = ir.DataType.FLOAT
+            rounded = _cast(value, ir.DataType.BFLOAT16)
+            model.graph.insert_after(node, rounded)
+            move(reads, rounded.outputs[0])
+
+
+def _is_narrow(value: ir.Value) -> bool:
+    return value.dtype == ir.DataType.BFLOAT16
+
+
+def _cast(value: ir.Value, kind: ir.DataType) -> ir.Node:
+    node = ir.node("Cast", [value], {"to": kind})
+    node.outputs[0].dtype, node.outputs[0].shape = kind, value.shape
+    return node

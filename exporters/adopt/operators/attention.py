@@ -85,11 +85,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Queries and keys after their RMS norms over a head, where the operator has such weights.
-
-    Raises:
-        ExportError: a past in integers with scales.
-    """
+    """Queries and keys after their RMS norms over a head, where the operator has such weights."""
     if any(input_at(node, place) is not None for place in (12, 13)):
         raise ExportError(f"GroupQueryAttention node {node.name!r} has a quantised past: it cannot be expanded")
     weights, epsilon = (input_at(node, 14), input_at(node, 15)), node.attributes.get_float("qk_norm_epsilon", EPSILON)
