@@ -14,7 +14,7 @@ from exporters.adopt.facts import SINKS, add_metadata, config_of, other_windows,
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.onnx_files import config_folder
-from exporters.adopt.operators import expand
+from exporters.adopt.operators.expand import expand
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.recognise import Recognised, recognise

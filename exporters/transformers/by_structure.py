@@ -72,16 +72,6 @@ class Checkpoint:
         return str(self.dtype).removeprefix("torch.")
 
 
-@dataclass
-class NamedGraph:
-    """A graph whose hook points are named, with sizes as one run shows them."""
-
-    proto: onnx.ModelProto
-    recognised: Recognised
-    sizes: Sizes
-    hooks: dict[str, list[str | int]]
-
-
 def export_by_structure(source: Checkpoint, why: str, target: Path, stage: Stage, progress: Progress) -> None:
     """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
 
@@ -107,14 +97,24 @@ def export_by_structure(source: Checkpoint, why: str, target: Path, stage: Stage
         for value in parameters:
             model.graph.register_initializer(value)
         stage("recognising")
-        named = _recognised(model, source, target, {str(value.name) for value in parameters})
+        proto, decoder, metadata = _recognised(model, source, target, {str(value.name) for value in parameters})
         stage("checking beside transformers")
-        agreement = _check(named, source, target)
+        agreement = _check(proto, decoder, metadata.sizes, source, target)
     except ExportError as error:
         raise ExportError(f"{why}; its hook points were not found by structure either: {error}") from error
     stage("writing")
     files = sorted({tensor.file for tensor in source.tensors})
-    _write(named, source, target, agreement, describe_export(target, locations(parameters), files, progress))
+    digest, of_files = describe_export(target, locations(parameters), files, progress)
+    exporter = {
+        **{name: version(name) for name in VERSIONS},
+        **facts_of(decoder, attends=False),
+        FOUND_BY_STRUCTURE: agreement,
+    }
+    metadata = replace(metadata, exporter=exporter, weights_sha256=digest, weight_files=of_files)
+    proto.producer_name, proto.producer_version = "mionnx", version("mionnx")
+    for key, text in metadata.to_props().items():
+        proto.metadata_props.add(key=key, value=text)
+    (target / GRAPH).write_bytes(proto.SerializeToString())
 
 
 class _Plain(nn.Module):
@@ -175,8 +175,10 @@ def _cache_shapes(skeleton: PreTrainedModel) -> list[list[torch.Size]]:
     return shapes
 
 
-def _recognised(model: ir.Model, source: Checkpoint, target: Path, parameters: set[str]) -> NamedGraph:
-    """Name the hook points of a graph, and run it once."""
+def _recognised(
+    model: ir.Model, source: Checkpoint, target: Path, parameters: set[str]
+) -> tuple[onnx.ModelProto, Recognised, Metadata]:
+    """Name the hook points of a graph, and run it once; the metadata lack what is said of weights and checks."""
     graph = model.graph
     infer_types(model)
     for value in [value for value in graph.inputs if value.name == POSITIONS and not value.uses()]:
@@ -208,7 +210,16 @@ def _recognised(model: ir.Model, source: Checkpoint, target: Path, parameters: s
     sizes = replace(probed_sizes(probed.values, decoder), max_positions=limit)
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     annotate(proto, probed, hooks)
-    return NamedGraph(proto, decoder, sizes, hooks)
+    metadata = Metadata(
+        family=source.config.model_type,
+        dtype=source.kind,
+        sizes=sizes,
+        hooks=hooks,
+        attention=attention_of(decoder, windows),
+        exporter={},
+        context_length=context_length(source.config.to_dict()),
+    )
+    return proto, decoder, metadata
 
 
 def _limit(decoder: Recognised, config: Any, parameters: set[str]) -> int | None:
@@ -238,38 +249,10 @@ def _windows(
     return [None if count == seq else count for count in counts]
 
 
-def _check(named: NamedGraph, source: Checkpoint, target: Path) -> str:
+def _check(proto: onnx.ModelProto, decoder: Recognised, sizes: Sizes, source: Checkpoint, target: Path) -> str:
     """Compare a graph with eager transformers; returns what the metadata say of it."""
-    projections = [str(one.projection.name) for one in named.recognised.attention]
-    results, layers = check_eagerly(
-        source.folder, source.config, named.proto, target, named.sizes, source.kind, projections
-    )
+    projections = [str(one.projection.name) for one in decoder.attention]
+    results, layers = check_eagerly(source.folder, source.config, proto, target, sizes, source.kind, projections)
     refuse_broken(results, "the graph was")
     worst = max(results, key=lambda result: result.difference)
-    return f"{layers} of {named.sizes.num_layers} layers beside eager transformers: {worst}"
-
-
-def _write(
-    named: NamedGraph, source: Checkpoint, target: Path, agreement: str, weights: tuple[str, dict[str, Any]]
-) -> None:
-    """Write the graph with its metadata."""
-    decoder = named.recognised
-    metadata = Metadata(
-        family=source.config.model_type,
-        dtype=source.kind,
-        sizes=named.sizes,
-        hooks=named.hooks,
-        attention=attention_of(decoder, decoder.windows),
-        exporter={
-            **{name: version(name) for name in VERSIONS},
-            **facts_of(decoder, attends=False),
-            FOUND_BY_STRUCTURE: agreement,
-        },
-        context_length=context_length(source.config.to_dict()),
-        weights_sha256=weights[0],
-        weight_files=weights[1],
-    )
-    named.proto.producer_name, named.proto.producer_version = "mionnx", version("mionnx")
-    for key, value in metadata.to_props().items():
-        named.proto.metadata_props.add(key=key, value=value)
-    (target / GRAPH).write_bytes(named.proto.SerializeToString())
+    return f"{layers} of {sizes.num_layers} layers beside eager transformers: {worst}"

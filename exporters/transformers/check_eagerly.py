@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from exporters.adopt.self_check import LawResult, compare, worst_of
 from exporters.probe import ROUNDINGS, open_part, run
-from exporters.transformers.eager import silent_transformers
+from exporters.transformers.eager import load, silent_transformers
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.io_names import KEYS_AND_VALUES
@@ -73,18 +73,14 @@ def check_eagerly(
     layers = min(sizes.num_layers, max(FEWEST, LOADED * sizes.num_layers // max(size, 1)))
     model = _loaded(folder, config, layers, dtype)
     graph = _Graph(proto, target, layers, sizes)
-    results, allowed = list[LawResult](), _allowed(dtype, layers)
+    results = list[LawResult]()
+    allowed = TOLERANCE if dtype == "float32" else ROUNDINGS * layers * float(np.finfo(dtype).eps)
     for batch in _batches(sizes):
         expected = _eager(model, batch, projections[:layers])
         for past in sorted({0, batch.past if graph.cached else 0}):
             pairs = _pairs(graph.run(batch, past), expected, batch, past)
             results += [compare(name, layer, one, other, allowed) for name, layer, one, other in pairs]
     return worst_of(results), layers
-
-
-def _allowed(dtype: str, layers: int) -> float:
-    """The difference that is taken to be rounding."""
-    return TOLERANCE if dtype == "float32" else ROUNDINGS * layers * float(np.finfo(dtype).eps)
 
 
 def _batches(sizes: Sizes) -> Iterator[_Batch]:
@@ -103,22 +99,15 @@ def _batches(sizes: Sizes) -> Iterator[_Batch]:
 
 
 def _loaded(folder: Path, config: Any, layers: int, dtype: str) -> PreTrainedModel:
+    """The checkpoint in transformers, with its first layers alone."""
     shortened = deepcopy(config)
     shortened._attn_implementation = "eager"
-    if layers < shortened.num_hidden_layers:
-        shortened.num_hidden_layers = layers
+    shortened.num_hidden_layers = min(layers, shortened.num_hidden_layers)
     try:
         with silent_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=shortened,
-                attn_implementation="eager",
-                dtype=getattr(torch, dtype),
-                trust_remote_code=False,
-            )
+            return load(folder, shortened, dtype)[0]
     except Exception as error:  # transformers' errors share no base class
         raise ExportError(f"transformers does not load {folder}, so nothing is compared: {error}") from error
-    return model.eval()
 
 
 def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) -> dict[str, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from exporters.transformers.config import native_config
@@ -40,19 +40,9 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         quantization["dequantize"] = True  # its floats, not its kernels
     with silent_transformers(None):  # `verify` has a bar of its own
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            attn_implementation="eager",
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    model, info = loaded
-    if info["missing_keys"]:
-        name = sorted(info["missing_keys"])[0]
-        raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
-    model.eval()
+        model, missing = load(folder, config, dtype)
+    if missing:
+        raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {sorted(missing)[0]!r} in it")
 
     def run(inputs: TokenInputs, listen: Listener) -> None:
         def tap(name: str, value: Tensor, stream: bool) -> Tensor:
@@ -68,6 +58,20 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
             run_eagerly(model, tap, ids, mask, positions, [])
 
     return run
+
+
+def load(folder: Path, config: Any, dtype: str) -> tuple[PreTrainedModel, set[str]]:
+    """Load a checkpoint in eager attention; the names of the weights that it lacks."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        attn_implementation="eager",
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    model, info = loaded
+    return model.eval(), {*info["missing_keys"]}
 
 
 @contextmanager

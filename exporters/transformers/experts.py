@@ -25,7 +25,6 @@ GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTER_NAMES, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in the name of its weights
-PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
@@ -177,19 +176,21 @@ def shared_expert(parent: nn.Module) -> nn.Module | None:
     return next((module for name in SHARED if (module := getattr(parent, name, None)) is not None), None)
 
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _gated(activation: Callable[[Tensor], Tensor], **parts: Any) -> SimpleNamespace:
+    """Experts with a gate and without biases, as transformers' stacked ones have their attributes."""
+
     def apply(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return activation(gate) * up
 
-    return apply
+    usual = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
+    return SimpleNamespace(**usual, _apply_gate=apply, **parts)
 
 
 def _llama4(stack: ExitStack, taps: Taps, moe: Any) -> None:
     """Compute Llama 4's chosen experts; each weight is applied to what its expert reads."""
     own = moe.experts
-    weights = {"gate_up_proj": own.gate_up_proj, "down_proj": own.down_proj, "is_transposed": True}
-    experts = SimpleNamespace(**PLAIN, **weights, _apply_gate=_gated(own.act_fn))
+    experts = _gated(own.act_fn, gate_up_proj=own.gate_up_proj, down_proj=own.down_proj, is_transposed=True)
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden_states.reshape(-1, moe.hidden_dim)
@@ -211,9 +212,7 @@ def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
     def first(pairs: Tensor, chosen: Tensor) -> Tensor:
         return torch.cat([grouped(pairs, weight, chosen, rows=False) for weight in (gate, up)], dim=-1)
 
-    experts = SimpleNamespace(
-        **PLAIN, first=first, down_proj=down, is_transposed=True, _apply_gate=_gated(own.activation_fn)
-    )
+    experts = _gated(own.activation_fn, first=first, down_proj=down, is_transposed=True)
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return compute_experts(taps, experts, hidden.flatten(0, 1), index, weights).reshape(hidden.shape)
@@ -224,7 +223,7 @@ def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
 def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
     """Compute JetMoE's chosen experts."""
     weights = {"gate_up_proj": moe.input_linear.weight, "down_proj": moe.output_linear.weight}
-    experts = SimpleNamespace(**PLAIN, **weights, is_transposed=False, _apply_gate=_gated(moe.activation))
+    experts = _gated(moe.activation, **weights, is_transposed=False)
 
     def forward(stream: Tensor) -> Tensor:
         hidden = stream.reshape(-1, stream.shape[-1])
@@ -241,8 +240,7 @@ def _longcat(stack: ExitStack, taps: Taps, moe: Any) -> None:
     spare = len(own.gate_up_proj) > own.num_routed_experts  # not in a graph: see `drop_spare`
     first = own.gate_up_proj[: own.num_routed_experts] if spare else own.gate_up_proj
     weights = {"gate_up_proj": first, "down_proj": own.down_proj, "is_transposed": False}
-    apart = {"_apply_gate": _gated(own.act_fn), "identities_from": own.num_routed_experts}
-    experts = SimpleNamespace(**PLAIN, **weights, **apart)
+    experts = _gated(own.act_fn, **weights, identities_from=own.num_routed_experts)
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return compute_experts(taps, experts, hidden, index, weights)

@@ -102,8 +102,8 @@ def _segments(graph: ir.Graph, kinds: Kinds) -> dict[int, list[ir.Node]] | None:
 
 def _alone(nodes: list[ir.Node], layer: int, names: LayerNames) -> bool:
     """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
-    plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
-                for attr in node.attributes.values())  # fmt: skip
+    types = {attribute.type for node in nodes for attribute in node.attributes.values()}
+    plain = types.isdisjoint((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
     outputs = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
     owners = {names.layer(str(value.name)) for value in (*outputs, *read)}

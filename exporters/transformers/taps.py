@@ -18,7 +18,7 @@ from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
 from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.families import IN_CODE, Layout
-from exporters.transformers.own_attention import TapProducts
+from exporters.transformers.own_attention import tap_products
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -193,7 +193,7 @@ class Attachment:
     def own_attention(self, i: int, attention: nn.Module, mask: Tensor | None) -> None:
         """Tap attention in the family's own code, with its own causal mask, if any."""
         heads = self.model.config.num_attention_heads
-        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream, mask))
+        self.enter_around(attention, lambda stream: tap_products(self.taps, i, heads, stream, mask))
 
     def cut_heads(self, i: int, attention: nn.Module) -> None:
         """Tap queries and keys of which a part is cut off and rotated."""

@@ -11,7 +11,7 @@ EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
 def rms(op: DecoderWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
     """x / sqrt(mean(x²) + epsilon) * weight, over the last axis."""
     kind = kind_of(weight, x)
-    root = op.Sqrt(op.Add(op.mean(op.Mul(x, x)), op.number(epsilon, kind)))
+    root = op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), [-1], keepdims=1), op.number(epsilon, kind)))
     return op.Mul(op.Div(x, root), weight)
 
 
