@@ -21,15 +21,15 @@ from exporters.transformers import trace
 from exporters.transformers.by_structure import Checkpoint, export_by_structure
 from exporters.transformers.config import CONFIG_FILE, kept_keys, native_config, sizes_of, sliding_window
 from exporters.transformers.experts import identities_from, is_spare
-from exporters.transformers.families import FAMILIES, layout_of
-from exporters.transformers.hooked_graph import VERSIONS, HookedGraph, Stage, make_graph
-from exporters.transformers.refused import refuse
+from exporters.transformers.families import FAMILIES, layout_of, refuse
+from exporters.transformers.hooked_graph import EXPORT_PACKAGES, HookedGraph, Stage, make_graph
 from exporters.transformers.weights import bind_weights, map_tensors
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
@@ -113,10 +113,8 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
     hooked = make_graph(config, kind, stage)
     stage("writing")
     place_nowhere(hooked.parameters, target)
-    for value in hooked.parameters:
-        hooked.model.graph.register_initializer(value)
     target.mkdir(parents=True, exist_ok=True)
-    write_model(hooked.model, describe(hooked, config, kind), target)
+    _write_model(hooked, describe(hooked, config, kind), target)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 
@@ -163,8 +161,6 @@ def _write_tapped(
     read = [one for one in source.tensors if not (sparse and INDEXER in one.name) and not is_spare(one.name, config)]
     mapped = map_tensors(read, hooked.skeleton)
     blocks = bind_weights(hooked.parameters, mapped, hooked.skeleton, target, progress, leave)
-    for value in hooked.parameters:
-        hooked.model.graph.register_initializer(value)
     files = sorted({tensor.file for tensor in source.tensors})
     if blocks:  # holes stand for the numbers that are left out, and nobody keeps these files
         digest, of_files = digest_of(files, progress), dict[str, Any]()
@@ -172,7 +168,7 @@ def _write_tapped(
         digest, of_files = describe_export(target, locations(hooked.parameters), files, progress)
     metadata = replace(describe(hooked, config, source.dtype), weights_sha256=digest, weight_files=of_files)
     stage("writing")
-    write_model(hooked.model, metadata, target)
+    _write_model(hooked, metadata, target)
     return blocks
 
 
@@ -180,7 +176,7 @@ def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
     normed = {NORMED_STREAM: "yes"} if hooked.layout.stream == "normed" else {}
     identities = {IDENTITIES: str(first)} if (first := identities_from(config)) is not None else {}
-    versions = {name: version(name) for name in VERSIONS}
+    versions = {name: version(name) for name in EXPORT_PACKAGES}
     return Metadata(
         family=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
@@ -197,18 +193,17 @@ def _other_dtypes(hooked: HookedGraph, dtype: str) -> dict[str, str]:
     """The dtypes of hook points that a family computes in wider numbers than the model's."""
     values = [value for node in hooked.model.graph for value in node.outputs if value.name in hooked.hooks]
     dtypes = {str(value.name): value.dtype.numpy().name for value in values if value.dtype is not None}
-    return {
-        name: dtypes[name]
-        for name in hooked.hooks
-        if dtypes.get(name, dtype) in DTYPE_NAMES and dtypes.get(name) != dtype
-    }
+    return {name: kind for name in hooked.hooks if (kind := dtypes.get(name, dtype)) in DTYPE_NAMES and kind != dtype}
 
 
-def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
-    """Write `model.onnx` into a folder."""
+def _write_model(hooked: HookedGraph, metadata: Metadata, target: Path) -> None:
+    """Write `model.onnx` into a folder; its parameters have their places in files."""
+    model = hooked.model
+    for value in hooked.parameters:
+        model.graph.register_initializer(value)
     model.metadata_props.update(metadata.to_props())
     model.producer_name, model.producer_version = "mionnx", version("mionnx")
-    ir.save(model, target / "model.onnx")
+    ir.save(model, target / GRAPH)
 
 
 def _attention(hooked: HookedGraph, layer: int) -> Attention:

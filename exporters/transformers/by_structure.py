@@ -37,7 +37,7 @@ from exporters.probe import Probe, feed_of, open_part, run
 from exporters.transformers import trace
 from exporters.transformers.attention import filled
 from exporters.transformers.check_eagerly import check_eagerly
-from exporters.transformers.hooked_graph import LARGEST_CONSTANT, VERSIONS, Stage
+from exporters.transformers.hooked_graph import EXPORT_PACKAGES, LARGEST_CONSTANT, Stage
 from exporters.transformers.naming import strip
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.simplify import simplify_traced, widen
@@ -106,7 +106,7 @@ def export_by_structure(source: Checkpoint, why: str, target: Path, stage: Stage
     files = sorted({tensor.file for tensor in source.tensors})
     digest, of_files = describe_export(target, locations(parameters), files, progress)
     exporter = {
-        **{name: version(name) for name in VERSIONS},
+        **{name: version(name) for name in EXPORT_PACKAGES},
         **facts_of(decoder, attends=False),
         FOUND_BY_STRUCTURE: agreement,
     }

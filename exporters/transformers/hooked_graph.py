@@ -3,7 +3,7 @@
 Where layers cannot be made from others, all of them are traced.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.metadata import Heads, Sizes
 
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
-VERSIONS = ("mionnx", "torch", "transformers", "onnxscript")  # of packages, for the metadata
+EXPORT_PACKAGES = ("mionnx", "torch", "transformers", "onnxscript")  # of packages, for the metadata
 Stage = Callable[[str], None]  # called as a stage begins
 
 
@@ -84,14 +84,11 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
-    axes = {name: _axes(name, shapes[name], sizes, heads) for name in hooks}
+    axes = {}
+    for name in hooks:
+        dims = [dim if isinstance(dim, int) else None for dim in shapes[name]]
+        axes[name] = axes_of(name, dims, sizes, heads[layer_of(name) or 0])
     return HookedGraph(model, parameters, axes, sizes, heads, skeleton, layout)
-
-
-def _axes(name: str, shape: Iterable[Any], sizes: Sizes, heads: Sequence[Heads]) -> list[str | int]:
-    """The axes of a hook point, dynamic ones by name."""
-    dims = [dim if isinstance(dim, int) else None for dim in shape]
-    return axes_of(name, dims, sizes, heads[layer_of(name) or 0])
 
 
 def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:

@@ -89,8 +89,7 @@ class Recorder(TorchDispatchMode):
         self._at: dict[int, tuple[Any, ...]] = {}
         self._kept: list[Tensor] = []  # so that no two tensors have one id
         self._literals = Calls(self._answer)
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        for name, tensor in named:
+        for name, tensor in _stored(model):
             layer, rest = split(name, blocks)
             self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
         for number, tensor in enumerate(inputs):
@@ -123,7 +122,7 @@ class Recorder(TorchDispatchMode):
         layer, half = (None, 0) if hooked is None else divmod(hooked, self.halves)
         own = name if hooked is None else name.replace(f".{hooked}.", f".{half}.", 1)
         moved = None if layer in (None, self.layer) else layer  # a hook point of a layer inside another one
-        self._step(("hook", own, moved, stream, self._token(value)))
+        self.steps[self.layer].append(("hook", own, moved, stream, self._token(value)))
         if layer is not None and name == str(HookPoint.ResidPost((layer + 1) * self.halves - 1)):
             self._put(value, (layer, "stream"))
             self._begin(layer + 1)
@@ -152,14 +151,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         place = len(self.steps[self.layer])
-        self._step((str(func), self._token(args), self._token(kwargs or {})))
+        self.steps[self.layer].append((str(func), self._token(args), self._token(kwargs or {})))
         for number, value in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(value, Tensor) and (id(value) not in self._at or self._at[id(value)][1] == "made"):
                 self._put(value, (self.layer, "made", place, number))
         return result
-
-    def _step(self, step: tuple[Any, ...]) -> None:
-        self.steps[self.layer].append(step)
 
     def _put(self, tensor: Tensor, at: tuple[Any, ...]) -> None:
         self._kept.append(tensor)
@@ -271,10 +267,14 @@ def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:
     return sorted(chosen)
 
 
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, shared ones by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
 def _shares_between_layers(model: nn.Module, blocks: str) -> bool:
     """Whether a parameter or buffer is in several layers, or in one and outside of them."""
     owners: dict[int, set[int]] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor in _stored(model):
         owners.setdefault(id(tensor), set()).add(split(name, blocks)[0])
     return any(len(layers) > 1 for layers in owners.values())
