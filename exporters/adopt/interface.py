@@ -104,7 +104,7 @@ def supply_positions(model: ir.Model) -> str | None:
         return None
     positions = ir.Value(name=POSITIONS, type=INT64_TYPE, shape=ir.Shape(INPUT_AXES[POSITIONS]))
     graph.inputs.append(positions)
-    counted = _counted(graph)
+    counted = _counted(graph)  # positions that follow from the attention mask are left: they heed padding already
     for node, place, axis in counted:
         node.replace_input_with(place, positions if axis is None else _unsqueezed(graph, positions, axis))
     if counted:

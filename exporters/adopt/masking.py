@@ -134,6 +134,7 @@ class MaskProbe:
         return self._values[seq, past]
 
     def _made(self, names: list[str], seq: int, past: int) -> dict[str, np.ndarray]:
+        # a mask may have its size from the layer's own keys: these are given, so that no layer is computed for it
         part = extract(self._flow, [*self._heads], names)
         read = {name for node in part.graph.node for name in node.input}
         inputs = [entry for entry in part.graph.input if entry.name in read]

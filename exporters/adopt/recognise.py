@@ -196,14 +196,11 @@ def _parts(flow: Flow, stream: ir.Value, branch: ir.Value) -> list[ir.Value]:
 
 
 def _separate_heads(graph: ir.Graph) -> None:
-    """Give batch, heads, queries and keys of attention axes of their own, in place.
-
-    1. A softmax over scores whose batch and heads were merged into one axis comes before the merging.
-    2. Keys that are turned while their heads are split off are split first, and turned then.
-    """
+    """Give batch, heads, queries and keys of attention axes of their own, in place."""
     for node in list(graph):
-        if node.op_type == "Softmax":
+        if node.op_type == "Softmax":  # over scores whose batch and heads were merged comes before the merging
             _before_merging(graph, node)
+        # keys that are turned while their heads are split off are split first, and turned then
         elif node.op_type == "Transpose" and perm_of(node) == TURNED_AT_ONCE:
             _in_two_steps(graph, node)
 

@@ -163,14 +163,12 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
 
 
 def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
-    """Scores of each query in the order of q k, and sorted: equal if they rise with q k.
-
-    A scale and a soft cap keep the order; so does a mask, among the keys that are seen. Where positions add to the
-    scores, as ALiBi does, that is the same in all rows: the differences of two rows rise with those of their q k.
-    """
+    """Scores of each query in the order of q k, and sorted: equal if they rise with q k."""
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
+    # A scale and a soft cap keep the order; so does a mask, among the keys that are seen. What positions add (ALiBi) is
+    # the same in all rows: the differences of two rows rise with those of their q k.
     alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of two masked scores
         between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])

@@ -1,9 +1,7 @@
 """A foreign ONNX file, read with its weights left where they lie.
 
 Weights beside the file are external data already. Those inside the file become external data too: the file itself is
-their file, at the offset of their bytes. A merged decoder has an `If` on a flag that holds the decoder twice, with a
-past and without. The one with a past stays: it serves an empty past too, which the self-check shows, as the file itself
-is then run through its other branch.
+their file, at the offset of their bytes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -121,6 +119,7 @@ def _inline_branch(model: ir.Model) -> str | None:
         if flag is not None and flag is not condition:
             raise ExportError(f"two flags choose branches, {flag.name} and {condition.name}")
         flag = condition
+        # the decoder stands in both branches; that with a past serves an empty one too, as the self-check shows
         _inline(graph, node, node.attributes["then_branch"].as_graph())
     return None if flag is None else _drop(graph, flag)
 

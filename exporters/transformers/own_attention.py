@@ -1,7 +1,6 @@
 """Taps in attention that a family computes in code of its own, past transformers' `AttentionInterface`.
 
-Its code runs as it is: the first product of queries and keys and the softmax are seen as they are called, keys and
-values as the cache takes them, z as the output projection reads it.
+Keys and values are seen as the cache takes them, z as the output projection reads it.
 """
 
 import sys
@@ -51,6 +50,7 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
             pattern = at(HookPoint.AttnPattern(layer), weights.to(stream.dtype))
             taps.patterns[layer] = four_axes(query), four_axes(pattern)
             return pattern
+        # the first product is that of queries and keys
         if query is None and func in ADDED_PRODUCTS:
             if "batch1" in options:
                 return func(*args, **{**options, "batch1": queries(options["batch1"])})

@@ -1,21 +1,4 @@
-"""The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them.
-
-1. `nn.GELU` is traced to its operator; transformers' own activations compute the same in eight steps, each of which a
-   runtime writes to memory and reads back. A step that anything else reads, a hook point's marker for one, stays, and
-   so do all the others. So does a GELU whose constants are not those of the formula to 1e-5: those of a graph in half
-   precision, whose roundings are what the checkpoint's own code computes.
-2. Gemma's norms compute in float32 whatever the model's dtype. ONNX allows an RMSNormalization of a float16 input with
-   a float32 scale, but the function that it stands for multiplies the two after casting back to the input's dtype, and
-   ONNX Runtime refuses that. With the input cast to the scale's dtype first, it computes what transformers does.
-3. Arithmetic in bfloat16 inside of models of other dtypes (Falcon rounds its ALiBi biases so) gets a form for every
-   runtime. Sums and products of two bfloat16 numbers, computed in float32 and rounded once more, are the numbers that
-   bfloat16 arithmetic gives (float32 has more than twice its digits), and ONNX Runtime has kernels. Models of bfloat16
-   keep it, but for operators that ONNX defines for other numbers alone.
-
-Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
-into the graph, and merging equal ones would lose their names. So do numbers beside 0 and 1: onnxscript takes `x + 1e-8`
-(the epsilon of Helium's norms) and `x * 1.000005` for `x`.
-"""
+"""The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them."""
 
 import math
 from collections.abc import Container, Mapping
@@ -36,6 +19,10 @@ SCALE = math.sqrt(2 / math.pi)
 LACKING_BFLOAT16 = ("TopK",)  # operators, in the opsets before 24
 
 
+# `nn.GELU` is traced to its operator; transformers' own activations compute the same in eight steps, each of which a
+# runtime writes to memory and reads back. A step that anything else reads, a hook point's marker for one, stays, and so
+# do all the others. So does a GELU whose constants are not those of the formula to 1e-5: those of a graph in half
+# precision, whose roundings are what the checkpoint's own code computes.
 class _Tanh(pattern.RewriteRuleClassBase):
     """Tanh GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
@@ -80,6 +67,9 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """
     graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
+    # As graph inputs no pass can fold or merge parameters: folding `Transpose(weight)` would copy the weight into the
+    # graph, and merging equal ones would lose their names. Numbers beside 0 and 1 become inputs too: onnxscript takes
+    # `x + 1e-8` (the epsilon of Helium's norms) and `x * 1.000005` for `x`.
     weights = [value for value in list(graph.initializers.values()) if value.name in parameters]
     beside = {value: value.const_value for value in graph.initializers.values() if _beside_neutral(value, parameters)}
     for value in [*weights, *beside]:
@@ -133,6 +123,8 @@ def _widen_norms(model: ir.Model) -> None:
     """Cast the input of norms with a wider scale to its dtype, in place."""
     for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         value, scale = node.inputs
+        # Gemma's norms compute in float32 whatever the model's dtype. ONNX allows a float16 input with a float32 scale,
+        # but its function multiplies the two after casting back, and ONNX Runtime refuses that.
         if value.dtype != scale.dtype:
             cast = _cast(value, scale.dtype)
             cast.name, cast.outputs[0].name = f"{node.name}.widened", f"{node.outputs[0].name}.widened"
@@ -142,6 +134,8 @@ def _widen_norms(model: ir.Model) -> None:
 
 def widen(model: ir.Model, only: Container[str] | None = None) -> None:
     """Compute in float32 what is computed in bfloat16, and round, in place: by some operators, or by all if None."""
+    # Falcon rounds its ALiBi biases so. Sums and products of two bfloat16 numbers, computed in float32 and rounded once
+    # more, are those of bfloat16 arithmetic (float32 has more than twice its digits), and ONNX Runtime has kernels.
     for node in [node for node in model.graph if node.op_type != "Cast" and any(map(_is_narrow, node.outputs))]:
         if only is not None and node.op_type not in only:
             continue
