@@ -79,12 +79,9 @@ class StoredTensor:
 
 
 def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[StoredTensor]:
-    """Read the tensors of a checkpoint folder.
+    """Read the tensors of a checkpoint folder, those of bytes too or not.
 
     A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
-
-    Args:
-        with_bytes: read tensors of bytes too, which are refused otherwise.
 
     Raises:
         ExportError: no weights, a missing shard, or a damaged file.
@@ -132,9 +129,7 @@ def _in_folder(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def to_safetensors(file: Path, staging: Path) -> Path:
-    """Rewrite a `.bin` of tensors as safetensors.
-
-    Nothing but tensors is unpickled, and nothing is executed.
+    """Rewrite a `.bin` of tensors as safetensors; nothing else is unpickled, and nothing is executed.
 
     Raises:
         ExportError: a damaged file, something else than tensors in it, or a full disk.

@@ -1,6 +1,6 @@
 """Sizes of a config.json, checked before a model is made by them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +24,26 @@ FRACTIONS: dict[str, tuple[float, float]] = {  # above the first, up to the seco
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse a config with a size that no model has.
-
-    Raises:
-        ExportError: names the file, the key and the value.
-    """
+    """Refuse a config with a size that no model has."""
     tables = [config, *(inner for inner in config.values() if isinstance(inner, dict))]
     for table in tables:
         for key, (least, largest) in SIZE_LIMITS.items():
-            for value in _entries(table.get(key)):
-                if type(value) is not int or not least <= value <= largest:
+            entries = table[key] if isinstance(table.get(key), list) else [table.get(key)]
+            for value in entries:
+                if value is not None and (type(value) is not int or not least <= value <= largest):
                     raise _wrong(file, key, value, f"an integer of {least} to {largest:,}")
         for key, (above, most) in FRACTIONS.items():
             value = table.get(key)
             if value is not None and not is_between(value, above, most):
                 raise _wrong(file, key, value, f"a number above {above:g}, up to {most:g}")
-        _check_heads(table, file)
+        heads, groups = (table.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        if type(heads) is type(groups) is int and heads % groups:
+            raise _wrong(file, "num_key_value_heads", groups, f"a divisor of the {heads} heads")
 
 
 def is_between(value: Any, above: float, most: float) -> bool:
     """Whether a value is a number in a range."""
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
-
-
-def _check_heads(table: Mapping[str, Any], file: Path) -> None:
-    heads, groups = (table.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-    if type(heads) is type(groups) is int and heads % groups:
-        raise _wrong(file, "num_key_value_heads", groups, f"a divisor of the {heads} heads")
-
-
-def _entries(value: Any) -> Iterable[Any]:
-    if isinstance(value, list):
-        return (entry for entry in value if entry is not None)
-    return () if value is None else (value,)
 
 
 def _wrong(file: Path, key: str, value: Any, requirement: str) -> ExportError:

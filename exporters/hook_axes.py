@@ -13,12 +13,11 @@ def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads |
     """The axes of a hook point, dynamic ones by name.
 
     Args:
-        shape: of its value, of a run or as the graph says; None where it is not known.
-        heads: of the layer: how many keys it keeps, sizes of a key and of a value; as in `sizes` if None.
+        shape: the value's, in a run or as the graph says; None where it is not known.
+        heads: the layer's: how many keys it keeps, sizes of a key and of a value; as in `sizes` if None.
 
     Raises:
-        ExportError: the value has other axes than the hook point, or other sizes (queries of which only a part is
-            rotated, say, and only that part was seen).
+        ExportError: the value has other axes or sizes (of queries only the part that is rotated was seen, say).
     """
     point = HookPoint.parse(name)
     names = point.axes or ()

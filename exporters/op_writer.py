@@ -1,6 +1,6 @@
-"""`OpWriter`: standard operators as calls, `op.Add(a, b)`, on an onnx_ir graph."""
+"""`OpWriter`: standard operators as calls, `op.Add(a, b)`, on an onnx_ir graph; nodes between others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -84,3 +84,16 @@ class OpWriter:
         for value, declared in zip(values, outputs, strict=True):
             value.name, value.type, value.shape = declared.name, declared.type, declared.shape or value.shape
         return ir.Graph(inputs, values, nodes=op.nodes, opset_imports=dict(self.graph.opset_imports), name=name)
+
+
+def node_like(operator: str, inputs: Sequence[ir.Value], like: ir.Value, **attributes: Any) -> ir.Node:
+    """A node whose output has the dtype and the shape of a value."""
+    node = ir.node(operator, inputs, attributes=attributes)
+    node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
+    return node
+
+
+def move(reads: Iterable[tuple[ir.Node, int]], value: ir.Value) -> None:
+    """Let nodes read a value, each in the place of one of its inputs."""
+    for node, place in list(reads):
+        node.replace_input_with(place, value)

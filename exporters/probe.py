@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph import validate
+from mionnx.graph.dataflow import Dataflow, extract
 
 Array = NDArray[Any]
 PROBE_ROWS, PROBE_TOKENS = 2, 6
@@ -29,7 +30,7 @@ class Probe:
     Attributes:
         values: hook points, logits and present keys and values by name.
         dtypes: ONNX Runtime's name of the dtype of every value of the graph.
-        feeds: what was given.
+        feeds: the inputs.
     """
 
     values: Mapping[str, Array]
@@ -44,15 +45,7 @@ class Probe:
 
 
 def probe(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
-    """Run a graph once, with some of its values as outputs.
-
-    Args:
-        proto: the graph, by the names of a hooked model.
-        names: of the values, beside the graph's outputs.
-
-    Raises:
-        ExportError: ONNX Runtime does not open or run it.
-    """
+    """Run a graph with the inputs of a hooked model once, some of its values beside its outputs."""
     session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
     feeds = {entry.name: feed_of(entry) for entry in session.get_inputs()}
     outputs = [*names, *(entry.name for entry in proto.graph.output)]
@@ -61,59 +54,45 @@ def probe(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
 
 
 def check_bounded(proto: onnx.ModelProto, folder: Path) -> None:
-    """Check that every value has a bound and every loop an end, before a graph is run.
-
-    Raises:
-        ExportError: one has none.
-    """
+    """Refuse a graph with a value without a bound or a loop without an end, before it is run."""
     try:
         validate.check(proto, folder, [validate.input_shapes(proto, PROBE_ROWS, PROBE_TOKENS, 0)])
     except ModelError as error:
         raise ExportError(f"the graph is refused: {error}") from error
 
 
-def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onnxruntime.InferenceSession:
-    """A session without optimisations, in which values of the graph are outputs too.
-
-    Raises:
-        ExportError: ONNX Runtime does not open it.
-    """
+def open_session(proto: onnx.ModelProto, folder: Path, values: Sequence[str] = ()) -> onnxruntime.InferenceSession:
+    """A session without optimisations, in which values of the graph may be outputs too."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     outputs = {entry.name for entry in shown.graph.output}
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in outputs)
-    return _opened(shown.SerializeToString(), folder)
-
-
-def _opened(model: bytes, folder: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_prepacking", "1")  # longer than the one run that follows
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors share no base class
         raise ExportError(f"ONNX Runtime does not open the graph: {error}") from error
 
 
-def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-    """Run a session.
+def open_part(flow: Dataflow, folder: Path, known: Sequence[str], ends: Sequence[str]) -> onnxruntime.InferenceSession:
+    """A session of the part of a graph that computes some values from known ones."""
+    return open_session(extract(flow, [*known], [*ends]), folder)
 
-    Raises:
-        ExportError: it fails.
-    """
+
+def run(session: onnxruntime.InferenceSession, names: list[str], values: Mapping[str, Array]) -> list[Array]:
+    """Run a session on those of some values that it takes."""
     try:
-        return interruptible(session, names, feeds)
+        return interruptible(session, names, {entry.name: values[entry.name] for entry in session.get_inputs()})
     except Exception as error:  # its errors share no base class
         raise ExportError(f"ONNX Runtime does not run the graph: {error}") from error
 
 
 def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C.
-
-    A run that is told to end does so after the operator at work; one that takes longer than a moment is left to itself.
-    """
+    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C."""
     options, outcome = onnxruntime.RunOptions(), Future[list[Array]]()
 
     def work() -> None:
@@ -133,11 +112,7 @@ def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds
 
 
 def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: int = 0) -> Array:
-    """An input of a probe: texts without padding, after a past of zeros.
-
-    Args:
-        entry: name, type and shape, as a session tells them.
-        batch, seq, past: rows, tokens of each, and tokens before them.
+    """An input of a probe, of a session's: texts without padding, after a past of zeros.
 
     Raises:
         ExportError: an input that no decoder has.

@@ -7,8 +7,6 @@
 """
 
 import json
-import os
-import shutil
 import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, StoredTensor
+from exporters.sidecar_files import link_or_copy
 from mionnx.errors import ExportError
 from mionnx.graph.onnx_file import WEIGHTLESS
 from mionnx.machine.progress import Progress
@@ -63,7 +62,6 @@ def place(
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
         stored: name -> the tensor that is the parameter, in its own dtype.
         converted: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
-        progress: called as (stage, done, total) in bytes.
         left: names of parameters that get a place in a file, and no data there.
 
     Raises:
@@ -84,11 +82,7 @@ def place(
 
 
 def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
-    """Give every parameter of a graph without weights its place in a file that does not exist.
-
-    Args:
-        parameters: values without data.
-    """
+    """Give every parameter of a graph without weights its place in a file that does not exist."""
     offset = 0
     for value in parameters:
         length = _TORCH_DTYPE[value.dtype].itemsize * prod(value.shape.numpy())
@@ -113,18 +107,8 @@ def _link(in_place: dict[str, StoredTensor], folder: Path, progress: Progress) -
     for file in sorted({source.file for source in in_place.values()}):
         target = folder / file.name
         if not target.exists():
-            _link_or_copy(file.resolve(), target, progress)
+            link_or_copy(file, target, progress)
     return {name: Placed(source.file.name, source.offset, source.length) for name, source in in_place.items()}
-
-
-def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
-    try:
-        os.link(file, target)
-    except OSError:  # another file system, or one without hard links
-        total = file.stat().st_size
-        progress(f"copying {file.name}", 0, total)
-        shutil.copyfile(file, target)
-        progress(f"copying {file.name}", total, total)
 
 
 def _write_converted(

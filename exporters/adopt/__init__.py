@@ -76,9 +76,6 @@ def adopt(folder: Path, target: Path, file: str | None = None, progress: Progres
 def check(folder: Path) -> "list[LawResult]":
     """Run a hooked model of a transformer once, and check it against the laws of a decoder.
 
-    Args:
-        folder: of the hooked model.
-
     Raises:
         ExportError: it does not run.
     """

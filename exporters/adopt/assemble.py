@@ -1,9 +1,7 @@
 """Adoption in stages: read, name inputs, expand, recognise, name, probe, check, write."""
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +10,29 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.extension import AS_STOCK, Plain, complete
+from exporters.adopt.facts import SINKS, add_metadata, config_of, other_windows, windows_of
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
-from exporters.adopt.operators import expand
-from exporters.adopt.operators.decoder_writer import TOKEN_INPUT
+from exporters.adopt.onnx_files import config_folder
+from exporters.adopt.operators.expand import expand
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.recognise import Recognised, recognise
-from exporters.adopt.restorable import keep_fused
-from exporters.adopt.self_check import INT8, LawResult, check_laws, compare, probe_points, rounds_activations
+from exporters.adopt.restorable import Interface, keep_fused, keep_stock
+from exporters.adopt.self_check import LawResult, check_laws, compare, probe_points, refuse_broken, rounding
 from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
-from exporters.adopt.stock_graph import Interface, copied, keep_stock
-from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
+from exporters.op_writer import OpWriter
 from exporters.probe import Probe, check_bounded, open_session, run
+from exporters.sidecar_files import find_files, keep_files, link_or_copy
 from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
 
 OLDEST, WRITTEN = 13, 18  # from 13 on axes of Squeeze and Unsqueeze are inputs, from 18 on those of all reductions
-
 STAGES = 5
-SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
 
 @dataclass(frozen=True)
@@ -56,21 +53,19 @@ class Adopted:
 
 
 def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
-    """Write a foreign ONNX file as a hooked model; its weights stay in their files.
-
-    Args:
-        file: a decoder-only language model.
-        target: an empty or new folder.
-        progress: called as (stage, done, total).
+    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights stay in their files.
 
     Raises:
-        ExportError: it is no such model, or a law does not hold; nothing is named on a guess.
+        ExportError: it is no decoder of text, or a law does not hold; nothing is named on a guess.
     """
     progress("reading", 0, STAGES)
     config_of(file)  # what lies beside is refused before anything is read
     with boundary(ExportError, f"{file} cannot be adopted"):
         source = open_source(file)
-        _link_weights(source, target)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, path in source.weight_files.items():
+            if not (target / name).exists():
+                link_or_copy(path, target / name)
         check_source(source, target)
         with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
             return _adopted(source, target, hashes, progress)
@@ -79,13 +74,14 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
 def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
     """See `adopt_file`; the weights are linked into the target, and `hashes` waits for theirs."""
     file, stock_inputs = source.file, {value: str(value.name) for value in source.model.graph.inputs}
-    own, stock_outputs = copied(source), [str(value.name) for value in source.model.graph.outputs]
+    own, stock_outputs = onnx.ModelProto(), [str(value.name) for value in source.model.graph.outputs]
+    own.CopyFrom(source.stock)  # before types are told
     progress("recognising", 1, STAGES)
     source.model.graph.sort()  # float16 converters put casts at the end
-    modernise(source.model)
+    _modernise(source.model)
     tell_types(source.stock, infer_types(source.model))
-    rows = {str(value.name): value.shape[0] for value in source.model.graph.inputs if value.shape}
-    name_inputs(source.model)
+    rows = {value: value.shape[0] for value in source.model.graph.inputs if value.shape}
+    tokens = name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
     ends = dict(zip(stock_outputs, source.model.graph.outputs, strict=True))
@@ -98,49 +94,43 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     interface, names = Interface.of(renamed, ends, stock_logits), name_points(decoder)
     decoder.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
-    lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
+    lacks = frozenset(lack for lack, has in (("mask", padding), ("cache", cached)) if not has)
     proto, windows = _clean(source.model), windows_of(config_of(file), len(decoder.attention))
     try:
         check_bounded(proto, target)
         probed = probe_points(proto, target, names)
     except ExportError as error:
-        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKEN_INPUT)]
         if not isinstance(rows.get(tokens), int):
             raise
-        batch = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
-        raise ExportError(f"{file}: {batch}: {error}") from error
-    adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
-    plain = Plain(source.model, proto, target, decoder, probed, windows, frozenset(lacks), counts, adds=adds)
+        batch = f"{stock_inputs[tokens]} has a batch of {rows[tokens]}; export with a dynamic batch"
+        raise ExportError(f"{file}: {batch} (an example of two rows): {error}") from error
+    adds = any(one.name == "MultiHeadAttention" for one in fused)
+    plain = Plain(source.model, proto, target, decoder, probed, windows, lacks, positions is not None, adds=adds)
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        laws = check_laws(probed, proto, target, len(decoder.attention), any(one.sink for one in decoder.attention))
-        allowed = len(decoder.attention) * (INT8 if rounds_activations(proto) else probed.rounding)
-        return laws + _as_stock(source, target, probed, renamed, stock_logits, allowed, decoder.notes)
+        laws = check_laws(probed, proto, target, len(decoder.attention), decoder.sinks)
+        return laws + _as_stock(source, target, probed, renamed, stock_logits, rounding(proto, probed), decoder)
 
     proto, probed, laws = complete(plain, _clean, checked)
-    broken = [law for law in laws if not law.holds]
-    if broken:
-        raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
+    refuse_broken(laws, f"{file} was")
     progress("writing", 4, STAGES)
     decoder.notes.extend(other_windows(decoder.windows or [], windows or []))
-    facts = facts_of(decoder, proto is plain.proto and "mask" in plain.lacks)
-    write_model(proto, source, decoder, probed, names, facts, target, hashes())
-    fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
-    keep_fused(proto, target, probed, fused, len(decoder.attention), decoder.notes)
-    runs = any(law.law == AS_STOCK for law in laws)
-    keep_stock(proto, target, own, interface, probed, bool(expanded), runs, decoder.notes)
-    (target / GRAPH).write_bytes(proto.SerializeToString())
-    _open(target)
+    same, runs = proto is plain.proto, any(law.law == AS_STOCK for law in laws)
+    add_metadata(proto, source, decoder, probed, same and "mask" in lacks, hashes())
+    keep_fused(proto, target, probed, fused if same else map(moved, fused), len(decoder.attention), decoder.notes)
+    keep_stock(proto, target, replace(source, stock=own), interface, probed, bool(expanded), runs, decoder.notes)
+    _write(proto, file, target)
     return Adopted(file, names, expanded, laws, decoder.notes)
 
 
-def facts_of(decoder: Recognised, attends: bool) -> dict[str, str]:
-    """Facts for the metadata: sinks, padding that is attended to, a normed stream."""
-    sinks = any(one.sink for one in decoder.attention)
-    facts = {SINKS: sinks and "in the softmax", ATTENDS_TO_PADDING: attends and "yes"}
-    facts[NORMED_STREAM] = bool(decoder.sums) and "yes"
-    return {key: text for key, text in facts.items() if text}
+def _write(proto: onnx.ModelProto, file: Path, target: Path) -> None:
+    (target / GRAPH).write_bytes(proto.SerializeToString())
+    keep_files(find_files(config_folder(file)), target)
+    try:
+        HookedModel.open(target, check="none")  # as a user will
+    except ModelError as error:
+        raise ExportError(f"the adopted graph is refused: {error}") from error
 
 
 def check_folder(folder: Path) -> list[LawResult]:
@@ -154,26 +144,6 @@ def check_folder(folder: Path) -> list[LawResult]:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
     probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
     return check_laws(probed, hooked.proto, folder, hooked.metadata.sizes.num_layers, SINKS in hooked.metadata.exporter)
-
-
-def _open(target: Path) -> None:
-    """Open what was written, as a user will."""
-    try:
-        HookedModel.open(target, check="none")
-    except ModelError as error:
-        raise ExportError(f"the adopted graph is refused: {error}") from error
-
-
-def _link_weights(source: SourceFile, target: Path) -> None:
-    """Hard-link the weight files into the folder, or copy them across file systems."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name, path in source.weight_files.items():
-        if (target / name).exists():
-            continue
-        try:
-            os.link(path.resolve(), target / name)
-        except OSError:
-            shutil.copyfile(path, target / name)
 
 
 def _clean(model: ir.Model) -> onnx.ModelProto:
@@ -196,31 +166,27 @@ def _as_stock(
     probed: Probe,
     renamed: Mapping[str, str],
     logits: str,
-    allowed: float,
-    notes: list[str],
+    rounding: float,
+    decoder: Recognised,
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime.
+    """Compare the logits with those of the file as it came, in the same runtime; a merged one runs its other branch.
 
     Args:
-        source: the file; a merged one runs its other branch.
-        target: the folder with its weights.
-        probed: a run of the adopted graph.
         renamed: name of an input of the adopted graph -> the file's own.
         logits: the file's name of its output.
-        allowed: the difference that rounding explains.
-        notes: told why nothing was compared.
+        rounding: the difference that the rounding of one layer explains.
+        decoder: its notes are told why nothing was compared.
     """
     try:
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in probed.feeds.items() if name in renamed}
         check_source(source, target, {name: value.shape for name, value in feeds.items()})
-        session = open_session(source.stock, target, [])
-        feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
-        (expected,) = run(session, [logits], feeds)
+        session = open_session(source.stock, target)
+        (expected,) = run(session, [logits], {one.name: _like(one, feeds) for one in session.get_inputs()})
     except ExportError as error:
-        notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
+        decoder.notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare(AS_STOCK, None, probed.values["logits"], expected, allowed)]
+    return [compare(AS_STOCK, None, probed.values[LOGITS], expected, len(decoder.attention) * rounding)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -231,12 +197,8 @@ def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     return feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
 
 
-def modernise(model: ir.Model) -> None:
-    """Bring a model to opset 18, if it is older.
-
-    Raises:
-        ExportError: it is older than opset 13.
-    """
+def _modernise(model: ir.Model) -> None:
+    """Bring a model to opset 18, if it is older."""
     version = model.opset_imports.get("", 0)
     if version < OLDEST:
         raise ExportError(
@@ -245,19 +207,12 @@ def modernise(model: ir.Model) -> None:
         )
     if version >= WRITTEN:
         return
+    op = OpWriter(model.graph)
     for place, node in enumerate(list(model.graph)):
         if node.domain == "" and node.op_type.startswith("Reduce") and "axes" in node.attributes:
-            axes = np.asarray(node.attributes.pop("axes").as_ints(), np.int64)
-            name = f"adopted.axes.{place}"
-            constant = ir.Value(
-                name=name,
-                type=ir.TensorType(ir.DataType.INT64),
-                shape=ir.Shape(axes.shape),
-                const_value=ir.tensor(axes),
-            )
-            model.graph.register_initializer(constant)
+            axes = op.constant(node.attributes.pop("axes").as_ints(), np.int64, f"adopted.axes.{place}")
             node.resize_inputs(2)
-            node.replace_input_with(1, constant)
+            node.replace_input_with(1, axes)
         elif node.domain == "" and node.op_type == "Split" and len(node.inputs) == 1:
             node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
     model.opset_imports[""] = WRITTEN

@@ -1,18 +1,57 @@
-"""Attention of one layer, from the softmax outwards."""
+"""Attention of one layer, from the softmax outwards; queries, keys and values up to the heads, before rotation too."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, climb, perm_of, rank
-from exporters.adopt.linear import is_linear, weight_of
-from exporters.adopt.rotation import HEADS_FIRST, Heads, heads_of
-from exporters.adopt.stream import weighs_values
+from exporters.adopt.flow import (
+    CONTENT_KEEPING,
+    KEEPING,
+    ROUNDING_OPERATORS,
+    ROW_LOOKUPS,
+    SIZE_OPERATORS,
+    Flow,
+    Origin,
+    climb,
+    is_linear,
+    makers_of,
+    perm_of,
+    present,
+    rank,
+    walk,
+    weight_of,
+)
 from mionnx.errors import ExportError
 
 MERGED = 3  # axes of scores whose batch and heads are one axis
 AFTER_SOFTMAX = frozenset(("Cast", "Where", "Identity", "Dropout", "Mul", "Reshape", "Slice"))
+FARTHEST = 8  # nodes from a softmax to its product with values
 AFTER_SCORES = CONTENT_KEEPING | {"Add", "Mul", "Div", "Tanh", "Where", "Slice", "Concat", "Sub", "Max"}
+HEADS_FIRST = (0, 2, 1, 3)  # [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
+TURNED = ((0, 1, 3, 2), (0, 2, 1))  # keys for their product with queries
+ROTATION = "RotaryEmbedding"
+ROTATES = frozenset(("Add", "Sub", "Concat", "Mul", "ScatterND", "Reshape", "Transpose", ROTATION))
+ANGLE_LOOKUPS = ROW_LOOKUPS | {"GatherElements", "GatherND"}
+LONGEST = 40  # nodes of a rotation
+DEEPEST = 60  # nodes from an angle's cosine
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One of queries, keys and values, [batch, heads, seq, head_dim].
+
+    Attributes:
+        value: after rotation, where there is one.
+        unrotated: before rotation; None without one.
+        joined: the node that appends it to the past; None without one.
+        seq_first: whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim].
+    """
+
+    value: ir.Value
+    unrotated: ir.Value | None = None
+    joined: ir.Node | None = None
+    seq_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -20,7 +59,6 @@ class AttentionValues:
     """The values of one layer's attention.
 
     Attributes:
-        queries, keys, values: with their heads.
         scores: the softmax's input, without a sink's column.
         pattern: the weights that values are summed with.
         z: [batch, seq, heads, head_dim], the heads' outputs.
@@ -59,15 +97,13 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
     Raises:
         ExportError: something that is no softmax attention with one product before and one after it.
     """
-    nodes = flow.between(top, out)
-    patterns = [node for node in nodes if node.op_type == "Softmax" and weighs_values(flow, node)]
+    patterns = attention_patterns(flow, top, out)
     if len(patterns) != 1:
         raise ExportError(f"layer {layer}: {len(patterns)} attention patterns in one branch")
     pattern, product = _pattern(flow, layer, patterns[0])
     scores = _scores(flow, patterns[0])
     queries_keys = _product_of_scores(flow, layer, top, scores)
-    queries, keys = (heads_of(flow, value) for value in queries_keys.inputs[:2] if value is not None)
-    values = heads_of(flow, product.inputs[1])
+    queries, keys, values = (_heads_of(flow, one) for one in (*queries_keys.inputs[:2], product.inputs[1]))
     z = _heads_output(flow, layer, product.outputs[0])
     projection = next((node for node in flow.between(z, out) if is_linear(flow, node)), None)
     if projection is None:
@@ -101,45 +137,35 @@ def _scores(flow: Flow, softmax: ir.Node) -> ir.Value:
     """A softmax's input, above a shift by its maximum and a sink's column."""
     value = softmax.inputs[0]
     while (node := value.producer()) is not None:
-        text = flow.text(node)
-        shifts = node.op_type == "Sub" and _is_maximum(node.inputs[1], node.inputs[0])
-        sink = node.op_type == "Concat" and len(text) == 1 and _follows_constants(flow, node)
-        if not (shifts or sink):
+        text, others = flow.text(node), flow.others(node)
+        shift = node.inputs[1].producer() if node.op_type == "Sub" and node.inputs[1] is not None else None
+        if shift is not None and shift.op_type == "ReduceMax" and shift.inputs[0] is node.inputs[0]:
+            value = node.inputs[0]
+        # a column of constants, made as long as the call
+        elif node.op_type == "Concat" and len(text) == 1 and others and flow.constant(climb(one) for one in others):
+            return text[0]
+        else:
             break
-        value = node.inputs[0] if shifts else text[0]
-        if sink:
-            return value
     return softmax.inputs[0]
-
-
-def _is_maximum(value: ir.Value | None, of: ir.Value | None) -> bool:
-    node = None if value is None else value.producer()
-    return node is not None and node.op_type == "ReduceMax" and node.inputs[0] is of
-
-
-def _follows_constants(flow: Flow, node: ir.Node) -> bool:
-    """Whether the other inputs of a `Concat` are constants, made as long as the call."""
-    others = [value for value in node.inputs if value is not None and not flow.is_text(value)]
-    return bool(others) and all(flow.origin.get(climb(value)) == Origin.CONSTANT for value in others)
 
 
 def _product_of_scores(flow: Flow, layer: int, top: ir.Value, scores: ir.Value) -> ir.Node:
     """The product of queries and keys, above masks, scales and soft caps."""
+
+    def multiplies(node: ir.Node) -> bool:
+        return node.op_type == "MatMul" and len(flow.text(node)) == 2
+
     value = scores
     while True:
         node = value.producer()
         if node is None:
             raise ExportError(f"layer {layer}: the scores follow from the input {value.name}")
-        if node.op_type == "MatMul" and len(flow.text(node)) == 2:
+        if multiplies(node):
             return node
-        inner = [one for one in flow.text(node) if _has_product(flow, top, one)]
+        inner = [one for one in flow.text(node) if any(map(multiplies, flow.between(top, one)))]
         if not inner or node.op_type not in AFTER_SCORES:
             raise ExportError(f"layer {layer}: the scores come from {node.op_type}, no product of queries and keys")
         value = inner[0]
-
-
-def _has_product(flow: Flow, top: ir.Value, value: ir.Value) -> bool:
-    return any(node.op_type == "MatMul" and len(flow.text(node)) == 2 for node in flow.between(top, value))
 
 
 def _heads_output(flow: Flow, layer: int, value: ir.Value) -> ir.Value:
@@ -154,3 +180,91 @@ def _heads_output(flow: Flow, layer: int, value: ir.Value) -> ir.Value:
         if node.op_type not in CONTENT_KEEPING:
             raise ExportError(f"layer {layer}: {node.op_type} reads pattern times values")
         value = node.outputs[0]
+
+
+def _heads_of(flow: Flow, value: ir.Value | None) -> Heads:
+    """Climb from an operand of an attention product."""
+    joined = None
+    while True:
+        node = None if value is None else value.producer()
+        if value is None or node is None:
+            name = None if value is None else value.name
+            raise ExportError(f"an operand of attention comes from the input {name}, not from the text")
+        text = flow.text(node)
+        past = any(flow.origin.get(one) == Origin.PAST for one in present(node.inputs))
+        if node.op_type == "Concat" and joined is None and past:
+            joined, value = node, text[0]
+        elif node.op_type == "Transpose" and perm_of(node) == HEADS_FIRST:
+            merge = climb(text[0], CONTENT_KEEPING | ROUNDING_OPERATORS).producer()
+            if merge is None or perm_of(merge) != HEADS_FIRST:
+                unrotated = _rotated_from(flow, climb(text[0], KEEPING))
+                return Heads(value, unrotated, joined, unrotated is not None)
+            value = merge.inputs[0]  # the heads were merged before
+        elif _leaves_heads(flow, node):
+            value = text[0]
+        else:
+            return Heads(value, _rotated_from(flow, value), joined)
+
+
+def _leaves_heads(flow: Flow, node: ir.Node) -> bool:
+    """Whether a node turns, repeats, rounds or scales heads, and does nothing else."""
+    if node.op_type == "Transpose":
+        return perm_of(node) in TURNED
+    if node.op_type in ("Mul", "Div"):
+        return len(flow.text(node)) == 1 and not _multiplies_angles(flow, node)
+    return node.op_type in CONTENT_KEEPING | ROUNDING_OPERATORS
+
+
+def _rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
+    """The value before a rotation; None if a value is not made by one.
+
+    A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
+    """
+    below = value
+    while (node := below.producer()) is not None and len(flow.text(node)) == 1 and node.op_type != ROTATION:
+        if node.op_type not in CONTENT_KEEPING:
+            return None
+        below = flow.text(node)[0]
+    if node is None or node.op_type not in ROTATES:
+        return None
+    top = flow.above(below)
+    nodes = flow.between(top, below)
+    products = [node for node in nodes if node.op_type == "Mul" and len(flow.text(node)) == 1]
+    turns = any(node.op_type == ROTATION for node in nodes) or any(_multiplies_angles(flow, one) for one in products)
+    return top if turns and len(nodes) < LONGEST and not any(is_linear(flow, node) for node in nodes) else None
+
+
+def _multiplies_angles(flow: Flow, node: ir.Node) -> bool:
+    """Whether a product's other factor changes with the position: a cosine or sine, no scale."""
+    other = next(iter(flow.others(node)), None)
+    if other is None or rank(other) == 0 or flow.origin.get(other) != Origin.CALL:
+        return False
+    above = walk([other.producer()], lambda one: () if one.op_type in SIZE_OPERATORS else makers_of(one))
+    return any(one.op_type in ("Cos", "Sin") or _looks_up_angles(flow, one) for one in islice(above, DEEPEST))
+
+
+def _looks_up_angles(flow: Flow, node: ir.Node) -> bool:
+    """Whether a node picks rows of a constant table of fractions by positions."""
+    if node.op_type not in ANGLE_LOOKUPS or node.inputs[0] is None or node.inputs[1] is None:
+        return False
+    table, rows = climb(node.inputs[0]), node.inputs[1]
+    fractions = table.dtype is not None and table.dtype.is_floating_point()
+    return flow.constant([table]) and flow.origin.get(rows) == Origin.CALL and fractions
+
+
+def attention_patterns(flow: Flow, top: ir.Value, bottom: ir.Value) -> list[ir.Node]:
+    """The softmaxes between two values that are multiplied with values."""
+    return [node for node in flow.between(top, bottom) if node.op_type == "Softmax" and _weighs_values(flow, node)]
+
+
+def _weighs_values(flow: Flow, softmax: ir.Node) -> bool:
+    """Whether a product with values reads a softmax: it is an attention pattern, no router."""
+    value = softmax.outputs[0]
+    for _ in range(FARTHEST):
+        users = [user for user in flow.readers(value) if user.op_type != "IsNaN"]
+        if not users:
+            return False
+        if users[0].op_type == "MatMul":
+            return len(flow.text(users[0])) > 1
+        value = users[0].outputs[0]
+    return False

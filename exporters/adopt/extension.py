@@ -8,8 +8,8 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.caching import add_past, read_joined
-from exporters.adopt.flow import SIZE_OPERATORS, Flow
+from exporters.adopt.attention import TURNED
+from exporters.adopt.flow import CONTENT_KEEPING, SIZE_OPERATORS, Flow, perm_of, rank
 from exporters.adopt.masking import (
     LONGEST_PROBE,
     Masking,
@@ -23,6 +23,7 @@ from exporters.adopt.masking import (
 from exporters.adopt.operators.decoder_writer import MASK_INPUT, TOKEN_INPUT, DecoderWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, check_extension, compare, probe_points
+from exporters.op_writer import move
 from exporters.probe import Probe
 from mionnx.errors import ExportError
 
@@ -37,6 +38,9 @@ ADDED = {
     "chunks": "attention_mask: the file's own is wrong for several tokens after a past; another was put in its place",
 }
 NOT_ADDED = {"chunks": "another"}
+SCALING_OPERATORS = frozenset(("Mul", "Div"))
+WIDENING = frozenset(("Expand", "Tile"))
+HEAD_AXES = 4  # of a product of heads
 AS_STOCK = "adopted logits = the file's own"
 
 
@@ -45,8 +49,7 @@ class Plain:
     """A graph as it was recognised, with nothing added.
 
     Attributes:
-        model: its values named.
-        proto: the same, in protobuf.
+        model, proto: its values named, and the same in protobuf.
         windows: of each layer, as the config says; None without a config.
         lacks: what the file has not: "mask" (its attention heeds none), "cache".
         counts: whether the graph makes its positions itself, and they cannot be given.
@@ -79,9 +82,6 @@ def complete(
         plain: the graph; its notes are told what was done.
         clean: writes a model as protobuf.
         checked: the laws that hold of every adopted graph.
-
-    Returns:
-        the graph, one run of it, and the laws.
     """
     notes, layers = plain.found.notes, len(plain.found.attention)
     before = list(notes)
@@ -107,23 +107,22 @@ def complete(
 
 
 def extend(plain: Plain) -> bool:
-    """Add to a model what its file lacks, in place.
-
-    Returns:
-        whether anything was added.
+    """Add to a model what its file lacks, in place; returns whether anything was added.
 
     Raises:
         ExportError: the graph cannot take it, and why.
     """
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
-    masks, complete, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
-    for layer, attention in enumerate(plain.found.attention):
-        masks.append(maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys))
-        masked.expect(masks[-1])
-    for layer, masking in enumerate(masks):
-        window = None if plain.windows is None else plain.windows[layer]
-        complete = complete and (not masking or serves_chunks(masked, masking, window))
+    masks = [
+        maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
+        for layer, attention in enumerate(plain.found.attention)
+    ]
+    masked = MaskProbe(plain.proto, plain.folder, plain.probed.values, [one for masking in masks for one in masking])
+    complete = all(
+        not masking or serves_chunks(masked, masking, plain.windows[layer] if plain.windows else None)
+        for layer, masking in enumerate(masks)
+    )
     cache = "cache" in plain.lacks
     if not plain.lacks and complete:
         if any(window is not None for window in plain.windows or ()):
@@ -135,7 +134,7 @@ def extend(plain: Plain) -> bool:
     windows = _windows(plain, masked, masks)
     op = DecoderWriter(model)
     op.begin()
-    reads = [(node, place) for node, place in _input(model.graph, MASK_INPUT).uses()] if MASK_INPUT in op.inputs else []
+    reads = [(node, place) for node, place in op.inputs[MASK_INPUT].uses()] if MASK_INPUT in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
     for layer, masking in enumerate(masks):
         scores = values[f"blocks.{layer}.attn.hook_scores"]
@@ -143,13 +142,10 @@ def extend(plain: Plain) -> bool:
         replace_masks(op, masking, scores, windows[layer], kind, plain.adds)
     model.graph.insert_before(model.graph[0], op.nodes)
     sweep_away(model.graph, [one.node for masking in masks for one in masking] + stale)
-    _read_sizes_of_tokens(model.graph, reads, cache)
+    if cache:
+        _read_sizes_of_tokens(reads, op.inputs[TOKEN_INPUT])
     model.graph.sort()
     return True
-
-
-def _input(graph: ir.Graph, name: str) -> ir.Value:
-    return next(value for value in graph.inputs if value.name == name)
 
 
 def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) -> list[int | None]:
@@ -184,20 +180,75 @@ def _add_cache(
     ):
         _, groups, _, width = plain.probed.values[str(heads.name)].shape
         stale.append(product.inputs[1].producer())
-        joined = add_past(op, layer, part, heads, groups, width)
-        read_joined(op, flow, product, heads, joined, count, groups, width)
+        joined = _add_past(op, layer, part, heads, groups, width)
+        _read_joined(op, flow, product, heads, joined, count, groups, width)
     return stale
 
 
-def _read_sizes_of_tokens(graph: ir.Graph, reads: Sequence[tuple[ir.Node, int]], cache: bool) -> None:
-    """Let what took the mask for as long as the tokens read the tokens' size.
-
-    Raises:
-        ExportError: something else follows from the mask.
-    """
-    for node, place in reads:
-        if node.graph is None or not cache:
-            continue
-        if node.op_type not in SIZE_OPERATORS:
+def _read_sizes_of_tokens(reads: Sequence[tuple[ir.Node, int]], tokens: ir.Value) -> None:
+    """Let what took the mask for as long as the tokens read the tokens' size."""
+    for node, _ in reads:
+        if node.graph is not None and node.op_type not in SIZE_OPERATORS:
             raise ExportError(f"{node.op_type} reads the attention mask for something that is no mask of scores")
-        node.replace_input_with(place, _input(graph, TOKEN_INPUT))
+    move(((node, place) for node, place in reads if node.graph is not None), tokens)
+
+
+def _add_past(op: DecoderWriter, layer: int, part: str, heads: ir.Value, groups: int, width: int) -> ir.Value:
+    """Append keys or values, [batch, groups, seq, width], to a past, a new input; what they come to is an output."""
+    shape = ir.Shape(["batch", groups, "past", width])
+    past = ir.Value(name=f"past_key_values.{layer}.{part}", type=heads.type, shape=shape)
+    op.graph.inputs.append(past)
+    joined = op.Concat(past, heads, axis=2)
+    joined.name, present = f"adopted.{layer}.{part}", op.Identity(joined)
+    present.name, present.type = f"present.{layer}.{part}", heads.type
+    present.shape = ir.Shape(["batch", groups, "total", width])
+    op.graph.outputs.append(present)
+    return joined
+
+
+def _read_joined(
+    op: DecoderWriter,
+    flow: Flow,
+    product: ir.Node,
+    heads: ir.Value,
+    joined: ir.Value,
+    count: int,
+    groups: int,
+    width: int,
+) -> None:
+    """Let a product read heads with their past, repeated, turned and scaled as before.
+
+    Args:
+        flow: of the graph before `joined` was made.
+        product: of queries and keys, or of the pattern and values; its second operand is read from `heads`.
+        heads, joined: without and with a past.
+        count, groups, width: heads of queries, of keys and values, and the size of one.
+    """
+    replayed, turned, widened, value = list[ir.Node](), False, False, product.inputs[1]
+    while value is not heads:
+        node = None if value is None else value.producer()
+        text = [] if node is None else flow.text(node)
+        if node is None or len(text) != 1:
+            raise ExportError(f"{product.op_type} {product.name!r} reads more than keys or values of its layer")
+        if node.op_type in SCALING_OPERATORS or node.op_type == "Cast":
+            sizes = [size for other in flow.others(node) if other.shape is not None for size in other.shape]
+            if any(size != 1 for size in sizes):  # all numbers of a head are treated alike
+                raise ExportError(f"{node.op_type} {node.name!r} multiplies keys or values with {sizes}")
+            replayed.append(node)
+        elif node.op_type == "Transpose":
+            turned ^= perm_of(node) in TURNED
+        elif node.op_type in WIDENING:
+            widened = True
+        elif node.op_type not in CONTENT_KEEPING:
+            raise ExportError(f"{node.op_type} changes keys or values on their way to {product.op_type}")
+        value = text[0]
+    if rank(product.inputs[0]) not in (HEAD_AXES, None):
+        raise ExportError(f"{product.op_type} {product.name!r} multiplies heads and rows of a batch as one axis")
+    operand = op.repeated(joined, count // groups, count, width) if widened else joined
+    operand = op.Transpose(operand, perm=[0, 1, 3, 2]) if turned else operand
+    for node in reversed(replayed):
+        inputs = [operand if flow.is_text(entry) else entry for entry in node.inputs]
+        operand = getattr(op, node.op_type)(
+            *inputs, **({"to": node.attributes.get_int("to", 1)} if node.op_type == "Cast" else {})
+        )
+    product.replace_input_with(1, operand)

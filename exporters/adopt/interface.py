@@ -1,10 +1,24 @@
 """Inputs and outputs of an adopted graph, by the names, shapes and dtypes of a hooked model."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
-from exporters.adopt.flow import INDEX_TYPES, ROW_LOOKUPS, SIZE_OPERATORS, climb, find_embedding, rank, static, table_of
+from exporters.adopt.flow import (
+    INDEX_TYPES,
+    ROW_LOOKUPS,
+    SIZE_OPERATORS,
+    climb,
+    find_embedding,
+    present,
+    rank,
+    static,
+    table_of,
+    walk,
+)
 from exporters.adopt.operators.decoder_writer import MASK_INPUT, POSITIONS, TOKEN_INPUT
+from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 
@@ -14,8 +28,8 @@ UNKNOWN = -1  # no axis
 NEAR_ANGLES = 40  # nodes from positions to a cosine
 
 
-def name_inputs(model: ir.Model) -> None:
-    """Name the inputs of tokens, mask and positions by their readers; all become int64.
+def name_inputs(model: ir.Model) -> ir.Value:
+    """Name the inputs of tokens, mask and positions by their readers; all become int64. Returns that of tokens.
 
     Raises:
         ExportError: an input of integers that is none of them.
@@ -23,14 +37,10 @@ def name_inputs(model: ir.Model) -> None:
     graph = model.graph
     tokens = climb(find_embedding(graph).inputs[1])
     _take(graph, tokens, TOKEN_INPUT)
-    for value in [
-        value for value in graph.inputs if value.name != TOKEN_INPUT and not _is_past(value) and value.uses()
-    ]:
-        _take(graph, value, POSITIONS if _feeds_angles(value) else MASK_INPUT)
-
-
-def _is_past(value: ir.Value) -> bool:
-    return value.dtype is not None and value.dtype.is_floating_point()
+    for value in [value for value in graph.inputs if value.name != TOKEN_INPUT and value.uses()]:
+        if value.dtype is None or not value.dtype.is_floating_point():  # those of fractions are pasts
+            _take(graph, value, POSITIONS if _feeds_angles(value) else MASK_INPUT)
+    return tokens
 
 
 def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
@@ -49,11 +59,10 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
         inner.name = f"stock.{name}"
     value.name, value.shape = name, ir.Shape(INPUT_AXES[name])
     if kind not in (ir.DataType.INT64, None):
-        readers = list(value.uses())
+        reads = list(value.uses())
         cast = ir.node("Cast", [value], attributes={"to": int(kind)})
         cast.outputs[0].type = ir.TensorType(kind)
-        for node, place in readers:
-            node.replace_input_with(place, cast.outputs[0])
+        move(reads, cast.outputs[0])
         graph.insert_before(graph[0], cast)
     value.type = INT64_TYPE
 
@@ -87,8 +96,6 @@ def _is_table_look_up(node: ir.Node) -> bool:
 def supply_positions(model: ir.Model) -> str | None:
     """Make positions an input where the graph counts them itself from the length of the text.
 
-    Positions that follow from the attention mask are left: they heed padding already.
-
     Returns:
         what a user has to know of positions that cannot be given; None if there is nothing to know.
     """
@@ -97,13 +104,13 @@ def supply_positions(model: ir.Model) -> str | None:
         return None
     positions = ir.Value(name=POSITIONS, type=INT64_TYPE, shape=ir.Shape(INPUT_AXES[POSITIONS]))
     graph.inputs.append(positions)
-    counted = _counted(graph)
+    counted = _counted(graph)  # positions that follow from the attention mask are left: they heed padding already
     for node, place, axis in counted:
         node.replace_input_with(place, positions if axis is None else _unsqueezed(graph, positions, axis))
     if counted:
         return None
-    keep = ir.node("Identity", [positions])  # the rewriter looks for the input, and an unread one would not be kept
-    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64_TYPE, positions.shape
+    keep = node_like("Identity", [positions], positions)  # the rewriter looks for the input: an unread one would go
+    keep.outputs[0].name = "adopted.positions"
     graph.insert_before(graph[0], keep)
     return "position_ids: the graph makes its positions itself; those that are given are not read"
 
@@ -138,19 +145,15 @@ def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
 
 def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
     """The first read above a cosine of integers that a `Range` counts."""
-    seen: set[ir.Node] = set()
-    waiting = [angle]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node.op_type in SIZE_OPERATORS:
-            continue
-        seen.add(node)
-        for place, entry in enumerate(node.inputs):
-            if entry is None or entry.producer() is None:
-                continue
-            if entry.dtype in INDEX_TYPES and _is_counted(entry):
+
+    def makers_of_fractions(node: ir.Node) -> list[ir.Node | None]:
+        sized = node.op_type in SIZE_OPERATORS
+        return [] if sized else [one.producer() for one in present(node.inputs) if one.dtype not in INDEX_TYPES]
+
+    for node in walk([angle], makers_of_fractions):
+        for place, entry in enumerate(node.inputs) if node.op_type not in SIZE_OPERATORS else ():
+            if entry is not None and entry.dtype in INDEX_TYPES and _is_counted(entry):
                 return node, place
-            waiting += [entry.producer()] if entry.dtype not in INDEX_TYPES else []
     return None
 
 
@@ -168,19 +171,11 @@ def _added_axis(value: ir.Value | None) -> int | None:
     return next((axis for axis in (2, 1) if static(value, axis) == 1 and static(value, 3 - axis) != 1), UNKNOWN)
 
 
-def _following(value: ir.Value | None) -> set[ir.Value]:
-    """All values that follow from the content of one."""
-    values: set[ir.Value] = set() if value is None else {value}
-    waiting = list(values)
-    while waiting:
-        for node, _ in waiting.pop().uses():
-            if node.op_type not in SIZE_OPERATORS:
-                fresh = [output for output in node.outputs if output not in values]
-                values.update(fresh)
-                waiting += fresh
-    return values
-
-
 def heeds_mask(model: ir.Model, scores: ir.Value) -> bool:
     """Whether attention scores follow from the content of the attention mask."""
-    return scores in _following(next((value for value in model.graph.inputs if value.name == MASK_INPUT), None))
+
+    def readers(values: Sequence[ir.Value]) -> list[ir.Node]:
+        return [node for value in values for node, _ in value.uses() if node.op_type not in SIZE_OPERATORS]
+
+    masks = [value for value in model.graph.inputs if value.name == MASK_INPUT]
+    return any(scores in node.outputs for node in walk(readers(masks), lambda node: readers(node.outputs)))

@@ -14,8 +14,9 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, rank
+from exporters.adopt.flow import CONTENT_KEEPING, Flow, Origin, makers_of, rank
 from exporters.adopt.operators.decoder_writer import DecoderWriter
+from exporters.op_writer import move
 from exporters.probe import feed_of, open_session, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow, extract
@@ -44,7 +45,10 @@ class Masking:
     shown: bool | None
 
     def seen(self, value: NDArray[Any]) -> Seen | None:
-        """The keys that are read, by the numbers of the operand; None if they are more than a mask."""
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
+
+        None if more than a mask is added to the scores.
+        """
         if self.shown is not None:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
@@ -64,7 +68,7 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
         if len(text) != 1:
             raise ExportError(f"layer {layer}: {node.op_type} makes scores of {len(text)} values of text")
         value = text[0]
-        others = [one for one in node.inputs if one is not None and one is not value]
+        others = flow.others(node)
         called = [one for one in others if flow.origin.get(one) == Origin.CALL]
         if node.op_type == "Where" and node.inputs[0] in others:
             masks.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
@@ -76,35 +80,22 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
 
 
 class MaskProbe:
-    """Runs the masks of a graph by themselves: those of all layers in one session for a length.
+    """Runs the masks of a graph by themselves: those of all layers in one session for a length."""
 
-    A layer's mask may have its size from the layer's own keys. Queries, keys and values are given, so that no layer
-    is computed for it.
-    """
-
-    def __init__(self, proto: onnx.ModelProto, folder: Path, values: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, proto: onnx.ModelProto, folder: Path, values: Mapping[str, np.ndarray], masks: Sequence[Masking]
+    ) -> None:
         self._flow, self._folder = Dataflow(proto), folder
         self._heads = {name: value for name, value in values.items() if name.endswith(HEAD_HOOKS)}
         self._known: dict[tuple[object, ...], Seen | None] = {}
-        self._names: dict[str, None] = {}
+        self._names = dict.fromkeys(str(one.operand.name) for one in masks)
         self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
         self.unseen: dict[int, int] = {}  # layer -> a window of the config that no probe was long enough to show
 
-    def expect(self, masks: Sequence[Masking]) -> None:
-        """Name masks that will be asked for, to run them with the others."""
-        self._names.update(dict.fromkeys(str(one.operand.name) for one in masks))
-
     def seen(self, masks: Sequence[Masking], seq: int, past: int) -> Seen | None:
-        """Run some masks: the keys that queries read, [batch, heads, seq, past + seq].
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
 
         None if more than a mask is added to the scores.
-
-        Args:
-            masks: the masks of one layer; at least one.
-            seq, past: tokens of a text, and before it.
-
-        Raises:
-            ExportError: the masks cannot be made for such a text.
         """
         key = (*((one.operand.name, one.shown) for one in masks), seq, past)
         if key not in self._known:
@@ -142,13 +133,19 @@ class MaskProbe:
         return self._values[seq, past]
 
     def _made(self, names: list[str], seq: int, past: int) -> dict[str, np.ndarray]:
+        # a mask may have its size from the layer's own keys: these are given, so that no layer is computed for it
         part = extract(self._flow, [*self._heads], names)
         read = {name for node in part.graph.node for name in node.input}
         inputs = [entry for entry in part.graph.input if entry.name in read]
         del part.graph.input[:]
         part.graph.input.extend(self._described(entry) for entry in inputs)
-        session = open_session(part, self._folder, [])
-        feeds = {entry.name: self._feed(entry, seq, past) for entry in session.get_inputs()}
+        session = open_session(part, self._folder)
+        feeds = {
+            entry.name: np.zeros((1, own.shape[1], seq, own.shape[3]), own.dtype)
+            if (own := self._heads.get(entry.name)) is not None
+            else feed_of(entry, 1, seq, past)
+            for entry in session.get_inputs()
+        }
         return dict(zip(names, run(session, names, feeds), strict=True))
 
     def _described(self, entry: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
@@ -158,12 +155,6 @@ class MaskProbe:
         value = self._heads[entry.name]
         kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
         return onnx.helper.make_tensor_value_info(entry.name, kind, ["batch", value.shape[1], "seq", value.shape[3]])
-
-    def _feed(self, entry: Any, seq: int, past: int) -> np.ndarray:
-        if entry.name not in self._heads:
-            return feed_of(entry, 1, seq, past)
-        value = self._heads[entry.name]
-        return np.zeros((1, value.shape[1], seq, value.shape[3]), value.dtype)
 
 
 def causal(seq: int, past: int, window: int | None) -> Seen:
@@ -176,8 +167,6 @@ def window_of(
     probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONGEST_PROBE
 ) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
-
-    Texts of at most `longest` tokens are tried; a longer window is looked for after a past.
 
     Raises:
         ExportError: it is neither, or more than a mask.
@@ -207,10 +196,7 @@ def _far_window(probe: MaskProbe, masks: Sequence[Masking], window: int, layer: 
 
 
 def serves_chunks(probe: MaskProbe, masks: Sequence[Masking], window: int | None) -> bool:
-    """Whether masks are right for several tokens after a past.
-
-    More than a mask is taken to be right.
-    """
+    """Whether masks are right for several tokens after a past; more than a mask is taken to be right."""
     seq, past = CHUNK_PROBE
     try:
         seen = probe.seen(masks, seq, past)
@@ -227,15 +213,10 @@ def replace_masks(
     kind: ir.DataType,
     adds: bool = False,
 ) -> None:
-    """Mask scores by `DecoderWriter.visible`, in place of their own masks.
-
-    The scores keep their name.
+    """Mask scores by `DecoderWriter.visible`, in place of their own masks; they keep their name.
 
     Args:
-        masks: the masks, from `maskings`.
-        scores: the softmax's input.
-        window: number of keys that a query reads; None for all.
-        kind: dtype of the scores.
+        kind: the dtype of the scores.
         adds: whether a fused operator of the file adds a mask, and shall find one to read.
     """
     bare = scores
@@ -247,23 +228,21 @@ def replace_masks(
             bare = one.inner if bare is one.node.outputs[0] else bare
     seen = op.visible(window)
     if adds:
-        added_mask(op, seen, kind)
+        _add_mask(op, seen, kind)
     lowest = op.number(float(np.finfo(kind.numpy()).min), kind)
     masked = op.Where(seen, bare, lowest)
-    readers = [(node, place) for node, place in scores.uses() if node is not masked.producer()]
+    reads = [(node, place) for node, place in scores.uses() if node is not masked.producer()]
     masked.type, masked.shape, name = scores.type, scores.shape, scores.name
     scores.name = None
     masked.name = name
-    for node, place in readers:
-        node.replace_input_with(place, masked)
+    move(reads, masked)
 
 
-def added_mask(op: DecoderWriter, seen: ir.Value, kind: ir.DataType) -> ir.Value:
-    """An added mask: 0 for a key that is seen, else a number near the lowest of its dtype."""
-    masks = [node.outputs[0] for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
-    constants = [value for value in masks if value.producer().inputs[1].is_initializer()]
-    lowest = float(np.finfo(kind.numpy()).min) / 2
-    return constants[0] if constants else op.Where(seen, op.number(0, kind), op.number(lowest, kind))
+def _add_mask(op: DecoderWriter, seen: ir.Value, kind: ir.DataType) -> None:
+    """Make an added mask unless there is one: 0 for a key that is seen, else a number near the lowest of its dtype."""
+    masks = [node for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
+    if not any(one.inputs[1].is_initializer() for one in masks):
+        op.Where(seen, op.number(0, kind), op.number(float(np.finfo(kind.numpy()).min) / 2, kind))
 
 
 def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
@@ -273,6 +252,6 @@ def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
         node = waiting.pop()
         if node.graph is None or any(value.uses() or value in outputs for value in node.outputs):
             continue
-        above = [value.producer() for value in node.inputs if value is not None]
+        above = makers_of(node)
         graph.remove(node, safe=True)
         waiting += [one for one in above if one is not None]

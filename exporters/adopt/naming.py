@@ -4,21 +4,17 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
+from exporters.adopt.attention import HEADS_FIRST
 from exporters.adopt.flow import KEEPING, SIZE_OPERATORS, Flow, Origin, climb, static
 from exporters.adopt.recognise import Recognised, sum_of
-from exporters.adopt.rotation import HEADS_FIRST
+from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
-
-PAST_INPUT = "past_key_values"
-LOGITS_OUTPUT = "logits"
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.output_head import LOGITS
 
 
 def name_points(decoder: Recognised) -> list[str]:
-    """Give every recognised value its hook name.
-
-    Returns:
-        the names, in execution order.
-    """
+    """Give every recognised value its hook name; returns the names, in execution order."""
     graph, current = decoder.flow.graph, {value: _turned(decoder.flow.graph, value) for value in decoder.seq_first}
     current |= {value: _by_rows(decoder.flow.graph, value, *like) for value, like in decoder.flat.items()}
     _free(graph, {name for name, _ in decoder.points})
@@ -42,77 +38,64 @@ def name_points(decoder: Recognised) -> list[str]:
 
 def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """A value as [batch, heads, seq, head_dim], on its way to its readers."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
-    turn = ir.node("Transpose", [value], attributes={"perm": HEADS_FIRST})
-    back = ir.node("Transpose", [turn.outputs[0]], attributes={"perm": HEADS_FIRST})
-    for node in (turn, back):
-        node.outputs[0].type = value.type
-    back.outputs[0].shape = value.shape
-    if value.shape is not None:
-        turn.outputs[0].shape = ir.Shape([value.shape[axis] for axis in HEADS_FIRST])
-    graph.insert_after(value.producer(), [turn, back])
-    for node, place in readers:
-        node.replace_input_with(place, back.outputs[0])
+    turn = node_like("Transpose", [value], value, perm=HEADS_FIRST)
+    turn.outputs[0].shape = value.shape and ir.Shape([value.shape[axis] for axis in HEADS_FIRST])
+    _insert(graph, value, [turn, node_like("Transpose", [turn.outputs[0]], value, perm=HEADS_FIRST)])
     return turn.outputs[0]
 
 
 def _by_rows(graph: ir.Graph, value: ir.Value, like: ir.Value, size: int) -> ir.Value:
     """A value [batch * seq, size] as [batch, seq, size]; `like` begins with both axes."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
     last, flat = (ir.node("Constant", [], attributes={"value_ints": ints}) for ints in ([size], [-1, size]))
     axes = ir.node("Shape", [like], attributes={"start": 0, "end": 2})
     sizes = ir.node("Concat", [axes.outputs[0], last.outputs[0]], attributes={"axis": 0})
-    rows = ir.node("Reshape", [value, sizes.outputs[0]])
-    back = ir.node("Reshape", [rows.outputs[0], flat.outputs[0]])
-    for node in (rows, back):
-        node.outputs[0].type = value.type
-    rows.outputs[0].shape, back.outputs[0].shape = ir.Shape(["batch", "seq", size]), value.shape
-    graph.insert_after(value.producer(), [last, flat, axes, sizes, rows, back])
-    for node, place in readers:
-        node.replace_input_with(place, back.outputs[0])
+    rows = node_like("Reshape", [value, sizes.outputs[0]], value)
+    rows.outputs[0].shape = ir.Shape(["batch", "seq", size])
+    back = node_like("Reshape", [rows.outputs[0], flat.outputs[0]], value)
+    _insert(graph, value, [last, flat, axes, sizes, rows, back])
     return rows.outputs[0]
+
+
+def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
+    """A value of its own for the readers of another, or some; sizes are still read there."""
+    node = node_like("Identity", [value], value)
+    _insert(graph, value, [node], within)
+    return node.outputs[0]
+
+
+def _insert(graph: ir.Graph, value: ir.Value, nodes: list[ir.Node], within: Collection[ir.Node] = ()) -> None:
+    """Put nodes between a value and its readers, or some of these; the last one makes what they read then."""
+    reads = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS and node not in nodes]
+    if value.producer() is not None:
+        graph.insert_after(value.producer(), nodes)
+    else:
+        graph.insert_before(graph[0], nodes)
+    move(((node, place) for node, place in reads if not within or node in within), nodes[-1].outputs[0])
 
 
 def _free(graph: ir.Graph, names: set[str]) -> None:
     """Take the names of hook points from values that have them already, as a compiled graph's."""
     for node in graph:
         for value in node.outputs:
-            if value.name in names or (value.name == LOGITS_OUTPUT and not value.is_graph_output()):
+            if value.name in names or (value.name == LOGITS and not value.is_graph_output()):
                 value.name = f"stock.{value.name}"
 
 
 def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     """Name the value before the output of logits, in the model's own dtype."""
     place, inner = graph.outputs.index(value), climb(value, KEEPING)
-    node = ir.node("Identity", [inner])
+    node = node_like("Identity", [inner], inner)
     graph.insert_after(inner.producer(), node)
     value.name = "adopted.logits"
-    inner.name, node.outputs[0].name = "hook_logits", LOGITS_OUTPUT
-    node.outputs[0].type, node.outputs[0].shape = inner.type, inner.shape
+    inner.name, node.outputs[0].name = "hook_logits", LOGITS
     graph.outputs[place] = node.outputs[0]
-
-
-def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
-    """A value of its own for the readers of another, or some; sizes are still read there."""
-    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS]
-    readers = [(node, place) for node, place in readers if not within or node in within]
-    node = ir.node("Identity", [value])
-    copy = node.outputs[0]
-    copy.type, copy.shape = value.type, value.shape
-    if value.producer() is not None:
-        graph.insert_after(value.producer(), node)
-    else:
-        graph.insert_before(graph[0], node)
-    for reader, place in readers:
-        reader.replace_input_with(place, copy)
-    return copy
 
 
 def name_caches(decoder: Recognised) -> int:
     """Name the inputs and outputs of keys and values, and drop all other outputs but the logits.
 
     Returns:
-        the number of layers with a cache.
+        the number of layers with a cache: all or none.
 
     Raises:
         ExportError: some layers have a cache and some have none, or an input of fractions is no past.
@@ -131,14 +114,11 @@ def name_caches(decoder: Recognised) -> int:
     for value in [value for value in graph.outputs if value not in outputs]:
         graph.outputs.remove(value)
         decoder.notes.append(f"output {value.name}: dropped, it is no part of a hooked model")
-    unknown = [value.name for value in graph.inputs if flow.origin.get(value) == Origin.PAST and not _named(value)]
+    pasts = [str(value.name) for value in graph.inputs if flow.origin.get(value) == Origin.PAST]
+    unknown = [name for name in pasts if not name.startswith(f"{KEYS_AND_VALUES.past}.")]
     if unknown:
-        raise ExportError(f"inputs of fractions that are no past of keys and values: {', '.join(map(str, unknown))}")
+        raise ExportError(f"inputs of fractions that are no past of keys and values: {', '.join(unknown)}")
     return cached
-
-
-def _named(value: ir.Value) -> bool:
-    return str(value.name).startswith(f"{PAST_INPUT}.")
 
 
 def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
@@ -148,7 +128,7 @@ def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
     new = next(value for value in joined.inputs if flow.is_text(value))
     if not past.is_graph_input():
         raise ExportError(f"the past {suffix} is a part of a larger input: such a cache is not taken apart")
-    past.name = f"{PAST_INPUT}.{suffix}"
+    past.name = f"{KEYS_AND_VALUES.past}.{suffix}"
     heads, width = (static(joined.outputs[0], axis) or static(new, axis) or static(past, axis) for axis in (1, 3))
     if heads is None or width is None:
         raise ExportError(f"the past {past.name} has heads of unknown number or width, {past.shape}")
@@ -159,14 +139,8 @@ def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
     for value in [value for value in graph.outputs if climb(value, KEEPING) is present]:
         graph.outputs.remove(value)
         value.name = f"adopted.{suffix}"
-    output = _identity_of_output(graph, present)
-    output.name = f"present.{suffix}"
-    return output
-
-
-def _identity_of_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.node("Identity", [value])
-    node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
-    graph.insert_after(value.producer(), node)
+    node = node_like("Identity", [present], present)
+    graph.insert_after(present.producer(), node)
     graph.outputs.append(node.outputs[0])
+    node.outputs[0].name = f"{KEYS_AND_VALUES.present}.{suffix}"
     return node.outputs[0]

@@ -19,10 +19,7 @@ PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model
 
 
 def onnx_files(folder: Path) -> list[Path]:
-    """Foreign ONNX files of a folder and its subfolder `onnx`, preferred ones first.
-
-    A hooked model is none.
-    """
+    """Foreign ONNX files of a folder and its subfolder `onnx`, preferred ones first; a hooked model is none."""
     if folder.is_file():
         return [folder] if folder.suffix == ".onnx" else []
     files = [*folder.glob("*.onnx"), *(folder / SUBFOLDER).glob("*.onnx")]
@@ -41,10 +38,9 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def pick(names: Sequence[str], file: str | None, where: str) -> str:
-    """The path of the file to adopt.
+    """The path of the file to adopt, of paths in a folder or a repository.
 
     Args:
-        names: paths of ONNX files in a folder or a repository.
         file: the name of one of them, where it is not to be the first of `in_order`.
         where: the folder or the repository, for the refusal.
 
@@ -68,14 +64,10 @@ def _is_hooked(folder: Path, name: str) -> bool:
 
 
 def choose(folder: Path, file: str | None = None) -> Path:
-    """The file of a folder to adopt.
+    """The file of a folder to adopt, or the file itself.
 
     Args:
-        folder: a model's folder, or the file itself.
         file: the name of one of its files, where it is not to be the first of `onnx_files`.
-
-    Raises:
-        ExportError: there is none, none of that name, or it lies outside the folder.
     """
     if folder.is_file():
         return folder / pick([folder.name], file, str(folder)) if folder.suffix != ".onnx" else folder

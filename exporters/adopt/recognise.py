@@ -1,14 +1,16 @@
-"""The hook points of a decoder's graph, layer by layer, recognised by its dataflow."""
+"""The hook points of a decoder's graph, layer by layer, recognised by its dataflow.
 
-from dataclasses import dataclass, field
+The residual stream is made of the dominators of the logits that are sums of two values of text.
+"""
+
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from exporters.adopt.attention import AttentionValues, find_attention
-from exporters.adopt.flow import KEEPING, Flow, Origin, climb, perm_of, rank
-from exporters.adopt.linear import input_of, linear_maps
+from exporters.adopt.attention import AttentionValues, attention_patterns, find_attention
+from exporters.adopt.flow import KEEPING, Flow, Origin, climb, input_of, linear_maps, perm_of, present, rank
 from exporters.adopt.mlp import find_mlp
-from exporters.adopt.stream import Step, has_attention, residual_steps
+from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
 
 TURNED_AT_ONCE = (0, 2, 3, 1)  # [batch, seq, heads, head_dim] -> [batch, heads, head_dim, seq]
@@ -21,12 +23,12 @@ class Recognised:
 
     Attributes:
         points: hook name and value, in execution order; a value may have several names.
-        sums: of a stream that is normed after its additions, the sums; hook name of the stream after one, and the sum.
-        within: hook name of an MLP's input, and the nodes of the MLP: its other readers do not read the hook point.
+        sums: in a stream that is normed after its additions: hook name of the stream after one -> the sum itself.
+        within: hook name of an MLP's input -> the nodes of the MLP: its other readers do not read the hook point.
         seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
-        flat: values of a router with batch and seq as one axis; a value of the stream with both, and the other size.
+        flat: value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
         notes: the hook points that the graph has not, and why.
-        windows: of each layer's own mask, where that has been looked at.
+        windows: the window of each layer's own mask, where that has been looked at.
     """
 
     flow: Flow
@@ -34,10 +36,31 @@ class Recognised:
     attention: list[AttentionValues] = field(default_factory=list)
     sums: dict[str, ir.Value] = field(default_factory=dict)
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
-    seq_first: set[ir.Value] = field(default_factory=set)
+    seq_first: list[ir.Value] = field(default_factory=list)
     flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     windows: list[int | None] | None = None
+
+    @property
+    def sinks(self) -> bool:
+        """Whether a softmax has a column that belongs to no key."""
+        return any(one.sink for one in self.attention)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One residual addition.
+
+    Attributes:
+        before, after: the stream before and after it.
+        branches: the values added to it: one, or two in a parallel block.
+        summed: the sum itself: what comes after it, or in a post-norm stream what is normed to that.
+    """
+
+    before: ir.Value
+    after: ir.Value
+    branches: list[ir.Value]
+    summed: ir.Value
 
 
 def sum_of(name: str) -> str:
@@ -48,14 +71,12 @@ def sum_of(name: str) -> str:
 def recognise(graph: ir.Graph) -> Recognised:
     """Find the hook points of a decoder whose fused operators have been expanded.
 
-    Its heads are given axes of their own first.
-
     Raises:
-        ExportError: what is found is no decoder with a residual stream, attention and MLPs.
+        ExportError: it has no residual stream, attention or logits that are understood.
     """
-    separate_heads(graph)
+    _separate_heads(graph)
     decoder = Recognised(Flow(graph))
-    steps = residual_steps(decoder.flow)
+    steps = _residual_steps(decoder.flow)
     decoder.points += _embedding(decoder.flow, steps[0].before)
     for step in steps:
         _layer(decoder, step)
@@ -78,7 +99,7 @@ def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
     node = inner.producer()
     if inner is not flow.embedding and node is not None and node.op_type == "Add" and len(flow.text(node)) == 1:
         (tokens,) = flow.text(node)
-        positions = [value for value in node.inputs if value is not None and flow.origin.get(value) == Origin.CALL]
+        positions = [value for value in present(node.inputs) if flow.origin.get(value) == Origin.CALL]
         if positions:
             return [("hook_embed", tokens), ("hook_pos_embed", positions[0])]
     return [("hook_embed", first)]
@@ -87,7 +108,7 @@ def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
 def _layer(decoder: Recognised, step: Step) -> None:
     """Add the points of one residual addition: a layer's attention, its MLP, or both."""
     flow, top = decoder.flow, step.before
-    attends = {branch: has_attention(flow, top, branch) for branch in step.branches}
+    attends = {branch: bool(attention_patterns(flow, top, branch)) for branch in step.branches}
     if not decoder.attention and not any(attends.values()):
         raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
     layer = len(decoder.attention) - (not any(attends.values()))
@@ -96,7 +117,7 @@ def _layer(decoder: Recognised, step: Step) -> None:
         if attends[branch]:
             decoder.attention.append(find_attention(flow, layer, top, branch))
             rotated = (decoder.attention[-1].queries, decoder.attention[-1].keys)
-            decoder.seq_first |= {one.unrotated for one in rotated if one.seq_first and one.unrotated is not None}
+            decoder.seq_first += [one.unrotated for one in rotated if one.seq_first and one.unrotated is not None]
             points += decoder.attention[-1].points()
         else:
             mlp = find_mlp(flow, layer, top, branch)
@@ -111,15 +132,75 @@ def _layer(decoder: Recognised, step: Step) -> None:
         decoder.sums[f"blocks.{layer}.{ends}"] = step.summed
 
 
-def separate_heads(graph: ir.Graph) -> None:
-    """Give batch, heads, queries and keys of attention axes of their own, in place.
+def _residual_steps(flow: Flow) -> list[Step]:
+    """The residual additions of a decoder, in order; a stream that is normed after them comes out of the norms."""
+    sums = [value for value in flow.chain(flow.logits) if _adds_text(flow, value)]
+    if not sums:
+        raise ExportError(
+            "no sum of two values of text lies on every path to the logits: the graph has no residual stream"
+        )
+    steps, stream, norms = list[Step](), flow.above(sums[0]), set[str]()
+    for value in sums:
+        added = _summands(flow, value, stream)
+        if added is None and steps:
+            stream, added = _normed(flow, stream, value)
+            steps[-1] = replace(steps[-1], after=stream)
+            norms.add(stream.producer().op_type)
+        if added is None:
+            raise ExportError(f"{value.name} is a sum, and the stream before it is none of the summands")
+        steps.append(Step(stream, value, [part for one in added for part in _parts(flow, stream, one)], value))
+        stream = value
+    if norms:  # the last sum is normed as the others are
+        after = next((one for one in flow.chain(flow.logits, stream) if one.producer().op_type in norms), stream)
+        steps[-1] = replace(steps[-1], after=after)
+    return steps
 
-    1. A softmax over scores whose batch and heads were merged into one axis comes before the merging.
-    2. Keys that are turned while their heads are split off are split first, and turned then.
-    """
+
+def _normed(flow: Flow, summed: ir.Value, following: ir.Value) -> tuple[ir.Value, list[ir.Value] | None]:
+    """The value between two sums to which the second one adds, and the added values; else the first sum and None."""
+    for value in flow.chain(following, summed)[:-1]:
+        added = _summands(flow, following, value)
+        if added is not None:
+            return value, added
+    return summed, None
+
+
+def _adds_text(flow: Flow, value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.op_type == "Add" and len(flow.text(node)) > 1
+
+
+def _summands(flow: Flow, value: ir.Value, stream: ir.Value) -> list[ir.Value] | None:
+    """The values added to the stream to make a value; None if the stream is no summand."""
+    if climb(value, KEEPING) is climb(stream, KEEPING):
+        return []
+    node = value.producer()
+    if node is None or node.op_type not in (*KEEPING, "Add"):
+        return None
+    inputs = flow.text(node)
+    for entry in inputs:
+        rest = _summands(flow, entry, stream)
+        if rest is not None:
+            return rest + [other for other in inputs if other is not entry]
+    return None
+
+
+def _parts(flow: Flow, stream: ir.Value, branch: ir.Value) -> list[ir.Value]:
+    """An added value; of a parallel block that sums its branches first, both of them."""
+    inner = climb(branch, KEEPING)
+    if not _adds_text(flow, inner):
+        return [branch]
+    inputs = flow.text(inner.producer())
+    attends = [bool(attention_patterns(flow, stream, value)) for value in inputs]
+    return inputs if sorted(attends) == [False, True] else [branch]
+
+
+def _separate_heads(graph: ir.Graph) -> None:
+    """Give batch, heads, queries and keys of attention axes of their own, in place."""
     for node in list(graph):
-        if node.op_type == "Softmax":
+        if node.op_type == "Softmax":  # over scores whose batch and heads were merged comes before the merging
             _before_merging(graph, node)
+        # keys that are turned while their heads are split off are split first, and turned then
         elif node.op_type == "Transpose" and perm_of(node) == TURNED_AT_ONCE:
             _in_two_steps(graph, node)
 
@@ -132,27 +213,23 @@ def _before_merging(graph: ir.Graph, softmax: ir.Node) -> None:
     scores = merge.inputs[0]
     if rank(scores) != 4 or scores.shape[-1] != merged.shape[-1]:
         return
-    weights = ir.node("Softmax", [scores], attributes={"axis": -1})
-    weights.outputs[0].type, weights.outputs[0].shape = scores.type, scores.shape
-    after = ir.node("Reshape", [weights.outputs[0], merge.inputs[1]], attributes=merge.attributes)
-    after.outputs[0].type, after.outputs[0].shape = merged.type, merged.shape
-    readers, graph_output = list(softmax.outputs[0].uses()), softmax.outputs[0].is_graph_output()
-    if graph_output or softmax.inputs[0] is not merged:  # a rounding between the two is kept as it is
+    if softmax.outputs[0].is_graph_output() or softmax.inputs[0] is not merged:  # a rounding between them is kept
         return
+    weights = node_like("Softmax", [scores], scores, axis=-1)
+    after = node_like("Reshape", [weights.outputs[0], merge.inputs[1]], merged)
+    after.attributes.update(merge.attributes)
+    reads = list(softmax.outputs[0].uses())
     graph.insert_after(softmax, [weights, after])
-    for node, place in readers:
-        node.replace_input_with(place, after.outputs[0])
+    move(reads, after.outputs[0])
     graph.remove(softmax, safe=True)
     if not merged.uses() and not merged.is_graph_output():
         graph.remove(merge, safe=True)
 
 
 def _in_two_steps(graph: ir.Graph, node: ir.Node) -> None:
-    first = ir.node("Transpose", [node.inputs[0]], attributes={"perm": STEPS[0]})
-    value = first.outputs[0]
-    value.type, shape = node.inputs[0].type, node.inputs[0].shape
-    if shape is not None:
-        value.shape = ir.Shape([shape[axis] for axis in STEPS[0]])
+    first = node_like("Transpose", [node.inputs[0]], node.inputs[0], perm=STEPS[0])
+    shape = node.inputs[0].shape
+    first.outputs[0].shape = shape and ir.Shape([shape[axis] for axis in STEPS[0]])
     graph.insert_before(node, first)
-    node.replace_input_with(0, value)
+    node.replace_input_with(0, first.outputs[0])
     node.attributes["perm"] = ir.AttrInt64s("perm", STEPS[1])

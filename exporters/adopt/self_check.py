@@ -4,7 +4,7 @@ No reference is needed. What is named wrongly breaks a law: a pattern that is no
 without its bias.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import numpy as np
 import onnx
 
 from exporters.adopt.recognise import sum_of
-from exporters.probe import PROBE_TOKENS, Array, Probe, open_session, probe, run
+from exporters.probe import PROBE_TOKENS, Array, Probe, open_part, open_session, probe, run
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow, extract
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import difference
 
 PADDING = 2
@@ -25,10 +27,9 @@ ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeL
 
 @dataclass(frozen=True)
 class LawResult:
-    """Outcome of one law.
+    """Outcome of a law, which is told in words.
 
     Attributes:
-        law: in words.
         layer: the layer where it holds least; None if it is of the whole model.
         difference: the largest difference of the two sides, relative to the largest number.
         allowed: the difference that rounding explains.
@@ -57,34 +58,42 @@ def probe_points(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> 
 
 def check_laws(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
     """Check every law; a result is that of the layer with the largest difference."""
-    worst, allowed = dict[str, LawResult](), probed.rounding
-    for layer in range(layers):
-        for law, left, right in _laws_of_layer(probed.values, layer, sinks):
-            result = compare(law, layer, left, right, allowed)
-            if law not in worst or not result.difference <= worst[law].difference:
-                worst[law] = result
+    results = [
+        compare(law, layer, left, right, probed.rounding)
+        for layer in range(layers)
+        for law, left, right in _laws_of_layer(probed.values, layer, sinks)
+    ]
     last = f"blocks.{layers - 1}.hook_resid_post"
-    head = open_session(extract(Dataflow(proto), [last], ["logits"]), folder, [])
-    inputs = {**probed.feeds, last: probed.values[last]}
-    (lens,) = run(head, ["logits"], {entry.name: inputs[entry.name] for entry in head.get_inputs()})
-    return [*worst.values(), compare("lens of the last layer = logits", None, lens, probed.values["logits"], allowed)]
+    head = open_part(Dataflow(proto), folder, [last], [LOGITS])
+    (lens,) = run(head, [LOGITS], {**probed.feeds, last: probed.values[last]})
+    end = compare("lens of the last layer = logits", None, lens, probed.values[LOGITS], probed.rounding)
+    return [*worst_of(results), end]
+
+
+def worst_of(results: Iterable[LawResult]) -> list[LawResult]:
+    """Of each law the result that is farthest from it; NaN is farther than any number."""
+    worst = dict[str, LawResult]()
+    for one in results:
+        if one.law not in worst or not one.difference <= worst[one.law].difference:
+            worst[one.law] = one
+    return [*worst.values()]
 
 
 def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
     """Check an added mask and cache: padding before the text, and a cache, change no logits."""
-    session = open_session(proto, folder, [])
+    session = open_session(proto, folder)
     allowed = INT8_CALLS if rounds_activations(proto) else layers * probed.rounding
-    logits, results, half = probed.values["logits"], list[LawResult](), PROBE_TOKENS // 2
-    one = {name: _padded(name, value) for name, value in probed.feeds.items()}
-    (padded,) = run(session, ["logits"], one)
-    results.append(compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed))
-    presents = [entry.name for entry in session.get_outputs() if entry.name.startswith("present.")]
+    logits, half = probed.values[LOGITS], PROBE_TOKENS // 2
+    (padded,) = run(session, [LOGITS], {name: _padded(name, value) for name, value in probed.feeds.items()})
+    results = [compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed)]
+    prefix = f"{KEYS_AND_VALUES.present}."
+    presents = [entry.name for entry in session.get_outputs() if entry.name.startswith(prefix)]
     if presents:
         early = {name: value if value.ndim == 4 else value[:, :half] for name, value in probed.feeds.items()}
-        first, *cache = run(session, ["logits", *presents], early)
-        past = dict(zip((name.replace("present", "past_key_values", 1) for name in presents), cache, strict=True))
+        first, *cache = run(session, [LOGITS, *presents], early)
+        pasts = (f"{KEYS_AND_VALUES.past}.{name.removeprefix(prefix)}" for name in presents)
         late = {name: value if "mask" in name else value[:, half:] for name, value in probed.feeds.items()}
-        (second,) = run(session, ["logits"], {**late, **past})
+        (second,) = run(session, [LOGITS], {**late, **dict(zip(pasts, cache, strict=True))})
         both = np.concatenate([first, second], axis=1)
         results.append(compare("logits in two parts = logits", None, both, logits, allowed))
     return results
@@ -102,6 +111,18 @@ def rounds_activations(proto: onnx.ModelProto) -> bool:
         node.op_type in ROUNDS or any(entry.name == "accuracy_level" and entry.i == 4 for entry in node.attribute)
         for node in proto.graph.node
     )
+
+
+def rounding(proto: onnx.ModelProto, probed: Probe) -> float:
+    """The difference that the rounding of one layer explains."""
+    return INT8 if rounds_activations(proto) else probed.rounding
+
+
+def refuse_broken(laws: Iterable[LawResult], graph: str) -> None:
+    """Refuse a graph, named as the beginning of a sentence, that breaks a law."""
+    broken = [str(law) for law in laws if not law.holds]
+    if broken:
+        raise ExportError(f"{graph} not understood: {'; '.join(broken)}")
 
 
 def compare(law: str, layer: int | None, left: Array, right: Array, allowed: float) -> LawResult:
@@ -142,17 +163,12 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
 
 
 def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
-    """Scores of each query in the order of q k, and sorted: equal if they rise with q k.
-
-    A scale and a soft cap keep the order; so does a mask, among the keys that are seen. Where positions add to the
-    scores, as ALiBi does, that is the same in all rows: the differences of two rows rise with those of their q k.
-
-    Raises:
-        ExportError: queries and keys have no product.
-    """
+    """Scores of each query in the order of q k, and sorted: equal if they rise with q k."""
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
+    # A scale and a soft cap keep the order; so does a mask, among the keys that are seen. What positions add (ALiBi) is
+    # the same in all rows: the differences of two rows rise with those of their q k.
     alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of two masked scores
         between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from exporters.adopt.branches import inline_branch
+from exporters.adopt.flow import KEEPING, climb
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.embedded_weights import read_light
 from mionnx.graph.folder_file import inside
@@ -20,6 +20,8 @@ from mionnx.graph.known_value import Dims
 from mionnx.graph.onnx_file import tensors_of
 from mionnx.graph.stock_graph import checkable
 from mionnx.graph.validate import check, check_counts
+
+RESHAPING = KEEPING | {"Squeeze", "Reshape"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class SourceFile:
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
         stock: the file as it came; its larger weights are external data by their names in the adopted folder.
-        flag: of a merged decoder, the input that chose between its branches; see `branches`.
+        flag: of a merged decoder, the input that chose between its branches.
     """
 
     file: Path
@@ -55,7 +57,7 @@ def open_source(file: Path) -> SourceFile:
         model = ir.from_proto(stock)
         if not len(model.graph):
             raise ExportError(f"{file} holds no graph: it is empty or truncated")
-        flag = inline_branch(model)
+        flag = _inline_branch(model)
     except ModelError as error:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
@@ -68,7 +70,7 @@ def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | 
 
     Args:
         folder: with its weights by the names that the graph has for them.
-        shapes: of its inputs, for which every value must have a bound; if left out, what is made of constants alone.
+        shapes: its inputs' shapes, for which every value must have a bound; if left out, what follows from constants.
 
     Raises:
         ExportError: a value has no bound, or the file is no valid ONNX.
@@ -101,3 +103,72 @@ def tell_types(stock: onnx.ModelProto, types: Iterable[onnx.ValueInfoProto]) -> 
     outputs = {name for node in graph.node for name in node.output}
     typed = {entry.name for entry in (*graph.value_info, *graph.output)}
     graph.value_info.extend(entry for entry in types if entry.name in outputs and entry.name not in typed)
+
+
+def _inline_branch(model: ir.Model) -> str | None:
+    """Put the branch with a past in the place of an `If` on a flag of the call.
+
+    Returns:
+        the name of the flag, which is no input any more; None where there is no such `If`.
+    """
+    graph, flag = model.graph, None
+    for node in [node for node in graph if node.op_type == "If"]:
+        condition = None if node.inputs[0] is None else climb(node.inputs[0], RESHAPING)
+        if condition is None or not condition.is_graph_input() or condition.dtype != ir.DataType.BOOL:
+            continue
+        if flag is not None and flag is not condition:
+            raise ExportError(f"two flags choose branches, {flag.name} and {condition.name}")
+        flag = condition
+        # the decoder stands in both branches; that with a past serves an empty one too, as the self-check shows
+        _inline(graph, node, node.attributes["then_branch"].as_graph())
+    return None if flag is None else _drop(graph, flag)
+
+
+def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
+    """Move a branch's nodes and weights into the graph; its outputs get the names of the node's."""
+    taken = {value.name for value in graph.inputs} | {*graph.initializers}
+    taken |= {value.name for one in graph for value in one.outputs}
+    ends, nodes = list(branch.outputs), list(branch)
+    for value in [*branch.initializers.values()]:
+        del branch.initializers[value.name]
+        _rename(value, taken)
+        graph.register_initializer(value)
+    for one in nodes:
+        for value in one.outputs:
+            _rename(value, taken)
+    branch.outputs.clear()
+    branch.remove(nodes)
+    graph.insert_before(node, nodes)
+    for old, new in zip(node.outputs, ends, strict=True):
+        name, old.name = old.name, None
+        new.type, new.shape = new.type or old.type, new.shape or old.shape
+        if new.producer() is None or new.is_graph_output():
+            copy = ir.node("Identity", [new])
+            copy.outputs[0].type, copy.outputs[0].shape = new.type, new.shape
+            graph.insert_before(node, copy)
+            new = copy.outputs[0]
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name = name
+    graph.remove(node, safe=True)
+
+
+def _rename(value: ir.Value, taken: set[str | None]) -> None:
+    """Give a value of a branch a name that the graph has not."""
+    name, number = value.name, 0
+    while name and name in taken:
+        number += 1
+        name = f"{value.name}.{number}"
+    value.name = name
+    taken.add(name)
+
+
+def _drop(graph: ir.Graph, flag: ir.Value) -> str:
+    """Remove a flag that nothing chooses by any more."""
+    waiting = [node for node, _ in flag.uses()]
+    while waiting:
+        node = waiting.pop()
+        if any(value.uses() for value in node.outputs):
+            raise ExportError(f"the flag {flag.name} is read beside the choice of a branch")
+        graph.remove(node, safe=True)
+    graph.inputs.remove(flag)
+    return str(flag.name)

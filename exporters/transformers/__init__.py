@@ -31,9 +31,8 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 def recognises(folder: Path) -> bool:
     """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
 
-    RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights.
-
-    Cheap: torch and transformers are not imported.
+    RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights. Cheap: torch and
+    transformers are not imported.
     """
     try:
         named = isinstance(read_json(inside(folder, CHECKPOINT_CONFIG)).get("model_type"), str)
@@ -67,10 +66,7 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
 
 
 def packed_bits(folder: Path) -> int | None:
-    """The bits of a checkpoint of GPTQ, AWQ or compressed-tensors; None for any other.
-
-    Cheap: torch is not imported.
-    """
+    """The bits of a checkpoint of GPTQ, AWQ or compressed-tensors, or None; torch is not imported."""
     quantization = quantization_of(folder)
     return None if quantization is None else bits_of(quantization)
 
@@ -78,14 +74,8 @@ def packed_bits(folder: Path) -> int | None:
 def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
     """Write a checkpoint as `export` does in float32, without the numbers of its blocks.
 
-    Args:
-        folder, target, progress: see `export`.
-
     Returns:
         the blocks by the names of the weights, whose places in the files are empty.
-
-    Raises:
-        ExportError: see `export`.
     """
     with _uncollected():
         from exporters.transformers.assemble import export_checkpoint
@@ -96,11 +86,8 @@ def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "M
 def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
     """Write the graph of a config, without weights, into an empty or new folder.
 
-    It can be rewritten, compiled and estimated; running it is refused.
-
-    Args:
-        folder: with a `config.json`; weights beside it are not read.
-        target, dtype, progress: see `export`; "auto" is the dtype that the config names.
+    It can be rewritten, compiled and estimated; running it is refused. Weights beside the config are not read.
+    Arguments are those of `export`; "auto" is the dtype that the config names.
 
     Raises:
         ExportError: the family is unknown.
@@ -148,16 +135,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def open_eagerly(folder: Path, dtype: str, threads: int = 0) -> "Opened":
-    """Load a checkpoint in eager torch, as transformers runs it; see `eager.open_checkpoint`.
-
-    Args:
-        folder: the checkpoint's.
-        dtype: "float32", "float16" or "bfloat16".
-        threads: of torch; 0 leaves them.
-
-    Raises:
-        ModelError: weights are missing.
-    """
+    """Load a checkpoint in eager torch, as transformers runs it; see `eager.open_checkpoint`."""
     from exporters.transformers.eager import open_checkpoint
 
     return open_checkpoint(folder, dtype, threads)

@@ -19,19 +19,17 @@ from exporters.packed.tensors import unpacked_tensors
 from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers import trace
 from exporters.transformers.by_structure import Checkpoint, export_by_structure
-from exporters.transformers.checkpoint import map_tensors
+from exporters.transformers.config import CONFIG_FILE, kept_keys, native_config, sizes_of, sliding_window
 from exporters.transformers.experts import identities_from, is_spare
-from exporters.transformers.families import FAMILIES, layout_of
-from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
-from exporters.transformers.native_config import CONFIG_FILE, native_config
-from exporters.transformers.refused import refuse
-from exporters.transformers.sizes import kept_keys, sizes_of, sliding_window
-from exporters.transformers.weights import bind_weights
+from exporters.transformers.families import FAMILIES, layout_of, refuse
+from exporters.transformers.hooked_graph import EXPORT_PACKAGES, HookedGraph, Stage, make_graph
+from exporters.transformers.weights import bind_weights, map_tensors
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
@@ -69,19 +67,19 @@ def export_checkpoint(
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
+        source = Checkpoint(folder, config, tensors, kind)
         with boundary(ExportError, f"{folder / CONFIG_FILE} makes no model"):
             layers = sizes_of(config, learned_positions=False).num_layers
-        if layers > len(tensors):
-            raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
-        with boundary(ExportError, f"{folder / CONFIG_FILE} makes no model"):
+            if layers > len(tensors):
+                raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
             hooked = _tapped(config, kind, stage)
         if isinstance(hooked, str):
             if any(tensor.packed is not None for tensor in tensors):
                 raise ExportError(f"{hooked}; a family that is found by structure opens from a checkpoint of floats")
             blocks: dict[str, GivenBlocks] = {}
-            export_by_structure(Checkpoint(folder, config, tensors, kind, hooked), target, stage, progress)
+            export_by_structure(source, hooked, target, stage, progress)
         else:
-            blocks = _write_tapped(hooked, config, kind, tensors, target, stage, progress, leave)
+            blocks = _write_tapped(hooked, source, target, stage, progress, leave)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
     return blocks
@@ -115,10 +113,8 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
     hooked = make_graph(config, kind, stage)
     stage("writing")
     place_nowhere(hooked.parameters, target)
-    for value in hooked.parameters:
-        hooked.model.graph.register_initializer(value)
     target.mkdir(parents=True, exist_ok=True)
-    write_model(hooked.model, describe(hooked, config, kind), target)
+    _write_model(hooked, describe(hooked, config, kind), target)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 
@@ -138,11 +134,7 @@ def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
 
 
 def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
-    """Name what taps by the table's layout do not find in a family; None if nothing.
-
-    Args:
-        config: changed: a copy of the checkpoint's.
-    """
+    """Name what taps by the table's layout do not find in a family, or None; the config, a copy, is changed."""
     seen = set[str]()
 
     def listen(name: str, value: torch.Tensor, stream: bool) -> torch.Tensor:
@@ -162,31 +154,21 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
 
 
 def _write_tapped(
-    hooked: HookedGraph,
-    config: Any,
-    dtype: torch.dtype,
-    tensors: list[StoredTensor],
-    target: Path,
-    stage: Stage,
-    progress: Progress,
-    leave: bool,
+    hooked: HookedGraph, source: Checkpoint, target: Path, stage: Stage, progress: Progress, leave: bool
 ) -> dict[str, GivenBlocks]:
     stage("placing weights")
-    unread = (one for one in tensors if (INDEXER in one.name and kept_keys(config)) or is_spare(one.name, config))
-    left_out = {one.name for one in unread}
-    read = [one for one in tensors if one.name not in left_out]
+    config, sparse = source.config, bool(kept_keys(source.config))
+    read = [one for one in source.tensors if not (sparse and INDEXER in one.name) and not is_spare(one.name, config)]
     mapped = map_tensors(read, hooked.skeleton)
     blocks = bind_weights(hooked.parameters, mapped, hooked.skeleton, target, progress, leave)
-    for value in hooked.parameters:
-        hooked.model.graph.register_initializer(value)
-    files = sorted({tensor.file for tensor in tensors})
+    files = sorted({tensor.file for tensor in source.tensors})
     if blocks:  # holes stand for the numbers that are left out, and nobody keeps these files
         digest, of_files = digest_of(files, progress), dict[str, Any]()
     else:
         digest, of_files = describe_export(target, locations(hooked.parameters), files, progress)
-    metadata = replace(describe(hooked, config, dtype), weights_sha256=digest, weight_files=of_files)
+    metadata = replace(describe(hooked, config, source.dtype), weights_sha256=digest, weight_files=of_files)
     stage("writing")
-    write_model(hooked.model, metadata, target)
+    _write_model(hooked, metadata, target)
     return blocks
 
 
@@ -194,7 +176,7 @@ def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
     normed = {NORMED_STREAM: "yes"} if hooked.layout.stream == "normed" else {}
     identities = {IDENTITIES: str(first)} if (first := identities_from(config)) is not None else {}
-    versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
+    versions = {name: version(name) for name in EXPORT_PACKAGES}
     return Metadata(
         family=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
@@ -211,18 +193,17 @@ def _other_dtypes(hooked: HookedGraph, dtype: str) -> dict[str, str]:
     """The dtypes of hook points that a family computes in wider numbers than the model's."""
     values = [value for node in hooked.model.graph for value in node.outputs if value.name in hooked.hooks]
     dtypes = {str(value.name): value.dtype.numpy().name for value in values if value.dtype is not None}
-    return {
-        name: dtypes[name]
-        for name in hooked.hooks
-        if dtypes.get(name, dtype) in DTYPE_NAMES and dtypes.get(name) != dtype
-    }
+    return {name: kind for name in hooked.hooks if (kind := dtypes.get(name, dtype)) in DTYPE_NAMES and kind != dtype}
 
 
-def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
-    """Write `model.onnx` into a folder."""
+def _write_model(hooked: HookedGraph, metadata: Metadata, target: Path) -> None:
+    """Write `model.onnx` into a folder; its parameters have their places in files."""
+    model = hooked.model
+    for value in hooked.parameters:
+        model.graph.register_initializer(value)
     model.metadata_props.update(metadata.to_props())
     model.producer_name, model.producer_version = "mionnx", version("mionnx")
-    ir.save(model, target / "model.onnx")
+    ir.save(model, target / GRAPH)
 
 
 def _attention(hooked: HookedGraph, layer: int) -> Attention:

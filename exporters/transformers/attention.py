@@ -34,7 +34,7 @@ class Taps:
     """One listener on one model, and what its layers have shown so far.
 
     Attributes:
-        layer: that runs.
+        layer: the layer that runs.
         tokens: batch and sequence axis of its MLP, which experts see merged.
         queried: layers whose queries were seen before their rotation.
         rotated: layers that rotate.
@@ -228,6 +228,17 @@ def filled(key: Tensor, value: Tensor) -> Any:
     return layer
 
 
+class Calls(TorchFunctionMode):
+    """Hands every call of torch inside to a function: (operator, arguments, keywords) -> what it gives."""
+
+    def __init__(self, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.answer(func, args, kwargs or {})
+
+
 def replace_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until the stack unwinds."""
     stack.callback(setattr, owner, name, getattr(owner, name))
@@ -295,28 +306,21 @@ def _rotation(taps: Taps, rotate: Callable[..., Any], singly: bool) -> Callable[
     return tapped
 
 
-class TapWhole(TorchFunctionMode):
+def tap_whole(taps: Taps, layer: int, width: int | None = None) -> Calls:
     """Tap queries and keys, of `width` if not None, before a partial rotation cuts them."""
+    points = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)][: 1 if taps.layout.keys == "latents" else 2]
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __init__(self, taps: Taps, layer: int, width: int | None = None) -> None:
-        super().__init__()
-        self.width = width
-        points = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
-        self.taps, self.points = taps, points[:1] if taps.layout.keys == "latents" else points
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+    def tapped(value: Tensor) -> Tensor:
+        fits = value.dim() == 4 and width in (None, value.shape[-1])
+        if fits and id(value) not in seen and len(seen) < len(points):
+            seen[id(value)] = value, taps.at(points[len(seen)], value)
+        return seen.get(id(value), (value, value))[1]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.split, Tensor.split) or (func is Tensor.__getitem__ and _cuts(args[1])):
-            args = (self.whole(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        cuts = func in (torch.split, Tensor.split)
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and len(args[1]) == 2:  # `[..., first:last]`
+            cuts = args[1][0] is Ellipsis and isinstance(args[1][1], slice)
+        return func(tapped(args[0]), *args[1:], **options) if cuts else func(*args, **options)
 
-    def whole(self, value: Tensor) -> Tensor:
-        fits = value.dim() == 4 and self.width in (None, value.shape[-1])
-        if fits and id(value) not in self.seen and len(self.seen) < len(self.points):
-            self.seen[id(value)] = value, self.taps.at(self.points[len(self.seen)], value)
-        return self.seen.get(id(value), (value, value))[1]
-
-
-def _cuts(index: Any) -> bool:
-    """Whether an index is `[..., first:last]`."""
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+    return Calls(answer)

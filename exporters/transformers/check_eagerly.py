@@ -15,15 +15,16 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedModel
 
-from exporters.adopt.self_check import LawResult, compare
-from exporters.probe import ROUNDINGS, open_session, run
+from exporters.adopt.self_check import LawResult, compare, worst_of
+from exporters.probe import ROUNDINGS, open_part, run
+from exporters.transformers.eager import load, silent_transformers
 from mionnx.errors import ExportError
-from mionnx.graph.dataflow import Dataflow, extract
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import Sizes
+from mionnx.graph.output_head import LOGITS
 
 Array = NDArray[Any]
 TOLERANCE = 5e-5  # in float32, relative to numbers of order 1
@@ -47,18 +48,6 @@ class _Batch:
         return {**inputs, "attention_mask": self.mask[:, :end]}
 
 
-@dataclass(frozen=True)
-class EagerCheck:
-    """The outcome.
-
-    Attributes:
-        results: one a value that was compared, with the layer where it is worst.
-    """
-
-    results: list[LawResult]
-    layers: int
-
-
 def check_eagerly(
     folder: Path,
     config: Any,
@@ -67,14 +56,15 @@ def check_eagerly(
     sizes: Sizes,
     dtype: str,
     projections: Sequence[str],
-) -> EagerCheck:
-    """Compare an exported graph with its checkpoint, run by transformers.
+) -> tuple[list[LawResult], int]:
+    """Compare an exported graph, whose hook points are named, with its checkpoint, run by transformers.
 
     Args:
-        config: of the checkpoint; left alone.
-        proto: the graph, its hook points named.
         target: folder of the graph's weights.
         projections: name of each layer's output projection, as transformers names its weight: it reads z.
+
+    Returns:
+        one result a value that was compared, with the layer where it is worst; the number of compared layers.
 
     Raises:
         ExportError: transformers does not run the checkpoint, or returns no stream.
@@ -83,21 +73,14 @@ def check_eagerly(
     layers = min(sizes.num_layers, max(FEWEST, LOADED * sizes.num_layers // max(size, 1)))
     model = _loaded(folder, config, layers, dtype)
     graph = _Graph(proto, target, layers, sizes)
-    worst = dict[str, LawResult]()
+    results = list[LawResult]()
+    allowed = TOLERANCE if dtype == "float32" else ROUNDINGS * layers * float(np.finfo(dtype).eps)
     for batch in _batches(sizes):
         expected = _eager(model, batch, projections[:layers])
         for past in sorted({0, batch.past if graph.cached else 0}):
-            values = graph.run(batch, past)
-            for name, layer, one, other in _pairs(values, expected, batch, past):
-                result = compare(name, layer, one, other, _allowed(dtype, layers))
-                if name not in worst or not result.difference <= worst[name].difference:
-                    worst[name] = result
-    return EagerCheck([*worst.values()], layers)
-
-
-def _allowed(dtype: str, layers: int) -> float:
-    """The difference that is taken to be rounding."""
-    return TOLERANCE if dtype == "float32" else ROUNDINGS * layers * float(np.finfo(dtype).eps)
+            pairs = _pairs(graph.run(batch, past), expected, batch, past)
+            results += [compare(name, layer, one, other, allowed) for name, layer, one, other in pairs]
+    return worst_of(results), layers
 
 
 def _batches(sizes: Sizes) -> Iterator[_Batch]:
@@ -116,36 +99,15 @@ def _batches(sizes: Sizes) -> Iterator[_Batch]:
 
 
 def _loaded(folder: Path, config: Any, layers: int, dtype: str) -> PreTrainedModel:
+    """The checkpoint in transformers, with its first layers alone."""
     shortened = deepcopy(config)
     shortened._attn_implementation = "eager"
-    if layers < shortened.num_hidden_layers:
-        shortened.num_hidden_layers = layers
+    shortened.num_hidden_layers = min(layers, shortened.num_hidden_layers)
     try:
-        with _silent():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=shortened,
-                attn_implementation="eager",
-                dtype=getattr(torch, dtype),
-                trust_remote_code=False,
-            )
+        with silent_transformers():
+            return load(folder, shortened, dtype)[0]
     except Exception as error:  # transformers' errors share no base class
         raise ExportError(f"transformers does not load {folder}, so nothing is compared: {error}") from error
-    return model.eval()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Hide transformers' progress bars, and its list of the layers that are not loaded."""
-    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) -> dict[str, Array]:
@@ -172,10 +134,7 @@ def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) ->
 
 @contextmanager
 def _read(model: PreTrainedModel, projections: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """Input of each layer's output projection in a run, by the name of z.
-
-    [batch, seq, n_heads * head_dim].
-    """
+    """Input of each layer's output projection in a run, [batch, seq, n_heads * head_dim], by the name of z."""
     inputs: dict[str, torch.Tensor] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack:
@@ -204,8 +163,8 @@ class _Graph:
         named = ("hook_resid_pre", "attn.hook_pattern", "attn.hook_z")
         points = [f"blocks.{i}.{name}" for i in range(layers) for name in named]
         self.names = [*(name for name in points if name in outputs), self.last, *self.presents]
-        self.body = open_session(extract(flow, [], self.names), target, [])
-        self.head = open_session(extract(flow, [self.end], ["logits"]), target, [])
+        self.body = open_part(flow, target, [], self.names)
+        self.head = open_part(flow, target, [self.end], [LOGITS])
 
     def run(self, batch: _Batch, past: int) -> dict[str, Array]:
         """Values of the tokens after a past, by name."""
@@ -217,18 +176,14 @@ class _Graph:
 
     def _part(self, batch: _Batch, start: int, end: int, past: Mapping[str, Array]) -> dict[str, Array]:
         inputs = {**batch.part(start, end), **past}
-        values = dict(zip(self.names, _run(self.body, self.names, inputs), strict=True))
-        (values["logits"],) = _run(self.head, ["logits"], {**inputs, self.end: values[self.last]})
+        values = dict(zip(self.names, run(self.body, self.names, inputs), strict=True))
+        (values[LOGITS],) = run(self.head, [LOGITS], {**inputs, self.end: values[self.last]})
         return values
 
     def _empty(self, batch: int) -> dict[str, Array]:
         shapes = {entry.name: entry.shape for entry in self.body.get_inputs() if entry.name in self.pasts}
         kind = np.float16 if "float16" in self.body.get_outputs()[0].type else np.float32
         return {name: np.zeros((batch, shape[1], 0, shape[3]), kind) for name, shape in shapes.items()}
-
-
-def _run(session: Any, names: list[str], values: Mapping[str, Array]) -> list[Array]:
-    return run(session, names, {entry.name: values[entry.name] for entry in session.get_inputs()})
 
 
 def _pairs(
@@ -239,17 +194,17 @@ def _pairs(
     for name, value in expected.items():
         if name not in values:
             continue
-        layer, words = _words(name)
+        own, layer, words = values[name], *_words(name)
         if name.startswith(KEYS_AND_VALUES.present):
             length = value.shape[2]  # of a sliding window, the last ones
-            one, other = (np.moveaxis(array[:, :, -length:], 2, 1) for array in (values[name], value))
+            one, other = (np.moveaxis(array[:, :, -length:], 2, 1) for array in (own, value))
             yield words, layer, one[tokens[:, -length:]], other[tokens[:, -length:]]
         elif name.endswith("hook_z"):
-            yield words, layer, values[name][real].reshape(int(real.sum()), -1), value[:, past:][real]
+            yield words, layer, own[real].reshape(int(real.sum()), -1), value[:, past:][real]
         elif name.endswith("pattern"):
-            yield words, layer, np.moveaxis(values[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
+            yield words, layer, np.moveaxis(own, 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
         else:
-            yield words, layer, values[name][real], value[:, past:][real]
+            yield words, layer, own[real], value[:, past:][real]
 
 
 def _words(name: str) -> tuple[int | None, str]:

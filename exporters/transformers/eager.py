@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from exporters.transformers.native_config import native_config
+from exporters.transformers.config import native_config
 from exporters.transformers.trace import run_eagerly
 from mionnx.errors import ModelError
 
@@ -26,55 +26,64 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
     """Load a checkpoint.
 
     Args:
-        folder: with `config.json` and all of its weights.
         dtype: "float32", "float16" or "bfloat16".
-        threads: of torch; 0 leaves them.
+        threads: how many torch runs on; 0 leaves its number.
 
     Returns:
         a function that runs one token batch without a past, and calls a listener at every hook point.
 
     Raises:
         ModelError: weights are missing.
-        ExportError: see `native_config`.
     """
-    with _without_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=_in_floats(native_config(folder)),
-            attn_implementation="eager",
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    model, info = loaded
-    if info["missing_keys"]:
-        name = sorted(info["missing_keys"])[0]
-        raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
-    model.eval()
+    config = native_config(folder)
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        quantization["dequantize"] = True  # its floats, not its kernels
+    with silent_transformers(None):  # `verify` has a bar of its own
+        model, missing = load(folder, config, dtype)
+    if missing:
+        raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {sorted(missing)[0]!r} in it")
 
     def run(inputs: TokenInputs, listen: Listener) -> None:
+        def tap(name: str, value: Tensor, stream: bool) -> Tensor:
+            wide = value.float() if value.dtype == torch.bfloat16 else value  # numpy has no bfloat16
+            result = listen(name, wide.detach().numpy().copy())
+            if result is None:
+                return value
+            changed = torch.from_numpy(np.array(result)).to(value.dtype)
+            return value.copy_(changed) if stream else changed
+
+        ids, mask, positions = map(torch.from_numpy, inputs)
         with _threads(threads):
-            _run(model, inputs, listen)
+            run_eagerly(model, tap, ids, mask, positions, [])
 
     return run
 
 
-def _in_floats(config: Any) -> Any:
-    """Ask transformers for the floats of a checkpoint of MXFP4, not for its kernels."""
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
-        quantization["dequantize"] = True
-    return config
+def load(folder: Path, config: Any, dtype: str) -> tuple[PreTrainedModel, set[str]]:
+    """Load a checkpoint in eager attention; the names of the weights that it lacks."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        attn_implementation="eager",
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    model, info = loaded
+    return model.eval(), {*info["missing_keys"]}
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hide transformers' progress bars: `verify` has one of its own."""
-    shown = logging.is_progress_bar_enabled()
+def silent_transformers(verbosity: int | None = logging.ERROR) -> Iterator[None]:
+    """Hide transformers' progress bars, and its list of layers that are not loaded; None leaves what it says."""
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(level if verbosity is None else verbosity)
     logging.disable_progress_bar()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -87,20 +96,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _run(model: PreTrainedModel, inputs: TokenInputs, listen: Listener) -> None:
-    def tap(name: str, value: Tensor, stream: bool) -> Tensor:
-        result = listen(name, _array(value))
-        if result is None:
-            return value
-        changed = torch.from_numpy(np.array(result)).to(value.dtype)
-        return value.copy_(changed) if stream else changed
-
-    ids, mask, positions = map(torch.from_numpy, inputs)
-    run_eagerly(model, tap, ids, mask, positions, [])
-
-
-def _array(value: Tensor) -> NDArray[Any]:
-    wide = value.float() if value.dtype == torch.bfloat16 else value
-    return wide.detach().numpy().copy()

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ExpertsInterface
 
-from exporters.transformers.attention import Taps, replace_for, taps_of
+from exporters.transformers.attention import Calls, Taps, replace_for, taps_of
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -26,21 +25,15 @@ GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTER_NAMES, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in the name of its weights
-PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
-    """Multiply each row by the matrix that it chose.
+    """Multiply each row by the matrix that it chose: [n, in] -> [n, out].
 
     Args:
-        x: [n, in].
         weight: [n_experts, out, in], or with `rows` [n_experts, in, out].
         chosen: int64 [n], which matrix.
-        rows: see `weight`.
         partial: whether some rows choose none, by a number beyond the stack: they become zero.
-
-    Returns:
-        [n, out].
     """
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
@@ -66,13 +59,10 @@ def compute_experts(
 
     Args:
         experts: transformers' module with the stacked weights.
-        hidden: [batch * seq, hidden].
+        hidden: [batch * seq, hidden], as the result.
         index: int64 [batch * seq, n_chosen], which experts a token chose.
         weights: [batch * seq, n_chosen].
         weigh_inputs: whether weights are applied to what experts read, and not to what they give.
-
-    Returns:
-        [batch * seq, hidden].
     """
     tokens = *taps.tokens, index.shape[-1]
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
@@ -80,13 +70,8 @@ def compute_experts(
     pairs = hidden.unsqueeze(1).expand(-1, tokens[-1], -1).reshape(-1, hidden.shape[-1])
     inputs = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
     outputs = _experts_of(taps, experts, inputs, index.reshape(-1), tokens).unflatten(0, tokens)
-    return add_chosen(taps, outputs if weigh_inputs else outputs * weights.unsqueeze(-1), hidden)
-
-
-def add_chosen(taps: Taps, outputs: Tensor, like: Tensor) -> Tensor:
-    """Add outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
-    outputs = taps.at(HookPoint.MlpExpertOut(taps.layer), outputs.to(like.dtype))
-    return outputs.sum(dim=2).reshape(like.shape)
+    outputs = (outputs if weigh_inputs else outputs * weights.unsqueeze(-1)).to(hidden.dtype)
+    return taps.at(HookPoint.MlpExpertOut(taps.layer), outputs).sum(dim=2).reshape(hidden.shape)
 
 
 def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -128,28 +113,25 @@ def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any
     return at(HookPoint.MlpExpertAct(taps.layer), experts._apply_gate(both))
 
 
-class InOrder(TorchFunctionMode):
+def in_order(func: Any, args: Any, options: Any) -> Any:
     """Give the best experts in the order of their scores, where a router leaves the order open."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
+    return func(*args, **({**options, "sorted": True} if func in (torch.topk, Tensor.topk) else options))
 
 
-class TapRouter(TorchFunctionMode):
+def _tap_logits(taps: Taps) -> Calls:
     """Tap the logits of a router: the first linear map that it computes."""
+    seen = False
 
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self.taps, self.seen = taps, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.seen or func is not nn.functional.linear:
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        nonlocal seen
+        result = func(*args, **options)
+        if seen or func is not nn.functional.linear:
             return result
-        self.seen = True
-        logits = result.reshape(*self.taps.tokens, result.shape[-1])
-        return self.taps.at(HookPoint.MlpRouterLogits(self.taps.layer), logits).reshape(result.shape)
+        seen = True
+        logits = result.reshape(*taps.tokens, result.shape[-1])
+        return taps.at(HookPoint.MlpRouterLogits(taps.layer), logits).reshape(result.shape)
+
+    return Calls(answer)
 
 
 def _forward(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -162,8 +144,12 @@ ExpertsInterface.register(EXPERTS_FUNCTION, _forward)
 
 def find_experts(block: nn.Module) -> nn.Module | None:
     """The module around the router and experts of a block; None in a dense block."""
+
+    def stacked(module: nn.Module) -> bool:  # transformers computes it in a function that can be registered
+        return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
     for parent in block.modules():
-        own = type(parent).__name__ in OWN or any(_stacked(child) for child in parent.children())
+        own = type(parent).__name__ in OWN or any(map(stacked, parent.children()))
         if (
             own and parent is not block
         ):  # the block itself has experts beside an MLP (Gemma 4), whose neurons are tapped
@@ -171,24 +157,15 @@ def find_experts(block: nn.Module) -> nn.Module | None:
     return None
 
 
-def _stacked(module: nn.Module) -> bool:
-    """Whether transformers computes a module's experts in a function that can be registered."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-
-
 def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
-    """Tap the router beside a layer's experts.
-
-    Raises:
-        ExportError: there is none by the names that transformers has for it.
-    """
+    """Tap the router beside a layer's experts, by the names that transformers has for it."""
     routers = [getattr(parent, name) for name in ROUTER_NAMES if isinstance(getattr(parent, name, None), nn.Module)]
     if len(routers) != 1:
         raise ExportError(f"{type(parent).__name__} has no router by the name of {' or '.join(ROUTER_NAMES)}")
     forward = routers[0].forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with TapRouter(taps):
+        with _tap_logits(taps):
             return forward(*args, **kwargs)
 
     replace_for(stack, routers[0], "forward", inside)
@@ -199,19 +176,21 @@ def shared_expert(parent: nn.Module) -> nn.Module | None:
     return next((module for name in SHARED if (module := getattr(parent, name, None)) is not None), None)
 
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _gated(activation: Callable[[Tensor], Tensor], **parts: Any) -> SimpleNamespace:
+    """Experts with a gate and without biases, as transformers' stacked ones have their attributes."""
+
     def apply(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return activation(gate) * up
 
-    return apply
+    usual = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
+    return SimpleNamespace(**usual, _apply_gate=apply, **parts)
 
 
 def _llama4(stack: ExitStack, taps: Taps, moe: Any) -> None:
     """Compute Llama 4's chosen experts; each weight is applied to what its expert reads."""
     own = moe.experts
-    weights = {"gate_up_proj": own.gate_up_proj, "down_proj": own.down_proj, "is_transposed": True}
-    experts = SimpleNamespace(**PLAIN, **weights, _apply_gate=_gated(own.act_fn))
+    experts = _gated(own.act_fn, gate_up_proj=own.gate_up_proj, down_proj=own.down_proj, is_transposed=True)
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden_states.reshape(-1, moe.hidden_dim)
@@ -233,9 +212,7 @@ def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
     def first(pairs: Tensor, chosen: Tensor) -> Tensor:
         return torch.cat([grouped(pairs, weight, chosen, rows=False) for weight in (gate, up)], dim=-1)
 
-    experts = SimpleNamespace(
-        **PLAIN, first=first, down_proj=down, is_transposed=True, _apply_gate=_gated(own.activation_fn)
-    )
+    experts = _gated(own.activation_fn, first=first, down_proj=down, is_transposed=True)
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return compute_experts(taps, experts, hidden.flatten(0, 1), index, weights).reshape(hidden.shape)
@@ -246,7 +223,7 @@ def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
 def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
     """Compute JetMoE's chosen experts."""
     weights = {"gate_up_proj": moe.input_linear.weight, "down_proj": moe.output_linear.weight}
-    experts = SimpleNamespace(**PLAIN, **weights, is_transposed=False, _apply_gate=_gated(moe.activation))
+    experts = _gated(moe.activation, **weights, is_transposed=False)
 
     def forward(stream: Tensor) -> Tensor:
         hidden = stream.reshape(-1, stream.shape[-1])
@@ -263,8 +240,7 @@ def _longcat(stack: ExitStack, taps: Taps, moe: Any) -> None:
     spare = len(own.gate_up_proj) > own.num_routed_experts  # not in a graph: see `drop_spare`
     first = own.gate_up_proj[: own.num_routed_experts] if spare else own.gate_up_proj
     weights = {"gate_up_proj": first, "down_proj": own.down_proj, "is_transposed": False}
-    apart = {"_apply_gate": _gated(own.act_fn), "identities_from": own.num_routed_experts}
-    experts = SimpleNamespace(**PLAIN, **weights, **apart)
+    experts = _gated(own.act_fn, **weights, identities_from=own.num_routed_experts)
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return compute_experts(taps, experts, hidden, index, weights)
@@ -292,10 +268,7 @@ def is_spare(name: str, config: Any) -> bool:
 
 
 def best(stack: ExitStack, router: Any) -> None:
-    """Let JetMoE's router give the chosen experts, best first, and their weights.
-
-    Both are [n, n_chosen].
-    """
+    """Let JetMoE's router give the chosen experts, best first, and their weights, both [n, n_chosen]."""
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits, index = _largest(router.layer(hidden).float(), router.top_k)
@@ -305,10 +278,7 @@ def best(stack: ExitStack, router: Any) -> None:
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the largest numbers of each row; of equal ones the first.
-
-    ONNX does so, torch leaves it open.
-    """
+    """Find the largest numbers of each row; of equal ones the first, as ONNX does; torch leaves it open."""
     if torch.compiler.is_exporting():
         return scores.topk(count, dim=1)
     values, index = scores.sort(dim=1, descending=True, stable=True)
@@ -316,10 +286,7 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mix_heads(stack: ExitStack, experts: Any) -> None:
-    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products.
-
-    Each token chooses its own.
-    """
+    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products: each token chooses its own."""
 
     def project(stream: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         hidden = stream.reshape(-1, stream.shape[-1])

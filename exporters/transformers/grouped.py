@@ -102,7 +102,7 @@ product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[m] order, int6
     {pick}
 }}
 """
-DTYPES = {ir.DataType.FLOAT: "float", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+TEXT_DTYPES = {ir.DataType.FLOAT: "float", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 
 
 def expand_grouped(graph: ir.Graph) -> None:
@@ -132,7 +132,7 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
     matrix = ", ".join(map(str, sides))
     dtype = node.inputs[1].dtype if node.inputs[1] is not None else None
     return {
-        "dtype": DTYPES[dtype or ir.DataType.FLOAT],
+        "dtype": TEXT_DTYPES[dtype or ir.DataType.FLOAT],
         "stack": stack,
         "weight": f"{stack}, {matrix}",
         "matrix": matrix,

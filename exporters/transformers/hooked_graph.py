@@ -3,7 +3,7 @@
 Where layers cannot be made from others, all of them are traced.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,12 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 from transformers import PreTrainedModel
 
 from exporters.hook_axes import axes_of
-from exporters.transformers import bfloat16
+from exporters.transformers.config import sizes_of
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
 from exporters.transformers.naming import merge_lengths, name_dimensions, name_hooks, read_lengths_once, strip
-from exporters.transformers.simplify import simplify_traced
-from exporters.transformers.sizes import sizes_of
+from exporters.transformers.simplify import LACKING_BFLOAT16, simplify_traced, widen
 from exporters.transformers.stamp import stamp
 from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
 from mionnx.errors import ExportError
@@ -27,6 +26,7 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.metadata import Heads, Sizes
 
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
+EXPORT_PACKAGES = ("mionnx", "torch", "transformers", "onnxscript")  # of packages, for the metadata
 Stage = Callable[[str], None]  # called as a stage begins
 
 
@@ -50,11 +50,7 @@ class HookedGraph:
 
 
 def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False) -> HookedGraph:
-    """Make the graph of a config.
-
-    Args:
-        config: a transformers config of a causal language model.
-        whole: trace every layer.
+    """Make the graph of a config of a causal language model; `whole` traces every layer.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
@@ -69,41 +65,30 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
     every = all_different(sizes.num_layers // layout.layers, layout.layers)
     for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
         stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
-        traced = trace(skeleton, past, kinds)
+        model = trace(skeleton, past, kinds)
+        graph = model.graph
         stage("simplifying")
-        bfloat16.widen(traced.model, bfloat16.LACKING if dtype == torch.bfloat16 else None)
-        parameters = simplify_traced(traced.model, buffers)
+        widen(model, LACKING_BFLOAT16 if dtype == torch.bfloat16 else None)
+        parameters = simplify_traced(model, buffers)
         stage("naming")
-        graph = traced.model.graph
         hooks = name_hooks(graph)
         name_dimensions(graph)
         read_lengths_once(graph)
         check_stream(graph)
-        strip(traced.model)
-        if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
+        strip(model)
+        if stamp(graph, parameters, hooks, kinds, layout.blocks):
             break
     if layout.keys == "own":  # each layer has a table of its own, and cuts it by the lengths of its own past
-        DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
+        DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(model)
         merge_lengths(graph)
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
-    axes = hook_axes(graph, hooks, sizes, heads)
-    return HookedGraph(traced.model, parameters, axes, sizes, heads, skeleton, traced.layout)
-
-
-def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes, heads: Sequence[Heads]) -> dict[str, list[str | int]]:
-    """The axes of each hook point, dynamic ones by name.
-
-    Raises:
-        ExportError: a value whose static sizes are not those that the vocabulary gives its axes.
-    """
     shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
-    return {name: _axes(name, shapes[name], sizes, heads) for name in hooks}
-
-
-def _axes(name: str, shape: Iterable[Any], sizes: Sizes, heads: Sequence[Heads]) -> list[str | int]:
-    dims = [dim if isinstance(dim, int) else None for dim in shape]
-    return axes_of(name, dims, sizes, heads[layer_of(name) or 0])
+    axes = {}
+    for name in hooks:
+        dims = [dim if isinstance(dim, int) else None for dim in shapes[name]]
+        axes[name] = axes_of(name, dims, sizes, heads[layer_of(name) or 0])
+    return HookedGraph(model, parameters, axes, sizes, heads, skeleton, layout)
 
 
 def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:

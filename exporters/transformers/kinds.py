@@ -26,9 +26,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from exporters.transformers.attention import Calls
 from mionnx.graph.hook_points import HookPoint, layer_of
 
 OUTSIDE = -1  # the layer of what is computed before all layers
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         steps: layer -> its operators and hook points in order.
         reads: layer -> other layers of which it reads a value.
-        returned: how many values layers return in a tuple; 0 where one returns the stream alone.
+        returned: as in `Kinds`, the numbers that occur.
     """
 
     def __init__(self, model: nn.Module, blocks: str, inputs: Sequence[Tensor], past: Past, halves: int = 1) -> None:
@@ -88,9 +88,8 @@ class Recorder(TorchDispatchMode):
         self._blocks = model.get_submodule(blocks)
         self._at: dict[int, tuple[Any, ...]] = {}
         self._kept: list[Tensor] = []  # so that no two tensors have one id
-        self._literals = _Literals(self)
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        for name, tensor in named:
+        self._literals = Calls(self._answer)
+        for name, tensor in _stored(model):
             layer, rest = split(name, blocks)
             self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
         for number, tensor in enumerate(inputs):
@@ -123,15 +122,25 @@ class Recorder(TorchDispatchMode):
         layer, half = (None, 0) if hooked is None else divmod(hooked, self.halves)
         own = name if hooked is None else name.replace(f".{hooked}.", f".{half}.", 1)
         moved = None if layer in (None, self.layer) else layer  # a hook point of a layer inside another one
-        self._step(("hook", own, moved, stream, self._token(value)))
+        self.steps[self.layer].append(("hook", own, moved, stream, self._token(value)))
         if layer is not None and name == str(HookPoint.ResidPost((layer + 1) * self.halves - 1)):
             self._put(value, (layer, "stream"))
             self._begin(layer + 1)
         return value
 
-    def literal(self, tensor: Tensor, numbers: Hashable) -> Tensor:
-        """Note a tensor that modelling code wrote down in numbers."""
-        self._put(tensor, (self.layer, "literal", numbers))
+    def _answer(self, func: Any, args: Any, options: Any) -> Any:
+        """Note tensors that modelling code makes of numbers: on the meta device nothing is left of these."""
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(self._index(one, args[0].device) for one in args[1])
+        result = func(*args, **options)
+        return self._literal(result, args[0]) if func is torch.tensor and _numbers(args[0]) else result
+
+    def _index(self, index: Any, device: torch.device) -> Any:
+        written = type(index) is list and _numbers(index)
+        return self._literal(torch.tensor(index, device=device), index) if written else index
+
+    def _literal(self, tensor: Tensor, numbers: Any) -> Tensor:
+        self._put(tensor, (self.layer, "literal", (repr(numbers), str(tensor.dtype))))
         return tensor
 
     def _begin(self, layer: int) -> None:
@@ -142,14 +151,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         place = len(self.steps[self.layer])
-        self._step((str(func), self._token(args), self._token(kwargs or {})))
+        self.steps[self.layer].append((str(func), self._token(args), self._token(kwargs or {})))
         for number, value in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(value, Tensor) and (id(value) not in self._at or self._at[id(value)][1] == "made"):
                 self._put(value, (self.layer, "made", place, number))
         return result
-
-    def _step(self, step: tuple[Any, ...]) -> None:
-        self.steps[self.layer].append(step)
 
     def _put(self, tensor: Tensor, at: tuple[Any, ...]) -> None:
         self._kept.append(tensor)
@@ -176,28 +182,6 @@ class Recorder(TorchDispatchMode):
             return "stream"
         self.reads[self.layer].add(layer)
         return at
-
-
-class _Literals(TorchFunctionMode):
-    """Tensors that modelling code makes of numbers: on the meta device nothing is left of these."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
-            args = args[0], tuple(self._index(one, args[0].device) for one in args[1])
-        result = func(*args, **options)
-        return self._noted(result, args[0]) if func is torch.tensor and _numbers(args[0]) else result
-
-    def _index(self, index: Any, device: torch.device) -> Any:
-        written = type(index) is list and _numbers(index)
-        return self._noted(torch.tensor(index, device=device), index) if written else index
-
-    def _noted(self, tensor: Tensor, numbers: Any) -> Tensor:
-        return self.recorder.literal(tensor, (repr(numbers), str(tensor.dtype)))
 
 
 def _numbers(value: Any) -> bool:
@@ -236,18 +220,13 @@ class _Attributes:
         return tuple((path, type(module), *self._of(module)) for path, module in self.block.named_modules())
 
     def _of(self, module: nn.Module) -> Iterator[Hashable]:
+        # the block knows its own number, its modules that of the half they are in
+        halves = 1 if module is self.block else self.halves
         for name, value in sorted(vars(module).items()):
             if name not in _TORCH:
                 numbered = type(value) is int and INDEX.search(name)
-                half = (value - self._number(module)) if numbered else None
-                yield name, ("number of the layer", half) if half in self._halves(module) else self._value(value)
-
-    def _number(self, module: nn.Module) -> int:
-        """The layer's number, as its modules know it: the first of its halves, if it has several."""
-        return self.layer if module is self.block else self.layer * self.halves
-
-    def _halves(self, module: nn.Module) -> range:
-        return range(1 if module is self.block else self.halves)
+                half = (value - self.layer * halves) if numbered else None
+                yield name, ("number of the layer", half) if half in range(halves) else self._value(value)
 
     def _value(self, value: Any) -> Hashable:
         if isinstance(value, tuple | list):
@@ -262,11 +241,7 @@ class _Attributes:
 
 
 def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping[str, Tensor]) -> Kinds:
-    """Group a model's layers.
-
-    Args:
-        buffers: name -> buffers that no checkpoint holds, with values.
-    """
+    """Group a model's layers; `buffers` are those that no checkpoint holds, by name, with values."""
     layers, halves = list(model.get_submodule(blocks).children()), recorder.halves
     if _shares_between_layers(model, blocks) or len(recorder.returned) != 1:
         return all_different(len(layers), halves)
@@ -292,10 +267,14 @@ def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:
     return sorted(chosen)
 
 
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, shared ones by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
 def _shares_between_layers(model: nn.Module, blocks: str) -> bool:
     """Whether a parameter or buffer is in several layers, or in one and outside of them."""
     owners: dict[int, set[int]] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor in _stored(model):
         owners.setdefault(id(tensor), set()).add(split(name, blocks)[0])
     return any(len(layers) > 1 for layers in owners.values())

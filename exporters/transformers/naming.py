@@ -1,12 +1,4 @@
-"""From marked values to named ones: the marker nodes go, and the hook name becomes the value's own name.
-
-1. A marker's input takes the hook name, if nobody else reads it under the old meaning.
-2. If another node does (an earlier reader, a reader off this branch, another hook point on the same value), an
-   `Identity` makes a value of its own, and only the later readers are moved to it.
-3. On the residual stream ("stream" markers) every reader after the marker is a later reader; elsewhere only those that
-   read the marker's output.
-4. A graph output keeps its name, and reads the named value through an `Identity`.
-"""
+"""From marked values to named ones: the marker nodes go, and the hook name becomes the value's own name."""
 
 from typing import Any
 
@@ -19,11 +11,7 @@ NUMBER_ATTRIBUTES = (ir.AttributeType.INT, ir.AttributeType.INTS)
 
 
 def name_hooks(graph: ir.Graph) -> list[str]:
-    """Replace all markers of a graph by names, in place.
-
-    Returns:
-        the hook names, in execution order.
-    """
+    """Replace all markers of a graph by names, in place; returns these in execution order."""
     order = {id(node): position for position, node in enumerate(graph)}
     names: list[str] = []
     taken: set[int] = set()
@@ -42,14 +30,16 @@ def _named_value(graph: ir.Graph, marker: ir.Node, order: dict[int, int], taken:
     here = order[id(marker)]
     # The shape of a value is the same before and after, so who reads only that does not count as a reader.
     readers = [(node, i) for node, i in source.uses() if node is not marker and node.op_type != "Shape"]
+    # On the residual stream every reader after the marker sees a change; elsewhere only those of the marker's output.
     later = [(node, i) for node, i in readers if stream and order[id(node)] > here]
+    # Somebody reads the value under its old meaning, or it has a name: a value of its own for the later readers.
     shared = len(later) < len(readers) or source.is_graph_input() or source.is_initializer() or id(source) in taken
     value = _identity(graph, marker, source) if shared else source
     if not shared:
         later = []
     for node, i in [*later, *seen.uses()]:
         node.replace_input_with(i, value)
-    if seen.is_graph_output():
+    if seen.is_graph_output():  # which keeps its name
         output = _identity(graph, marker, value)
         output.name = seen.name
         graph.outputs[graph.outputs.index(seen)] = output
@@ -80,16 +70,16 @@ def name_dimensions(graph: ir.Graph) -> None:
             symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
     inputs["attention_mask"].shape = ir.Shape(["batch", "total"])
     inputs["position_ids"].shape = ir.Shape(["batch", "seq"])
+    known = {name: name for name in symbols.values()} | symbols  # torch's other symbols have no meaning here
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+            dims = [dim if isinstance(dim, int) else known.get(str(dim.value)) for dim in value.shape]
+            value.shape = ir.Shape(dims)
 
 
 def read_lengths_once(graph: ir.Graph) -> None:
-    """Let every node that asks how many rows or tokens there are ask the same input.
-
-    All layers' pasts are of one length, and all inputs have the same rows; which of them the exporter asks is chance.
-    """
+    """Let every node that asks how many rows or tokens there are ask the same input."""
+    # All layers' pasts are of one length, and all inputs have the same rows; which of them torch asks is chance.
     inputs = {str(value.name): value for value in graph.inputs}
     past = next(value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
     sources = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
@@ -136,14 +126,6 @@ def merge_lengths(graph: ir.Graph) -> None:
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     return [*graph.inputs, *(value for node in graph for value in node.outputs)]
-
-
-def _dimension(dim: int | ir.SymbolicDim, symbols: dict[str, str]) -> int | str | None:
-    """A static size, one of the four names, or unknown; torch's symbols have no meaning here."""
-    if isinstance(dim, int):
-        return dim
-    text = str(dim.value)
-    return symbols.get(text, text if text in symbols.values() else None)
 
 
 def strip(model: ir.Model) -> None:

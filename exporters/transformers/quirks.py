@@ -13,35 +13,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from exporters.transformers.attention import Taps, replace_for
-from exporters.transformers.experts import InOrder, mix_heads, tap_own_experts, tap_router
+from exporters.transformers.attention import Calls, replace_for
+from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
 
 class EmbeddingsInCode(Attachment):
-    """Taps on embeddings and positions that a model's own code makes."""
+    """Taps on embeddings that a model's own code scales in place, and on positions out of a table of so many rows."""
 
     def embeddings(self) -> None:
-        rows = self.model.config.max_position_embeddings
-        self.enter_around(self.module("transformer"), lambda _: TapEmbedding(self.taps, rows))
+        rows, at = self.model.config.max_position_embeddings, self.taps.at
 
+        def answer(func: Any, args: Any, options: Any) -> Any:
+            result = func(*args, **options)
+            if func in (Tensor.mul_, Tensor.__imul__):
+                return at(HookPoint.Embed, result)
+            table = func is Tensor.__getitem__ and args[0].dim() == 2 and args[0].is_floating_point()
+            return at(HookPoint.PosEmbed, result) if table and args[0].shape[0] == rows else result
 
-class TapEmbedding(TorchFunctionMode):
-    """Tap embeddings scaled in place, and positions out of a table of so many rows."""
-
-    def __init__(self, taps: Taps, rows: int) -> None:
-        super().__init__()
-        self.taps, self.rows = taps, rows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (Tensor.mul_, Tensor.__imul__):
-            return self.taps.at(HookPoint.Embed, result)
-        table = func is Tensor.__getitem__ and args[0].dim() == 2 and args[0].is_floating_point()
-        return self.taps.at(HookPoint.PosEmbed, result) if table and args[0].shape[0] == self.rows else result
+        self.enter_around(self.module("transformer"), lambda _: Calls(answer))
 
 
 class SeveralStreams(Attachment):
@@ -131,7 +123,7 @@ class TwoLayersInBlock(Attachment):
             return 0  # which the block adds in its place
 
         def added(x: Tensor) -> Tensor:
-            with InOrder():
+            with Calls(in_order):
                 return x + compute(read.pop())
 
         replace_for(self.stack, mixture, "forward", postpone)
@@ -159,16 +151,13 @@ class MergedAxes(Attachment):
 
     def block(self, i: int, block: nn.Module) -> None:
         super().block(i, block)
-        self.enter_around(block, lambda _: KeepAxes())
+        self.enter_around(block, lambda _: Calls(keep_axes))
 
 
-class KeepAxes(TorchFunctionMode):
+def keep_axes(func: Any, args: Any, options: Any) -> Any:
     """Undo a block's `x.reshape(-1, width)`: batch and sequence axes stay apart."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.reshape and len(args) == 3 and args[1] == -1 and args[0].dim() == 3:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+    merges = func is Tensor.reshape and len(args) == 3 and args[1] == -1 and args[0].dim() == 3
+    return args[0] if merges else func(*args, **options)
 
 
 class SplitHeads(Attachment):
@@ -197,38 +186,30 @@ class MlpBesideExperts(Attachment):
             super().mlp_result(i, block)
             return
         experts, beside = (self.module(path, block) for path in (self.layout.mlp, "shared_mlp"))
-        mode, read = TapSum(self.taps), list[Tensor]()
+        read, terms = list[Tensor](), list[Tensor]()
 
         def keep(x: Tensor) -> Tensor:
             read[:] = [x]
             return x
 
         def computed(x: Tensor) -> Tensor:
-            mode.term = x
+            terms[:] = [x]
             return x
+
+        def answer(func: Any, args: Any, options: Any) -> Any:
+            """Tap the sum of what the experts and the MLP make."""
+            result = func(*args, **options)
+            if func not in ADDITIONS or not any(value is term for value in args for term in terms):
+                return result
+            terms.clear()
+            return self.taps.at_tokens(HookPoint.MlpPost(self.taps.layer), result)
 
         self.before(experts, keep)  # after the hook point there
         self.before(beside, lambda _: read.pop())
         self.after(experts, computed)
-        self.enter_around(block, lambda _: mode)
+        self.enter_around(block, lambda _: Calls(answer))
         parts = replace(self.layout, gate=None, up=None, gate_and_up="input_linear", down="output_linear")
         Attachment(self.model, parts, self.taps, self.stack).neurons(i, beside)
-
-
-class TapSum(TorchFunctionMode):
-    """Tap the sum of what a layer's experts and the MLP beside them make."""
-
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self.taps = taps
-        self.term: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in ADDITIONS or self.term is None or not any(value is self.term for value in args):
-            return result
-        self.term = None
-        return self.taps.at_tokens(HookPoint.MlpPost(self.taps.layer), result)
 
 
 class Quirk(NamedTuple):

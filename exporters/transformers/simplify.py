@@ -1,20 +1,7 @@
-"""The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them.
-
-1. `nn.GELU` is traced to its operator; transformers' own activations compute the same in eight steps, each of which a
-   runtime writes to memory and reads back. A step that anything else reads, a hook point's marker for one, stays, and
-   so do all the others. So does a GELU whose constants are not those of the formula to 1e-5: those of a graph in half
-   precision, whose roundings are what the checkpoint's own code computes.
-2. Gemma's norms compute in float32 whatever the model's dtype. ONNX allows an RMSNormalization of a float16 input with
-   a float32 scale, but the function that it stands for multiplies the two after casting back to the input's dtype, and
-   ONNX Runtime refuses that. With the input cast to the scale's dtype first, it computes what transformers does.
-
-Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
-into the graph, and merging equal ones would lose their names. So do numbers beside 0 and 1: onnxscript takes `x + 1e-8`
-(the epsilon of Helium's norms) and `x * 1.000005` for `x`.
-"""
+"""The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -23,12 +10,19 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions, pattern
 
+from exporters.op_writer import move
+
 NEAR = {0.0: 2e-8, 1.0: 2e-5}  # twice the tolerances of onnxscript's patterns
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 CUBIC = 0.044715
 SCALE = math.sqrt(2 / math.pi)
+LACKING_BFLOAT16 = ("TopK",)  # operators, in the opsets before 24
 
 
+# `nn.GELU` is traced to its operator; transformers' own activations compute the same in eight steps, each of which a
+# runtime writes to memory and reads back. A step that anything else reads, a hook point's marker for one, stays, and so
+# do all the others. So does a GELU whose constants are not those of the formula to 1e-5: those of a graph in half
+# precision, whose roundings are what the checkpoint's own code computes.
 class _Tanh(pattern.RewriteRuleClassBase):
     """Tanh GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
@@ -65,8 +59,7 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """Optimise a traced model in place.
 
     Args:
-        model: a traced model; the initializers that are not parameters hold their values.
-        parameters: the names of the initializers that a checkpoint feeds.
+        parameters: the names of the initializers that a checkpoint feeds; the others hold their values.
 
     Returns:
         the parameters that the graph reads: values of their own names, shapes and dtypes that are no longer
@@ -74,6 +67,9 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """
     graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
+    # As graph inputs no pass can fold or merge parameters: folding `Transpose(weight)` would copy the weight into the
+    # graph, and merging equal ones would lose their names. Numbers beside 0 and 1 become inputs too: onnxscript takes
+    # `x + 1e-8` (the epsilon of Helium's norms) and `x * 1.000005` for `x`.
     weights = [value for value in list(graph.initializers.values()) if value.name in parameters]
     beside = {value: value.const_value for value in graph.initializers.values() if _beside_neutral(value, parameters)}
     for value in [*weights, *beside]:
@@ -104,14 +100,7 @@ def _beside_neutral(value: ir.Value, parameters: set[str]) -> bool:
 
 
 def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
-    """Optimise a model that was traced without weights.
-
-    Args:
-        buffers: values that no checkpoint holds, by name.
-
-    Returns:
-        see `simplify`.
-    """
+    """Optimise a model that was traced without weights, as `simplify` does; no checkpoint holds the `buffers`."""
     for name, buffer in buffers.items():
         if name in model.graph.initializers:
             wide = buffer.dtype != torch.bfloat16  # which numpy has not
@@ -132,15 +121,42 @@ def _fakes(graph: ir.Graph) -> set[str]:
 
 def _widen_norms(model: ir.Model) -> None:
     """Cast the input of norms with a wider scale to its dtype, in place."""
-    mixed = [
-        node
-        for node in model.graph
-        if node.op_type == "RMSNormalization" and node.inputs[0].dtype != node.inputs[1].dtype
-    ]
-    for node in mixed:
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         value, scale = node.inputs
-        cast = ir.node("Cast", [value], {"to": scale.dtype}, name=f"{node.name}.widened")
-        cast.outputs[0].name, cast.outputs[0].dtype = f"{node.outputs[0].name}.widened", scale.dtype
-        cast.outputs[0].shape = value.shape
-        model.graph.insert_before(node, cast)
-        node.replace_input_with(0, cast.outputs[0])
+        # Gemma's norms compute in float32 whatever the model's dtype. ONNX allows a float16 input with a float32 scale,
+        # but its function multiplies the two after casting back, and ONNX Runtime refuses that.
+        if value.dtype != scale.dtype:
+            cast = _cast(value, scale.dtype)
+            cast.name, cast.outputs[0].name = f"{node.name}.widened", f"{node.outputs[0].name}.widened"
+            model.graph.insert_before(node, cast)
+            node.replace_input_with(0, cast.outputs[0])
+
+
+def widen(model: ir.Model, only: Container[str] | None = None) -> None:
+    """Compute in float32 what is computed in bfloat16, and round, in place: by some operators, or by all if None."""
+    # Falcon rounds its ALiBi biases so. Sums and products of two bfloat16 numbers, computed in float32 and rounded once
+    # more, are those of bfloat16 arithmetic (float32 has more than twice its digits), and ONNX Runtime has kernels.
+    for node in [node for node in model.graph if node.op_type != "Cast" and any(map(_is_narrow, node.outputs))]:
+        if only is not None and node.op_type not in only:
+            continue
+        for place, value in enumerate(node.inputs):
+            if value is not None and _is_narrow(value):
+                cast = _cast(value, ir.DataType.FLOAT)
+                model.graph.insert_before(node, cast)
+                node.replace_input_with(place, cast.outputs[0])
+        for value in filter(_is_narrow, node.outputs):
+            reads = list(value.uses())
+            value.dtype = ir.DataType.FLOAT
+            rounded = _cast(value, ir.DataType.BFLOAT16)
+            model.graph.insert_after(node, rounded)
+            move(reads, rounded.outputs[0])
+
+
+def _is_narrow(value: ir.Value) -> bool:
+    return value.dtype == ir.DataType.BFLOAT16
+
+
+def _cast(value: ir.Value, kind: ir.DataType) -> ir.Node:
+    node = ir.node("Cast", [value], {"to": kind})
+    node.outputs[0].dtype, node.outputs[0].shape = kind, value.shape
+    return node

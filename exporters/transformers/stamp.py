@@ -30,10 +30,9 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
     """Put every layer into a graph that holds the traced ones, in place.
 
     Args:
-        graph: with named hook points and dimensions.
+        graph: its hook points and dimensions have their names.
         parameters: the weights that it reads; those of the made layers are put beside them, without data.
         hooks: its hook points in execution order; those of the made layers are put between them.
-        kinds: which layers it holds, and which of them the others are like.
         blocks: path of the layers in the names of weights.
 
     Returns:
@@ -76,11 +75,7 @@ class LayerNames:
         return int(cache[1]) // self.halves if cache else split(name, self.blocks)[0]
 
     def moved(self, name: str, layer: int, other: int) -> str:
-        """Name of a value, as it is in another layer.
-
-        Args:
-            name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
-        """
+        """Name of a value of a layer, whether its name says the layer or not, as it is in another layer."""
         if self.layer(name) != layer:
             return f"{name}.{other}"
         if split(name, self.blocks)[0] == layer:
@@ -90,11 +85,7 @@ class LayerNames:
 
 
 def _segments(graph: ir.Graph, kinds: Kinds) -> dict[int, list[ir.Node]] | None:
-    """Group nodes by traced layer; under `OUTSIDE` stand those after the last one.
-
-    Returns:
-        None if layers do not come one after another.
-    """
+    """Group nodes by traced layer, those after all under `OUTSIDE`; None if layers are not one after another."""
     ends = {str(HookPoint.ResidPost((layer + 1) * kinds.halves - 1)): layer for layer in kinds.traced}
     before, waiting = list[ir.Node](), list[ir.Node]()
     segments: dict[int, list[ir.Node]] = {}
@@ -111,8 +102,8 @@ def _segments(graph: ir.Graph, kinds: Kinds) -> dict[int, list[ir.Node]] | None:
 
 def _alone(nodes: list[ir.Node], layer: int, names: LayerNames) -> bool:
     """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
-    plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
-                for attr in node.attributes.values())  # fmt: skip
+    types = {attribute.type for node in nodes for attribute in node.attributes.values()}
+    plain = types.isdisjoint((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
     outputs = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
     owners = {names.layer(str(value.name)) for value in (*outputs, *read)}
@@ -124,7 +115,7 @@ class _Stamper:
     """A graph under work, and what has been made so far.
 
     Attributes:
-        nodes: of each layer, and under `OUTSIDE` those after all layers.
+        nodes: the nodes of each layer, and under `OUTSIDE` those after all layers.
         weights: ids of the values that a checkpoint feeds.
         parameters: layer -> such values made for it.
     """

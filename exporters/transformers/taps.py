@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import Taps, TapWhole, replace_for
-from exporters.transformers.experts import InOrder, find_experts, shared_expert, tap_own_experts, tap_router
+from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
+from exporters.transformers.config import kept_keys
+from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.families import IN_CODE, Layout
-from exporters.transformers.own_attention import TapProducts
-from exporters.transformers.sizes import kept_keys
+from exporters.transformers.own_attention import tap_products
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -27,38 +26,33 @@ ADDITIONS = (Tensor.add, Tensor.__add__, torch.add)
 LATENTS = {"q_a_layernorm": HookPoint.AttnQLatent, "kv_a_layernorm": HookPoint.AttnKvLatent}
 
 
-class TapHalves(TorchFunctionMode):
+def tap_halves(taps: Taps, layer: int) -> Calls:
     """Tap the two halves into which an MLP splits its fused gate-and-up projection."""
 
-    def __init__(self, taps: Taps, layer: int) -> None:
-        super().__init__()
-        self.taps, self.layer = taps, layer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        result = func(*args, **options)
         if func is not Tensor.chunk:
             return result
-        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
-        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
+        points = HookPoint.MlpGate(layer), HookPoint.MlpUp(layer)
+        return tuple(taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
+
+    return Calls(answer)
 
 
-class TapAdditions(TorchFunctionMode):
+def tap_additions(taps: Taps, layer: int, stream: Tensor) -> Calls:
     """Tap the terms of a block's additions to the stream, and the stream after each."""
+    points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
 
-    def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
-        super().__init__()
-        self.taps, self.layer, self.stream = taps, layer, stream
-        self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        nonlocal stream
+        if func not in ADDITIONS or not any(value is stream for value in args):
+            return func(*args, **options)
+        stream = stream + taps.at(points.pop(0), args[1] if args[0] is stream else args[0])
+        if points:
+            stream = taps.at(HookPoint.ResidMid(layer), stream, stream=True)
+        return stream
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in ADDITIONS or not any(value is self.stream for value in args):
-            return func(*args, **(kwargs or {}))
-        point = self.points.pop(0)
-        added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
-        self.stream = self.stream + added
-        if self.points:
-            self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
-        return self.stream
+    return Calls(answer)
 
 
 def choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -67,11 +61,7 @@ def choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) -> nn.Module:
-    """A module by its path.
-
-    Args:
-        path: from the root on; "" is the root itself.
-        root: a module of the model; the model itself if None.
+    """A module by its path from a module of the model on, or from the model itself; "" is the root.
 
     Raises:
         ExportError: there is none.
@@ -147,7 +137,7 @@ class Attachment:
         self.name_layer(i, self.module(layout.attention, block))
         self.heads(i, block)
         if products:
-            self.enter_around(block, lambda stream: TapAdditions(self.taps, i, stream))
+            self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
         else:
             self.after(
                 self.module(layout.attention_added or layout.attention, block),
@@ -203,13 +193,13 @@ class Attachment:
     def own_attention(self, i: int, attention: nn.Module, mask: Tensor | None) -> None:
         """Tap attention in the family's own code, with its own causal mask, if any."""
         heads = self.model.config.num_attention_heads
-        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream, mask))
+        self.enter_around(attention, lambda stream: tap_products(self.taps, i, heads, stream, mask))
 
     def cut_heads(self, i: int, attention: nn.Module) -> None:
         """Tap queries and keys of which a part is cut off and rotated."""
         widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_size"))
         width = next((width for width in widths if width is not None), None)
-        self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
+        self.enter_around(attention, lambda _: tap_whole(self.taps, i, width))
 
     def mlp_part(self, block: nn.Module, part: str) -> nn.Module:
         """A part of the MLP of a block; the MLP itself where none is named."""
@@ -239,7 +229,7 @@ class Attachment:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
         tap_own_experts(self.stack, self.taps, mixture)
         tap_router(self.stack, self.taps, mixture)
-        self.enter_around(reader, lambda _: InOrder())
+        self.enter_around(reader, lambda _: Calls(in_order))
         shared = shared_expert(mixture)
         if shared is not None:
             self.neurons(i, shared)
@@ -256,6 +246,6 @@ class Attachment:
                 self.after(part(name), partial(at, point))
         if layout.gate_and_up:
             part(layout.gate_and_up)
-            self.enter_around(part(""), lambda _: TapHalves(self.taps, i))
+            self.enter_around(part(""), lambda _: tap_halves(self.taps, i))
         if layout.down:
             self.before(part(layout.down), partial(at, HookPoint.MlpAct(i)))

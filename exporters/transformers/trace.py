@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -30,12 +29,12 @@ from exporters.transformers.attention import (
     replace_for,
     tap_rotation,
 )
+from exporters.transformers.config import rope_parameters
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
-from exporters.transformers.sizes import rope_parameters
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -46,20 +45,11 @@ OPSET = 23
 MARKER_DOMAIN = "mionnx"
 # Stand-ins for dynamic sizes while tracing: all different, none of them 0 or 1, so that nothing is specialised.
 TRACE_BATCH, SEQ, TRACE_PAST = 2, 3, 5
-TOKENS = ("input_ids", "attention_mask", "position_ids")
+TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 # The cache of fake results costs more than it saves in one trace of a few layers.
 UNCACHED = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 PastSizes = tuple[Sequence[Heads], torch.dtype]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Result of a trace: the marked graph, the model without weights, and its layout."""
-
-    model: ir.Model
-    skeleton: PreTrainedModel
-    layout: Layout
 
 
 class Passed(nn.Module):
@@ -161,17 +151,20 @@ def prepare(config: Any) -> None:
             )
 
 
-def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A config's model without weights, on the meta device."""
+def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False) -> PreTrainedModel:
+    """A config's model without weights, on the meta device; `plain` computes attention and experts by its own code."""
     prepare(config)
-    if layout_of(config).keys == "own":
+    if plain or layout_of(config).keys == "own":
         config._attn_implementation = "eager"  # whose classes some of them look up by this name
+    if plain and hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
-        raise ExportError(f"transformers builds no {config.model_type!r} with attention to replace: {error}") from error
-    drop_spare(skeleton)
+    except Exception as error:  # transformers' errors share no base class
+        raise ExportError(f"transformers builds no {config.model_type!r} with such attention: {error}") from error
+    if not plain:
+        drop_spare(skeleton)
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
@@ -210,11 +203,7 @@ def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
 
 
 def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
-    """Find which layers of a model on the meta device compute the same.
-
-    Raises:
-        ExportError: the family is laid out in an unknown way.
-    """
+    """Find which layers of a model on the meta device compute the same."""
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
@@ -236,17 +225,18 @@ def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
     )
 
 
-def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
-    def ids(width: int) -> Tensor:
-        return torch.ones(TRACE_BATCH, width, dtype=torch.long)
+def example_ids(past: int = TRACE_PAST) -> tuple[Tensor, ...]:
+    """Token ids, mask and positions of a call to trace."""
+    return tuple(torch.ones(TRACE_BATCH, width, dtype=torch.long) for width in (SEQ, past + SEQ, SEQ))
 
+
+def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
     heads, dtype = sizes
 
     def zeros(layer: int, part: int) -> Tensor:
         return torch.zeros(TRACE_BATCH, heads[layer][0], TRACE_PAST, heads[layer][part], dtype=dtype)
 
-    past = [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
-    return ids(SEQ), ids(TRACE_PAST + SEQ), ids(SEQ), past
+    return *example_ids(), [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
 
 
 @contextmanager
@@ -262,7 +252,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
+def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> ir.Model:
     """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
     Args:
@@ -277,12 +267,11 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
             with FakeTensorMode():
                 allocate(skeleton)
                 example = _example(kinds.hooked, sizes)
-            model = to_onnx(Cached(skeleton, layout, _mark, kinds.hooked), example, kinds.hooked)
+            return to_onnx(Cached(skeleton, layout, _mark, kinds.hooked), example, kinds.hooked)
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
-    return Traced(model, skeleton, layout)
 
 
 def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int]) -> ir.Model:
@@ -297,7 +286,7 @@ def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int]) 
         opset_version=OPSET,
         optimize=False,
         verbose=False,
-        input_names=[*TOKENS, *(name for i in layers for name in names.layer_inputs(i))],
+        input_names=[*TOKEN_INPUTS, *(name for i in layers for name in names.layer_inputs(i))],
         output_names=["logits", *(name for i in layers for name in names.layer_outputs(i))],
     )
     for value in list(program.model.graph.initializers.values()):  # by the model's names, not by those of the wrapper

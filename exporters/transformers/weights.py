@@ -1,24 +1,113 @@
-"""The weights of a transformers model: every parameter fed, every checkpoint tensor read, or an error."""
+"""The weights of a transformers model: every parameter fed, every checkpoint tensor read, or an error.
 
-from collections.abc import Iterator
-from dataclasses import replace
+Checkpoint tensors are mapped to parameters by the rules of transformers itself.
+"""
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import StoredTensor, same_bytes
 from exporters.packed.linear import Linear, Stack
-from exporters.transformers.checkpoint import Conversion, Mapped, aliases
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
+
+
+@dataclass
+class Mapped:
+    """Checkpoint tensors by the parameters they become.
+
+    Attributes:
+        direct: parameter name -> the tensor that is the parameter as it is.
+        converted: conversions, each with the checkpoint tensors it reads.
+        unknown: checkpoint tensors that belong to no parameter of the model.
+    """
+
+    direct: dict[str, StoredTensor] = field(default_factory=dict)
+    converted: dict[str, "Conversion"] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Conversion:
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say).
+
+    Attributes:
+        target: the first of these parameters.
+        patterns: for each tensor the one of the rule's source patterns that its name has.
+    """
+
+    target: str
+    converter: WeightConverter
+    sources: list[StoredTensor] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+
+    def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The parameters, by name."""
+        converted = self.converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def map_tensors(tensors: list[StoredTensor], model: PreTrainedModel) -> Mapped:
+    """Find each checkpoint tensor's parameter by transformers' own loading rules."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    names = model.state_dict()
+    mapped, packed = Mapped(), {tensor.name.removesuffix(".weight") for tensor in tensors if tensor.packed is not None}
+    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
+        target, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, names)
+        if target not in names and tensor.name in names:
+            target, pattern = tensor.name, None
+        if target not in names:
+            if not (tensor.name.removesuffix(".bias") in packed and not tensor.load().any()):
+                mapped.unknown.append(tensor.name)  # packed layers may have a bias of zeros where the model has none
+        elif pattern is None:
+            mapped.direct[target] = tensor
+        else:
+            conversion = mapped.converted.setdefault(target, Conversion(target, deepcopy(by_pattern[pattern])))
+            conversion.sources.append(tensor)
+            conversion.patterns.append(pattern)
+            load: Any = tensor.load  # transformers calls what it does not await
+            conversion.converter.add_tensor(target, tensor.name, pattern, load)
+    # leftovers of older checkpoints: buffers that were once saved and are now computed
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    ignored = [re.compile(pattern) for pattern in patterns]
+    mapped.unknown = [name for name in mapped.unknown if not any(pattern.search(name) for pattern in ignored)]
+    return mapped
+
+
+def _natural(name: str) -> list[int | str]:
+    """Sort key that puts expert 10 after expert 9: conversions stack tensors in this order."""
+    return [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Parameter name -> all names of the same (tied) parameter, its own included."""
+    groups: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), set()).add(name)
+    return {name: group for group in groups.values() for name in group}
 
 
 def bind_weights(
@@ -33,9 +122,7 @@ def bind_weights(
 
     Args:
         parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        mapped: which checkpoint tensors become which parameters.
         model: the model without weights that the graph was traced from.
-        progress: called as (stage, done, total) in bytes.
         leave: leave out the numbers of weights that are blocks in the checkpoint.
 
     Returns:
@@ -47,17 +134,14 @@ def bind_weights(
     _keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
-    place(parameters, stored, _converted(mapped, model), folder, progress, left)
+    one_by_one = (pair for conversion in mapped.converted.values() for pair in conversion.run(model).items())
+    place(parameters, stored, one_by_one, folder, progress, left)
     return {name: blocks for named in left.values() for name, blocks in named.items()}
 
 
 def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """Parameters of one checkpoint tensor each; converted ones are left out.
-
-    Raises:
-        ExportError: see `bind_weights`.
-    """
-    tied, converted = aliases(model), _made_by_conversion(mapped, model)
+    """Parameters of one checkpoint tensor each; converted ones are left out."""
+    tied, converted = _aliases(model), _made_by_conversion(mapped, model)
     names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
     direct = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
     stored = {name: _turned(name, one, model) for name, one in direct.items()}
@@ -103,12 +187,6 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
         first, *others = conversion.converter.target_patterns
         names |= {target.replace(first, other) for other in others}
     return names & set(model.state_dict())
-
-
-def _converted(mapped: Mapped, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that need a conversion, one of them in memory at a time."""
-    for conversion in mapped.converted.values():
-        yield from conversion.run(model).items()
 
 
 def _keep_packed(mapped: Mapped) -> None:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from exporters import adopt
 from exporters.config_sizes import FRACTIONS, SIZE_LIMITS, check_sizes
-from exporters.transformers.native_config import native_config
+from exporters.transformers.config import native_config
 from mionnx.errors import ExportError
 
 FOREIGN = REPOSITORY / "tests" / "shared" / "foreign"

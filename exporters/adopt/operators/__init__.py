@@ -1,5 +1,1 @@
 """Fused operators of ONNX Runtime and ONNX, written in standard ones that a hook can stand between."""
-
-from exporters.adopt.operators.expand import expand
-
-__all__ = ["expand"]

@@ -16,18 +16,17 @@ from mionnx.errors import ExportError
 
 def _attend(
     op: DecoderWriter,
-    queries: ir.Value,
-    keys: ir.Value,
-    values: ir.Value,
-    scale: float,
+    node: ir.Node,
+    heads: tuple[ir.Value, ...],
+    width: int,
     kind: ir.DataType,
-    *,
-    cap: float = 0.0,
     seen: ir.Value | None = None,
     bias: ir.Value | None = None,
     sink: ir.Value | None = None,
 ) -> ir.Value:
-    """softmax(cap tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width]."""
+    """softmax(cap tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width], by a node's scale and cap."""
+    queries, keys, values = heads
+    scale, cap = node.attributes.get_float("scale", 0.0) or width**-0.5, node.attributes.get_float("softcap", 0.0)
     scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 3, 2])), op.number(scale, kind))
     if cap:
         scores = op.Mul(op.Tanh(op.Div(scores, op.number(cap, kind))), op.number(cap, kind))
@@ -49,11 +48,8 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     width = _head_width(node, queries, heads + 2 * groups if keys is None else heads)
     if keys is None:
         queries, keys, values = op.split(queries, [heads * width, groups * width, groups * width])
-    queries, keys, values = (
-        op.heads(queries, heads, width),
-        op.heads(keys, groups, width),
-        op.heads(values, groups, width),
-    )
+    counts = heads, groups, groups
+    queries, keys, values = (op.heads(x, n, width) for x, n in zip((queries, keys, values), counts, strict=True))
     queries, keys = _normed(op, node, queries, keys)
     if node.attributes.get_int("do_rotary", 0):
         tables = input_at(node, 7), input_at(node, 8)
@@ -68,15 +64,13 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     keys = keys if past_keys is None else op.Concat(past_keys, keys, axis=2)
     values = values if past_values is None else op.Concat(past_values, values, axis=2)
     window, kind = node.attributes.get_int("local_window_size", -1), kind_of(past_keys, node.inputs[0])
-    repeats = heads // groups
+    repeated = (op.repeated(x, heads // groups, heads, width) for x in (keys, values))
     z = _attend(
         op,
-        queries,
-        op.repeated(keys, repeats, heads, width),
-        op.repeated(values, repeats, heads, width),
-        node.attributes.get_float("scale", 0.0) or width**-0.5,
+        node,
+        (queries, *repeated),
+        width,
         kind,
-        cap=node.attributes.get_float("softcap", 0.0),
         seen=op.visible(window if window > 0 else None),
         bias=input_at(node, 10),
         sink=_sink(op, node, heads, kind),
@@ -85,11 +79,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Queries and keys after their RMS norms over a head, where the operator has such weights.
-
-    Raises:
-        ExportError: a past in integers with scales.
-    """
+    """Queries and keys after their RMS norms over a head, where the operator has such weights."""
     if any(input_at(node, place) is not None for place in (12, 13)):
         raise ExportError(f"GroupQueryAttention node {node.name!r} has a quantised past: it cannot be expanded")
     weights, epsilon = (input_at(node, 14), input_at(node, 15)), node.attributes.get_float("qk_norm_epsilon", EPSILON)
@@ -141,8 +131,8 @@ def multi_head(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     if past_keys is not None and past_values is not None:
         keys, values = op.Concat(past_keys, keys, axis=2), op.Concat(past_values, values, axis=2)
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
-    scale = node.attributes.get_float("scale", 0.0) or width**-0.5
-    z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
+    seen = op.visible(None) if causal else None
+    z = _attend(op, node, (queries, keys, values), width, kind, seen, bias=added)
     return {0: op.merged(z, size), 1: keys, 2: values}
 
 
@@ -160,8 +150,8 @@ def packed_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         keys, values = (op.Concat(old, new, axis=2) for old, new in zip(before, (keys, values), strict=True))
         presents[1] = op.Concat(op.Unsqueeze(keys, [0]), op.Unsqueeze(values, [0]), axis=0)
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
-    scale = node.attributes.get_float("scale", 0.0) or width**-0.5
-    z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
+    seen = op.visible(None) if causal else None
+    z = _attend(op, node, (queries, keys, values), width, kind, seen, bias=added)
     return {0: op.merged(z, size), **presents}
 
 
@@ -176,24 +166,12 @@ def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         raise ExportError(f"Attention node {node.name!r} has an unknown number of heads: it cannot be expanded")
     kind = kind_of(queries, keys, values)
     if flat:
-        queries, keys, values = (
-            op.heads(queries, heads, width),
-            op.heads(keys, groups, width),
-            op.heads(values, groups, width),
-        )
+        counts = heads, groups, groups
+        queries, keys, values = (op.heads(x, n, width) for x, n in zip((queries, keys, values), counts, strict=True))
     if past_keys is not None and past_values is not None:
         keys, values = op.Concat(past_keys, keys, axis=2), op.Concat(past_values, values, axis=2)
     boolean = mask is not None and mask.dtype == ir.DataType.BOOL
     seen = mask if boolean else (op.visible(None) if node.attributes.get_int("is_causal", 0) else None)
-    z = _attend(
-        op,
-        queries,
-        op.repeated(keys, heads // groups, heads, width),
-        op.repeated(values, heads // groups, heads, width),
-        node.attributes.get_float("scale", 0.0) or width**-0.5,
-        kind,
-        cap=node.attributes.get_float("softcap", 0.0),
-        seen=seen,
-        bias=None if boolean else mask,
-    )
+    repeated = (op.repeated(x, heads // groups, heads, width) for x in (keys, values))
+    z = _attend(op, node, (queries, *repeated), width, kind, seen, bias=None if boolean else mask)
     return {0: op.merged(z, heads * width) if flat else z, 1: keys, 2: values}

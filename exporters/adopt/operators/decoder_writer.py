@@ -44,10 +44,6 @@ class DecoderWriter(OpWriter):
         """Parts of a value along an axis."""
         return self.Split(x, sizes, axis=axis, outputs=len(sizes))
 
-    def mean(self, x: ir.Value) -> ir.Value:
-        """The mean over the last axis, which stays."""
-        return self.ReduceMean(x, [-1], keepdims=1)
-
     def heads(self, x: ir.Value, count: int, width: int) -> ir.Value:
         """[batch, seq, count * width] -> [batch, count, seq, width]; count may be -1."""
         return self.Transpose(self.Reshape(x, [0, 0, count, width]), perm=[0, 2, 1, 3])

@@ -30,11 +30,7 @@ def gelu(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def fused_product(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """FusedMatMul: alpha * a b, either of them turned.
-
-    Raises:
-        ExportError: one whose batch axis is turned.
-    """
+    """FusedMatMul: alpha * a b, either of them turned, but for its batch axis."""
     a, b = node.inputs[:2]
     if node.attributes.get_int("transBatchA", 0) or node.attributes.get_int("transBatchB", 0):
         raise ExportError(f"FusedMatMul node {node.name!r} turns its batch axis: it cannot be expanded")

@@ -23,14 +23,10 @@ def named(function: str) -> Any:
 
 
 def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
-    """Expand fused operators in place.
+    """Expand fused operators in place; returns operator -> how many of it were expanded.
 
     Args:
-        model: a foreign graph.
         record: takes each operator as it was, and what reads its inputs now.
-
-    Returns:
-        operator -> how many of it were expanded.
 
     Raises:
         ExportError: one whose sizes are unknown, or of which an output is read that standard operators do not make.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.flow import SIZE_OPERATORS
+from exporters.adopt.flow import SIZE_OPERATORS, makers_of, walk
 from mionnx.graph.fused_operators import CALL
 from mionnx.graph.operator_table import expansion_of
 
@@ -36,7 +36,6 @@ class Fused:
         """Take down a node that other nodes will stand for.
 
         Args:
-            node: the operator.
             replacements: place of an output -> the value in its stead.
             nodes: those that stand for it.
         """
@@ -47,7 +46,8 @@ class Fused:
             tuple(read for read in places if value is not None and read[0].inputs[read[1]] is value)
             for value in node.inputs
         )
-        outputs = tuple(replacements.get(place) if _wanted(value) else None for place, value in enumerate(node.outputs))
+        read = [bool(value.uses()) or value.is_graph_output() for value in node.outputs]
+        outputs = tuple(replacements.get(place) if is_read else None for place, is_read in enumerate(read))
         return cls(node.domain, node.op_type, tuple(node.attributes.values()), tuple(node.inputs), reads, outputs)
 
     @property
@@ -79,10 +79,6 @@ class Fused:
         return str(one.name) if one is not None and not others and _stands(one) else None
 
 
-def _wanted(value: ir.Value) -> bool:
-    return bool(value.uses()) or value.is_graph_output()
-
-
 def _stands(value: ir.Value) -> bool:
     """Whether a value is one of the graph."""
     node = value.producer()
@@ -99,10 +95,5 @@ def supporting(fused: Iterable[Fused]) -> list[ir.Value]:
 
 
 def _is_length(value: ir.Value) -> bool:
-    nodes, waiting = set[ir.Node](), [value]
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [entry for entry in node.inputs if entry is not None]
+    nodes = list(walk([value.producer()], makers_of))
     return bool(nodes) and all(node.op_type in CALL for node in nodes)

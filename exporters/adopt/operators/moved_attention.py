@@ -1,11 +1,10 @@
 """Fused attention whose nodes read an added cache, or another mask than before."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import CONTENT_KEEPING
+from exporters.adopt.flow import CONTENT_KEEPING, climb
 from exporters.adopt.operators.expand import named
 from exporters.adopt.operators.fused import Fused, Read
 from mionnx.graph.operator_table import expansion_of
@@ -18,12 +17,13 @@ BIAS = 5  # place of the added mask in MultiHeadAttention
 
 
 def moved(fused: Fused) -> Fused:
-    """An operator with the present inputs of its nodes; itself where its nodes are others.
+    """An operator with the present inputs of its nodes; itself where it stands, or where its nodes are others.
 
     Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
     """
     expansion = expansion_of((fused.domain, fused.name))
-    return fused if expansion is None or expansion.moved is None else named(expansion.moved)(fused)
+    stays = fused.proto() is not None or expansion is None or expansion.moved is None
+    return fused if stays else named(expansion.moved)(fused)
 
 
 def with_keys_and_mask(fused: Fused) -> Fused:
@@ -32,7 +32,7 @@ def with_keys_and_mask(fused: Fused) -> Fused:
     if flat or fused.outputs[0] is None:
         return fused
     product, masked = _product_and_mask(fused.outputs[0])
-    scores = None if masked is None else _above(masked.inputs[1], SCORES)
+    scores = None if masked is None else climb(masked.inputs[1], SCORES).producer()
     if not _is(scores, "MatMul"):
         return fused
     places = {KEYS_PLACE: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK_PLACE: (masked, 0)}
@@ -44,10 +44,11 @@ def with_keys_and_mask(fused: Fused) -> Fused:
 
 
 def with_added_mask(fused: Fused) -> Fused:
-    """MultiHeadAttention with the mask that `masking.added_mask` makes of its nodes' booleans."""
+    """MultiHeadAttention with the mask that `masking` adds for its nodes' booleans."""
     z = fused.outputs[0]
     masked = None if z is None else _product_and_mask(z)[1]
-    added = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if _adds(node)]
+    readers = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if node.op_type == "Where"]
+    added = [node for node in readers if all(value.is_initializer() for value in node.inputs[1:])]
     if len(added) != 1 or len(fused.inputs) <= BIAS:
         return fused
     inputs, reads = list(fused.inputs), list(fused.reads)
@@ -55,28 +56,16 @@ def with_added_mask(fused: Fused) -> Fused:
     return replace(fused, inputs=tuple(inputs), reads=tuple(reads))
 
 
-def _adds(node: ir.Node) -> bool:
-    """Whether a node makes a mask that is added to scores."""
-    return node.op_type == "Where" and all(value.is_initializer() for value in node.inputs[1:])
-
-
 def _product_and_mask(z: ir.Value) -> tuple[ir.Node | None, ir.Node | None]:
     """The product of pattern and values, and the `Where` before the softmax; None for others."""
-    product = _above(z, HEAD_OPERATORS)
-    softmax = _above(product.inputs[0], CONTENT_KEEPING) if _is(product, "MatMul") else None
+    product = climb(z, HEAD_OPERATORS).producer()
+    softmax = climb(product.inputs[0]).producer() if _is(product, "MatMul") else None
     masked = softmax.inputs[0].producer() if _is(softmax, "Softmax") else None
     return product, masked if _is(masked, "Where") else None
 
 
 def _is(node: ir.Node | None, operator: str) -> bool:
     return node is not None and node.op_type == operator
-
-
-def _above(value: ir.Value, operators: Collection[str]) -> ir.Node | None:
-    """The node that a chain of operators begins behind."""
-    while (node := value.producer()) is not None and node.op_type in operators and node.inputs[0] is not None:
-        value = node.inputs[0]
-    return node
 
 
 def _read(product: ir.Node, turned: bool) -> Read:

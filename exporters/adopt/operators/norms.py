@@ -2,7 +2,7 @@
 
 import onnx_ir as ir
 
-from exporters.adopt.linear import LINEAR_PRODUCTS
+from exporters.adopt.flow import LINEAR_PRODUCTS, climb
 from exporters.adopt.operators.decoder_writer import DecoderWriter, input_at, kind_of
 
 EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
@@ -11,7 +11,7 @@ EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
 def rms(op: DecoderWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
     """x / sqrt(mean(x²) + epsilon) * weight, over the last axis."""
     kind = kind_of(weight, x)
-    root = op.Sqrt(op.Add(op.mean(op.Mul(x, x)), op.number(epsilon, kind)))
+    root = op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), [-1], keepdims=1), op.number(epsilon, kind)))
     return op.Mul(op.Div(x, root), weight)
 
 
@@ -28,7 +28,8 @@ def skip_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     x, skip, weight = node.inputs[:3]
     simplified = node.op_type == "SkipSimplifiedLayerNormalization"
     bias, epsilon = input_at(node, 3 if simplified else 4), node.attributes.get_float("epsilon", EPSILON)
-    if bias is not None and _is_product(x):
+    product = climb(x, ("Reshape", "Cast")).producer()
+    if bias is not None and product is not None and product.op_type in LINEAR_PRODUCTS:
         x = op.Add(x, bias)
     elif bias is not None:
         skip = op.Add(skip, bias)
@@ -37,10 +38,3 @@ def skip_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         return {0: rms(op, total, weight, epsilon), 3: total}
     shift = [value for value in [input_at(node, 3)] if value is not None]
     return {0: op.LayerNormalization(total, weight, *shift, axis=-1, epsilon=epsilon), 3: total}
-
-
-def _is_product(value: ir.Value) -> bool:
-    node = value.producer()
-    while node is not None and node.op_type in ("Reshape", "Cast") and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node is not None and node.op_type in LINEAR_PRODUCTS

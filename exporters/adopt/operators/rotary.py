@@ -10,12 +10,10 @@ from mionnx.errors import ExportError
 def rotate(
     op: DecoderWriter, x: ir.Value, cos: ir.Value, sin: ir.Value, width: int, part: int, interleaved: bool
 ) -> ir.Value:
-    """Rotate the first `part` of each head.
+    """Rotate the first `part` of each head [batch, heads, seq, width].
 
     Args:
-        x: [batch, heads, seq, width].
         cos, sin: [batch, 1, seq, part / 2].
-        width, part: sizes of a head, and of what is rotated of it.
         interleaved: whether pairs are neighbours; else halves.
     """
     rest = None

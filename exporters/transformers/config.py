@@ -1,12 +1,24 @@
-"""The sizes and limits of a checkpoint, read from its config through optimum's normalised names."""
+"""The config of a checkpoint, as transformers itself reads it; sizes and limits in it.
 
+Code that comes with a checkpoint is never run. `auto_map` in `config.json` names classes in the checkpoint's own `.py`
+files: a checkpoint that says its architecture is one of transformers' own is opened with that one; any other with
+`auto_map` is refused.
+"""
+
+from pathlib import Path
 from typing import Any
 
 from optimum.utils import NormalizedConfigManager
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mionnx.errors import ExportError
+from exporters.config_sizes import check_sizes
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.metadata import Sizes, context_length
 
+CONFIG_FILE = "config.json"
 # our name -> (optimum's normalised name, the names configs use themselves)
 _NAMES = {
     "num_layers": ("num_layers", ("num_hidden_layers", "n_layer", "num_layers")),
@@ -18,11 +30,46 @@ _NAMES = {
 SPARSE = ("keep_window_size", "index_topk")
 
 
+def native_config(folder: Path) -> Any:
+    """Read a checkpoint's config with transformers' own classes.
+
+    Raises:
+        ExportError: the checkpoint needs its own code, or transformers does not read the config.
+    """
+    try:
+        table = read_json(inside(folder, CONFIG_FILE))
+    except ModelError as error:
+        raise ExportError(str(error)) from error
+    if not isinstance(table, dict):
+        raise ExportError(f"{folder / CONFIG_FILE} is damaged: it holds no table")
+    check_sizes(table, folder / CONFIG_FILE)
+    _check_code(table, folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers' errors share no base class
+        raise ExportError(f"transformers does not read {folder / CONFIG_FILE}: {error}") from error
+
+
+def _check_code(table: dict[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint whose architecture is one of its own files."""
+    if not table.get("auto_map"):
+        return
+    kind, named = table.get("model_type"), table.get("architectures") or []
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    own = {architectures} if isinstance(architectures, str) else {*(architectures or ())}
+    if kind in CONFIG_MAPPING_NAMES and own and all(name in own for name in named):
+        return
+    what = f"the architecture {', '.join(map(str, named)) or kind!r}"
+    raise ExportError(
+        f"{folder} brings code of its own for {what} (config.json: auto_map). Code of a checkpoint is never run, and "
+        f"transformers has no such architecture itself: save it as one that it has"
+    )
+
+
 def sizes_of(config: Any, learned_positions: bool) -> Sizes:
     """The sizes of a model config.
 
     Args:
-        config: a transformers config of a causal language model.
         learned_positions: whether positions beyond the config's maximum have no embedding.
 
     Raises:
@@ -32,9 +79,10 @@ def sizes_of(config: Any, learned_positions: bool) -> Sizes:
     heads, hidden = named["num_heads"], named["hidden_size"]
     layers = getattr(config, "per_layer_config", None)
     first = layers[0] if layers else config
+    groups = 1 if getattr(first, "multi_query", False) else getattr(first, "num_key_value_heads", None) or heads
     return Sizes(
         **named,
-        num_kv_heads=_kv_heads(first, heads),
+        num_kv_heads=groups,
         head_dim=getattr(first, "head_dim", None) or hidden // heads,
         max_positions=_max_positions(config, learned_positions),
     )
@@ -53,12 +101,6 @@ def _lookup(config: Any, ours: str) -> int:
         if isinstance(getattr(config, name, None), int):
             return getattr(config, name)
     raise ExportError(f"the config of {config.model_type!r} names no {ours}; looked for {', '.join(own)}")
-
-
-def _kv_heads(config: Any, heads: int) -> int:
-    if getattr(config, "multi_query", False):
-        return 1
-    return getattr(config, "num_key_value_heads", None) or heads
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""An adopted model on disk: the graph with its metadata, config and tokenizer."""
+"""Facts of a recognised decoder for its metadata: sizes, windows, dtypes, what its attention and stream are."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -9,33 +9,37 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from exporters.adopt.flow import ROW_LOOKUPS
 from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.source_file import SourceFile
 from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
 from exporters.probe import Probe
-from exporters.sidecar_files import find_files, keep_files
+from exporters.sidecar_files import find_files
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
-from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
+from mionnx.graph.metadata import (
+    ATTENDS_TO_PADDING,
+    DTYPE_NAMES,
+    NORMED_STREAM,
+    Attention,
+    Metadata,
+    Sizes,
+    context_length,
+)
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_check import Hashes
 
+SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
-def write_model(
-    proto: onnx.ModelProto,
-    source: SourceFile,
-    decoder: Recognised,
-    probed: Probe,
-    names: list[str],
-    facts: Mapping[str, str],
-    target: Path,
-    hashes: Hashes,
+
+def add_metadata(
+    proto: onnx.ModelProto, source: SourceFile, decoder: Recognised, probed: Probe, attends: bool, hashes: Hashes
 ) -> None:
-    """Write a graph with its metadata, and the source's config and tokenizer."""
+    """Write the metadata of an adopted graph into it; `attends` says whether it attends to padding."""
+    names = [name for name, _ in decoder.points]
     sizes, config = sizes_of(probed.values, decoder), config_of(source.file)
-    windows = decoder.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     dtypes = {name: str(probed.values[name].dtype) for name in names if probed.values[name].dtype.kind not in "iu"}
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
@@ -47,14 +51,12 @@ def write_model(
         dtype=dtype,
         sizes=sizes,
         hooks=hooks,
-        attention=[
-            Attention(str(one.projection.name), one.rows, windows[layer]) for layer, one in enumerate(decoder.attention)
-        ],
+        attention=attention_of(decoder, decoder.windows or windows_of(config, sizes.num_layers)),
         exporter={
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
-            **facts,
+            **facts_of(decoder, attends),
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
         weights_sha256=hashes[0],
@@ -64,8 +66,21 @@ def write_model(
     )
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
-    (target / GRAPH).write_bytes(proto.SerializeToString())
-    keep_files(find_files(config_folder(source.file)), target)
+
+
+def attention_of(decoder: Recognised, windows: Sequence[int | None] | None) -> list[Attention]:
+    """The output projection and the window of each layer's attention."""
+    return [
+        Attention(str(one.projection.name), one.rows, windows[layer] if windows else None)
+        for layer, one in enumerate(decoder.attention)
+    ]
+
+
+def facts_of(decoder: Recognised, attends: bool) -> dict[str, str]:
+    """The facts for the metadata's table of the exporter: sinks, padding that is attended to, a normed stream."""
+    facts = {SINKS: decoder.sinks and "in the softmax", ATTENDS_TO_PADDING: attends and "yes"}
+    facts[NORMED_STREAM] = bool(decoder.sums) and "yes"
+    return {key: text for key, text in facts.items() if text}
 
 
 def config_of(file: Path) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def sizes_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> Sizes:
 def _rows(learned: ir.Value) -> int | None:
     """Number of learned positions: the rows of the table that they come from."""
     node = learned.producer()
-    while node is not None and node.op_type not in ("Gather", "GatherBlockQuantized"):
+    while node is not None and node.op_type not in ROW_LOOKUPS:
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     shape = None if node is None or node.inputs[0] is None else node.inputs[0].shape
     return shape[0] if shape is not None and isinstance(shape[0], int) else None
@@ -121,16 +136,12 @@ def other_windows(own: Sequence[int | None], stated: Sequence[int | None]) -> li
 
 
 def windows_of(config: Mapping[str, Any], layers: int) -> list[int | None] | None:
-    """The window of each layer; None without a config."""
-    return [_window(config, layer) for layer in range(layers)] if config else None
-
-
-def _window(config: Mapping[str, Any], layer: int) -> int | None:
-    """Number of keys that a query of a layer reads, as the config says; None for all."""
+    """How many keys a query of each layer reads, as the config says; None in it for all, and without a config."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or config.get("use_sliding_window") is False:
-        return None
-    return window if not isinstance(kinds, list) or kinds[layer] == "sliding_attention" else None
+        return [None] * layers if config else None
+    sliding = [not isinstance(kinds, list) or kinds[layer] == "sliding_attention" for layer in range(layers)]
+    return [window if slides else None for slides in sliding]
 
 
 def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
@@ -138,16 +149,11 @@ def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str
     ends = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
     del proto.graph.value_info[:]
     for name, text in probed.dtypes.items():
-        kind = _number(text)
+        # ONNX's number of a dtype in ONNX Runtime's words, `tensor(float)`
+        kind = onnx.TensorProto.DataType.Value(text.removeprefix("tensor(").removesuffix(")").upper())
         if name in ends:
             ends[name].type.tensor_type.elem_type = kind
             continue
         proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, hooks.get(name)))
-    for name, axes in (("logits", hooks["hook_logits"]),):
-        ends[name].CopyFrom(onnx.helper.make_tensor_value_info(name, ends[name].type.tensor_type.elem_type, axes))
-
-
-def _number(text: str) -> int:
-    """ONNX's number of a dtype in ONNX Runtime's words, `tensor(float)`."""
-    name = text.removeprefix("tensor(").removesuffix(")").upper()
-    return onnx.TensorProto.DataType.Value(name)
+    logits = ends[LOGITS]
+    logits.CopyFrom(onnx.helper.make_tensor_value_info(LOGITS, logits.type.tensor_type.elem_type, hooks["hook_logits"]))
