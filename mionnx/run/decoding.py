@@ -52,6 +52,7 @@ class Passes:
         """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
+        self.lent: Mapping[str, str] = {}
         cuts, logits = () if functions is None else functions.names, HookPoint.Logits
         all_logits = keeps_logits or bound.touches(logits) or logits.name in cuts
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
@@ -61,6 +62,7 @@ class Passes:
             graph = open_call(graphs, self.bound, batch, present_names(bound.model, True), continues=True)
             self.program = program = graph.program
             self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
+            self.lent = graph.lent
         else:
             chain = graphs.chain(self.bound.plan, functions.names)
             self.weights, self.run = bound.weights, partial(self._segments, chain, functions)
@@ -82,6 +84,7 @@ class Passes:
 
     def _pass(self) -> NDArray[Any]:
         inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
+        inputs |= {name: inputs[source] for name, source in self.lent.items()}
         names = self.bound.outputs(True)
         if self.step == 1 and self.program is not None and rolls(self.program, self.bound, self.batch):
             self.rolling = Rolling(self.program, names, inputs, self.present_to_past, self.batch)

@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.engine.engine import Program
@@ -32,6 +31,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
+from mionnx.run.every_layer import EveryLayer, every_layer
 from mionnx.run.layer_loops import LayerLoops
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
@@ -39,6 +39,7 @@ UNPACKED = 512  # tokens from which on packing the weights gains little (measure
 SHARING = 2**23  # approximate bytes of a session on a device that shares its weights with others
 SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
+REMEMBERED = 1024  # plans of which it is known how the graph of every layer serves them
 REPORT = "report.json"  # beside a rewritten graph in the store
 
 _uses = [0]  # how often any model's graph was asked for
@@ -75,6 +76,7 @@ class OpenGraph:
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
         feeds: inputs that tell what it is used for, where calls of several kinds share it.
+        lent: input -> another whose array it is fed, where it has no effect in this call.
     """
 
     plan: Plan
@@ -83,7 +85,8 @@ class OpenGraph:
     model: bytes | None
     cost: int
     options: Options
-    feeds: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    lent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def session(self) -> Any:
@@ -92,7 +95,8 @@ class OpenGraph:
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run it on those of the feeds that it reads; see `Program.compute`."""
-        return self.program.compute(outputs, {**self.feeds, **feeds})
+        lent = {name: feeds[source] for name, source in self.lent.items()}
+        return self.program.compute(outputs, {**self.feeds, **lent, **feeds})
 
 
 Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
@@ -122,6 +126,8 @@ class OpenGraphs:
         self._recent: set[Key] = set()  # used since `close_idle`
         self._unbased = 0  # rewritten graphs that were opened without a base
         self._loops = LayerLoops()
+        self._layers: dict[Plan, EveryLayer | None] = {}
+        self._structures: dict[Plan, Plan] = {}  # plan of every layer -> the first of its plans that was asked for
 
     @once_property
     def weights(self) -> int:
@@ -139,6 +145,19 @@ class OpenGraphs:
             tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
         """
         return self._of(plan, lambda: self._open_graph(plan), tokens)
+
+    def every_layer(self, plan: Plan) -> EveryLayer | None:
+        """How the graph of every layer serves a plan; None where its own does: open, or the first of its structure."""
+        if plan in self.open:
+            return None
+        if plan not in self._layers:
+            if len(self._layers) >= REMEMBERED:
+                self._layers.clear()
+                self._structures.clear()
+            self._layers[plan] = every_layer(plan, self.model)
+        layers = self._layers[plan]
+        first = layers is None or self._structures.setdefault(layers.plan, plan) == plan
+        return None if layers is None or (first and layers.plan not in self.open) else layers
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
