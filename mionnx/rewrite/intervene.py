@@ -77,6 +77,8 @@ def _selection(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable
         chosen.append(op.input(edit.mask_input, np.bool_, len(edit.axes)))
     if edit.at_experts is not None:
         chosen.append(_at_experts(op, edit, old))
+    if edit.switched:
+        chosen.append(op.input(edit.switch_input, np.bool_, 0))
     return reduce(op.And, chosen) if chosen else None
 
 

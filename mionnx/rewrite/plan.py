@@ -47,6 +47,7 @@ class Edit:
         fit: the structure of a splice's fragment.
         reads: of a splice, the hook point that it reads besides.
         at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
+        switched: whether an input says that it applies at all.
     """
 
     hook: str
@@ -58,6 +59,7 @@ class Edit:
     fit: FittedFragment | None = None
     reads: str | None = None
     at_experts: str | None = None
+    switched: bool = False
 
     @property
     def prefix(self) -> str:
@@ -89,6 +91,18 @@ class Edit:
     def experts_input(self) -> str:
         """The input of its experts: int64 [n]."""
         return f"{self.prefix}.experts"
+
+    @property
+    def switch_input(self) -> str:
+        """The input that turns it on: bool, no axes."""
+        return f"{self.prefix}.on"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs of its values and limits."""
+        limits = (self.at_positions, self.positions_input), (self.masked, self.mask_input)
+        chosen = *limits, (self.at_experts is not None, self.experts_input)
+        return (*self.value_inputs, *(name for limited, name in chosen if limited))
 
     def weight_input(self, name: str) -> str:
         """The input of one of its fragment's weights."""
@@ -139,6 +153,12 @@ class CaptureNode:
     def heads_input(self) -> str:
         """The input of its heads: int64 [n]."""
         return f"{self.output}.capture.heads"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs of its limits."""
+        limits = (self.at_positions, self.columns_input), (self.at_heads, self.heads_input)
+        return tuple(name for limited, name in limits if limited)
 
 
 class GradientNode(CaptureNode):

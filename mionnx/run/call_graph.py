@@ -8,8 +8,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import ALL_LOGITS, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
@@ -22,6 +24,7 @@ from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import ALL, LOGIT_BEGIN, NONE, PADDED, STOCK, Outputs, Plan
 from mionnx.run import stock_calls
+from mionnx.run.every_layer import LARGEST
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.spec.hook_spec import HookSpec
 
@@ -54,13 +57,20 @@ def open_call(
     model, options = bound.model, graphs.options
     plan = with_fused(bound.plan, model, options, batch, outputs, continues=continues)
     tokens = 0 if batch is None or continues else batch.batch * batch.seq
-    if not (model.in_blocks and _shares(plan) and graphs.engine.packs(options)):
-        return graphs.get(plan, tokens)
-    # The engine packs all blocks for each graph: passes and generations share one. An input says from which column on
-    # there are logits; what comes before the head is not touched, so the bits are the same.
-    begin = np.array([-1 if plan.outputs.last else 0])
-    graph = graphs.get(replace(plan, outputs=replace(plan.outputs, last=False, begins=True)), tokens)
-    return replace(graph, feeds={LOGIT_BEGIN: begin})
+    feeds: dict[str, NDArray[Any]] = {}
+    if model.in_blocks and _shares(plan) and graphs.engine.packs(options):
+        # The engine packs all blocks for each graph: passes and generations share one. An input says from which column
+        # on there are logits; what comes before the head is not touched, so the bits are the same.
+        feeds[LOGIT_BEGIN] = np.array([-1 if plan.outputs.last else 0])
+        plan = replace(plan, outputs=replace(plan.outputs, last=False, begins=True))
+    layers = None if batch is None else graphs.every_layer(plan)
+    if layers is not None and batch is not None:
+        captured = bound.estimate(batch.batch, batch.seq, batch.total).total
+        if captured * layers.copies <= LARGEST:
+            graph = graphs.get(layers.plan, tokens)
+            return replace(graph, feeds={**feeds, **layers.switches}, lent=layers.lent)
+    graph = graphs.get(plan, tokens)
+    return replace(graph, feeds=feeds) if feeds else graph
 
 
 def _shares(plan: Plan) -> bool:

@@ -44,6 +44,7 @@ class Passes:
         """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
+        self.lent: Mapping[str, str] = {}
         cut = functions is not None and HookPoint.Logits.name in functions.names
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or cut
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
@@ -53,6 +54,7 @@ class Passes:
             graph = open_call(graphs, self.bound, batch, present_names(bound.model, True), continues=True)
             self.program = program = graph.program
             self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
+            self.lent = graph.lent
         else:
             self.chain = graphs.chain(self.bound.plan, functions.names)
             self.weights, self.run = bound.weights, self._run_chain
@@ -74,6 +76,7 @@ class Passes:
 
     def _pass(self) -> NDArray[Any]:
         inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
+        inputs |= {name: inputs[source] for name, source in self.lent.items()}
         names = self.bound.outputs(True)
         if self.step == 1 and self.program is not None and rolls(self.program, self.bound, self.batch):
             self.rolling = Rolling(self.program, names, inputs, self.present_to_past, self.batch)

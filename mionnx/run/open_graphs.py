@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.engine.engine import Program
@@ -32,11 +31,13 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
+from mionnx.run.every_layer import EveryLayer, every_layer
 from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, count_use
 from mionnx.run.segment_chain import GraphOpening, SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
+REMEMBERED = 1024  # plans of which it is known how the graph of every layer serves them
 REPORT = "report.json"  # beside a rewritten graph in the store
 LAYER = re.compile(r"\bblocks\.\d+\.")
 ALIKE = 5  # graphs that differ in the layer only
@@ -55,6 +56,7 @@ class OpenGraph:
         model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
         cost: approximate bytes of memory.
         feeds: inputs that say what it is used for, where calls of several kinds share it.
+        lent: input -> another whose array it is fed, where it has no effect in this call.
     """
 
     plan: Plan
@@ -63,7 +65,8 @@ class OpenGraph:
     model: bytes | None
     cost: int
     options: Options
-    feeds: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    lent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def session(self) -> Any:
@@ -72,7 +75,8 @@ class OpenGraph:
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run it on those of the feeds that it reads; see `Program.compute`."""
-        return self.program.compute(outputs, {**self.feeds, **feeds})
+        lent = {name: feeds[source] for name, source in self.lent.items()}
+        return self.program.compute(outputs, {**self.feeds, **lent, **feeds})
 
 
 Cut = tuple[Plan, tuple[str, ...]]  # a plan, and the hook points at which its graph is cut
@@ -98,7 +102,9 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self.base: prepacked.PrepackedModel | None = None
         self._opening: KeyedLocks[Plan | Cut | str] = KeyedLocks()
         self._unbased = 0  # rewritten graphs that were opened without a base
-        self._structures: dict[str, set[str]] | None = defaultdict(set)  # without the layer -> with it; None once said
+        self._loops: dict[str, set[str]] | None = defaultdict(set)  # plan without the layer -> with it; None once said
+        self._layers: dict[Plan, EveryLayer | None] = {}
+        self._structures: dict[Plan, Plan] = {}  # plan of every layer -> the first of its plans that was asked for
 
     @once_property
     def weights(self) -> int:
@@ -116,6 +122,19 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
             tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
         """
         return self._of(plan, lambda: self._open_graph(plan), tokens)
+
+    def every_layer(self, plan: Plan) -> EveryLayer | None:
+        """How the graph of every layer serves a plan; None where its own does: open, or the first of its structure."""
+        if plan in self.open:
+            return None
+        if plan not in self._layers:
+            if len(self._layers) >= REMEMBERED:
+                self._layers.clear()
+                self._structures.clear()
+            self._layers[plan] = every_layer(plan, self.model)
+        layers = self._layers[plan]
+        first = layers is None or self._structures.setdefault(layers.plan, plan) == plan
+        return None if layers is None or (first and layers.plan not in self.open) else layers
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
@@ -237,7 +256,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     def _warn_of_layer_loop(self, plan: Plan, cuts: tuple[str, ...]) -> None:
         """Warn of the fifth graph, opened by a user's own calls, that differs from others in the layer only."""
-        structures = self._structures
+        structures = self._loops
         if structures is None or not (plan.edits or plan.captures) or caller_verb() not in LAYER_VERBS:
             return
         structure = f"{plan} {cuts}"
@@ -245,7 +264,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         alike.add(structure)
         if len(alike) < ALIKE:
             return
-        self._structures = None
+        self._loops = None
         warnings.warn(
             f"{ALIKE} calls differ in the layer only, and each opened a graph of its own; {_one_call(plan, cuts)}",
             LayerLoopWarning,

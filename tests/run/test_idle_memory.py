@@ -34,10 +34,8 @@ from pathlib import Path
 
 model = MIModel(HookedModel.open(Path("models/world-llama")), Options(threads=1, base=False))
 ids, held = np.full((32, 48), 7), [memory.anonymous()]
-for layer in range(6):
-    hook = [HookPoint.ResidPost, HookPoint.ResidMid][layer % 2](layer // 2)
-    spec = HookSpec().capture(hook, positions=-1)
-    model.forward(ids, spec)
+for variant in ("ResidPre", "AttnOut", "ResidMid", "MlpOut", "ResidPost", "AttnZ"):
+    model.forward(ids, HookSpec().capture(getattr(HookPoint, variant)(1), positions=-1))
     held.append(memory.anonymous())
 print((held[1] - held[0]) / 1e6, (held[-1] - held[0]) / 1e6)
 """

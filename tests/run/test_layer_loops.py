@@ -39,11 +39,10 @@ def told(loop: Callable[[], object]) -> list[str]:
 
 LOOPS = {
     "run_with_hooks": lambda model, layer: model.run_with_hooks(IDS, [(f"blocks.{layer}.attn.hook_z", mute)]),
-    "model(tokens)": lambda model, layer: model(
-        IDS, hooks=HookSpec().intervene(f"blocks.{layer}.attn.hook_z", Intervention.Zero())
-    ),
-    "forward": lambda model, layer: model.forward(
-        IDS, HookSpec().capture("*.hook_resid_post").intervene(f"blocks.{layer}.attn.hook_z", Intervention.Scale(0.5))
+    "forward": lambda model, layer: model.forward(  # without logits a graph ends at its last capture
+        IDS,
+        HookSpec().capture("*.hook_resid_post").intervene(f"blocks.{layer}.attn.hook_z", Intervention.Scale(0.5)),
+        logits=False,
     ),
 }
 
@@ -59,7 +58,9 @@ def test_the_fifth_layer_of_a_loop_names_the_verb_once(model, name):
 
 
 def test_a_loop_that_only_captures_is_told_of_the_glob(model):
-    (message,) = told(lambda: [model.run_with_cache(IDS, f"blocks.{layer}.hook_mlp_out") for layer in range(6)])
+    captures = [HookSpec().capture(f"blocks.{layer}.hook_mlp_out") for layer in range(6)]
+    assert told(lambda: [model.forward(IDS, spec) for spec in captures]) == []  # they share a graph of every layer
+    (message,) = told(lambda: [model.forward(IDS, spec, logits=False) for spec in captures])
     assert 'HookSpec().capture("blocks.*.hook_mlp_out")' in message
 
 
