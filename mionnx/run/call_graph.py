@@ -24,7 +24,7 @@ from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import ALL, LOGIT_BEGIN, NONE, PADDED, STOCK, Outputs, Plan
 from mionnx.run import stock_calls
-from mionnx.run.every_layer import LARGEST
+from mionnx.run.every_layer import ALL_LAYERS
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.spec.hook_spec import HookSpec
 
@@ -66,7 +66,7 @@ def open_call(
     layers = None if batch is None else graphs.every_layer(plan)
     if layers is not None and batch is not None:
         captured = bound.estimate(batch.batch, batch.seq, batch.total).total
-        if captured * layers.copies <= LARGEST:
+        if captured * layers.copies <= ALL_LAYERS:
             graph = graphs.get(layers.plan, tokens)
             return replace(graph, feeds={**feeds, **layers.switches}, lent=layers.lent)
     graph = graphs.get(plan, tokens)

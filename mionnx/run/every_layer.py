@@ -5,7 +5,7 @@
 2. An input turns each intervention on. One that is off gives the bits of what it reads; it is fed the values of one
    that is on, for these have the right shapes. Captures are fetched by name.
 3. What would cost much at every layer stays at its own: derived values, and values gathered token by token. So does
-   everything in a call whose captures would take more than `LARGEST` at all layers.
+   everything in a call whose captures would take more than `ALL_LAYERS` at all layers.
 4. Not widened are splices, parts of a model, graphs with an adopted file's fused operators (which stand where nothing
    is touched), and graphs without logits (which end at the last capture).
 """
@@ -21,7 +21,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.plan import NONE, CaptureNode, Edit, GradientNode, Plan
 
-LARGEST = 2**28  # bytes of captures at all layers: an engine keeps what nobody fetches until the pass ends
+ALL_LAYERS = 2**28  # bytes of captures at all layers: an engine keeps what nobody fetches until the pass ends
 ANY = "blocks.*."
 Node = TypeVar("Node", Edit, CaptureNode, GradientNode)
 
@@ -31,7 +31,7 @@ class EveryLayer:
     """How the graph of every layer serves a plan.
 
     Attributes:
-        plan: of that graph.
+        plan: the structure of that graph, with every intervention switched.
         switches: input -> whether its intervention is on.
         lent: input of an intervention or capture that is off -> the input whose array it is fed.
         copies: captures and gradients for each that is asked for.

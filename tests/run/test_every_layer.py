@@ -130,7 +130,7 @@ def test_what_costs_much_at_every_layer_stays_at_its_own(pair, monkeypatch) -> N
     results = [HookSpec().capture(HookPoint.AttnResult(layer)) for layer in range(3)]
     plans = [wide.binder.bind(spec).plan for spec in results]
     assert [every_layer(plan, wide.binder.model) for plan in plans] == [None] * 3
-    monkeypatch.setattr(call_graph, "LARGEST", 0)
+    monkeypatch.setattr(call_graph, "ALL_LAYERS", 0)
     before = len(wide.variants.open)
     for layer in range(3):
         spec = HookSpec().capture(HookPoint.MlpOut(layer))
