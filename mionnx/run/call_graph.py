@@ -88,19 +88,15 @@ def with_fused(
     stock = model.stock
     if not plan.touches and stock is not None and (options.fast or stock.expanded):
         present = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
-        if stock.gives(present) and _stock_serves(model, batch, continues):
+        kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
+        kinds = [] if kind is None else [kind]
+        if kind is not None and continues:
+            kinds.append(kind & ~stock_graph.SEVERAL_BIT | stock_graph.PAST_BIT)
+        if kinds and stock.gives(present) and all(stock_calls.serves(model, one) for one in kinds):
             return replace(plan, fused=STOCK)
     if not metadata.fused:
         return plan
     return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
-
-
-def _stock_serves(model: HookedModel, batch: TokenBatch | None, continues: bool) -> bool:
-    """Whether the file's own graph serves a call, and those that follow."""
-    kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
-    if kind is None or not stock_calls.serves(model, kind):
-        return False
-    return not continues or stock_calls.serves(model, kind & ~stock_graph.SEVERAL_BIT | stock_graph.PAST_BIT)
 
 
 def kind_of(batch: TokenBatch) -> int | None:

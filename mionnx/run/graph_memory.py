@@ -46,14 +46,10 @@ Graph = TypeVar("Graph", bound=Costly)
 
 
 class GraphMemory(Generic[Key, Graph]):
-    """Open graphs within the limits of some options.
-
-    Attributes:
-        open: the graphs by key, the one used longest ago first.
-    """
+    """Open graphs within the limits of some options."""
 
     def __init__(self, options: Options) -> None:
-        self.open: dict[Key, Graph] = {}
+        self.open: dict[Key, Graph] = {}  # the one used longest ago first
         self._limits = options.max_graphs, options.max_bytes
         self._recent: set[Key] = set()  # used since `close_idle`
         self._lock = RLock()  # held for no longer than the fields are read

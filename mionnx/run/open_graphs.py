@@ -84,9 +84,6 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     Threads may share it: one that asks for a graph which another is opening waits for that one, and graphs of different
     plans open side by side.
-
-    Attributes:
-        options: how graphs are opened; `prepack` is settled by the first call.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
