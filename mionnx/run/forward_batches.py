@@ -22,8 +22,7 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import METRIC_WEIGHTS
 from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, fitting, in_batches, refuse_all, refuse_too_large
 from mionnx.run.call_graph import bind_pass, open_call
-from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.hook_caches import joined, rows_of
+from mionnx.run.hook_cache import HookCache, collect, joined, rows_of
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
 from mionnx.run.tokenizing import check_token, has_text, token_id, warn_of_spellings

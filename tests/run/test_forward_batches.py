@@ -19,7 +19,7 @@ from mionnx.machine import memory
 from mionnx.run import forward_batches
 from mionnx.run.batching import batches_of, fitting
 from mionnx.run.forward_batches import in_one_pass
-from mionnx.run.hook_caches import rows_of
+from mionnx.run.hook_cache import rows_of
 
 TOLERANCE = 5e-5
 FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")

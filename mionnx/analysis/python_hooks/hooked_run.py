@@ -21,8 +21,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import BatchSize
 from mionnx.run.decoding import StepFunctions
 from mionnx.run.forward_batches import ListRequest, bind_pass, in_one_pass, map_rows
-from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.hook_caches import joined
+from mionnx.run.hook_cache import HookCache, collect, joined
 from mionnx.run.hook_functions import Hook, HookFunction, dead_hooks, refuse_change, replacement
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
