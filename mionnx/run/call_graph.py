@@ -1,10 +1,4 @@
-"""From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`.
-
-1. A spec that touches nothing runs an adopted file's own graph, for the kinds of calls in which it gives what the
-   hooked graph gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes instead of the file's
-   operators.
-2. Otherwise the file's fused operators stand where nothing inside them is touched.
-"""
+"""From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,6 +80,8 @@ def with_fused(
     if not ENGINES[options.engine].computes(model.fused_kinds, metadata.dtype, options):
         return plan
     stock = model.stock
+    # The file's own graph runs, for the kinds of calls in which it gives what the hooked graph gives, where that has
+    # standard nodes instead of the file's operators, or with `fast`.
     if not plan.touches and stock is not None and (options.fast or stock.expanded):
         present = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
         kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)

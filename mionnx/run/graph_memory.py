@@ -1,7 +1,6 @@
 """Memory of open graphs: what is open, what it costs, when it closes and is returned to the system.
 
-1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`. A thread that runs it
-   meanwhile keeps it until it has its result.
+1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`.
 2. When an analysis ends, graphs that no call has used since the last one ended are closed, until all of a pool take at
    most an eighth of the weights' size.
 3. Memory that freed activations leave behind in the engine's arena and in the C library is returned then, if the
@@ -85,7 +84,7 @@ class GraphMemory(Generic[Key, Graph]):
             for key in keys:
                 if enough():
                     return
-                del self.open[key]
+                del self.open[key]  # a thread that runs it meanwhile keeps it until it has its result
 
     def close_idle(self, allowed: int) -> None:
         """Close graphs not used since the last such call, while all take more than allowed."""

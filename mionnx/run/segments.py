@@ -94,10 +94,8 @@ class Segments:
 
     @once_property
     def after_attention(self) -> tuple[str, ...]:
-        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut.
-
-        Where only the last position is read in the end, this piece and the head run at that position alone.
-        """
+        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut."""
+        # Where only the last position is read in the end, that piece and the head run at it alone.
         last = self.layers - 1
         names = (str(HookPoint.AttnZ(last)), str(HookPoint.ResidPre(last)))
         apart = {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
