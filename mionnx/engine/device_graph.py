@@ -29,12 +29,10 @@ def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) 
 
 
 def move_positions(model: onnx.ModelProto) -> int:
-    """Let `Range(0, n, 1) + past` be made on the device, in place; return the number of such sums.
-
-    ONNX Runtime computes shapes on the CPU, the length of the past among them: one number that is copied to the device
-    at every run, and for which CUDA graphs are refused. `Range` reads numbers of the CPU and writes on the device, so
-    that `Range(past, past + n, 1)` are the same integers.
-    """
+    """Let `Range(0, n, 1) + past` be made on the device, in place; return the number of such sums."""
+    # ONNX Runtime computes shapes on the CPU, the length of the past among them: one number that is copied to the
+    # device at every run, and for which CUDA graphs are refused. `Range` reads numbers of the CPU and writes on the
+    # device: `Range(past, past + n, 1)` are the same integers.
     flow, shapes = Dataflow(model), shape_values(model.graph)
     constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in INTEGERS}
     moved = 0
@@ -53,11 +51,9 @@ def move_positions(model: onnx.ModelProto) -> int:
 
 
 def keep_transposed(model: onnx.ModelProto) -> int:
-    """Let weights that are transposed be inputs with defaults, in place; return their number.
-
-    Folding constants would transpose them on the CPU whenever a session is opened, each into a copy of its own. An
-    input is no constant: the transposition becomes a part of the product, and the weight can be shared.
-    """
+    """Let weights that are transposed be inputs with defaults, in place; return their number."""
+    # Folding constants would transpose them on the CPU whenever a session is opened, each into a copy of its own. An
+    # input is no constant: the transposition becomes a part of the product, and the weight can be shared.
     turned = {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
     inputs = {entry.name for entry in model.graph.input}
     weights = [

@@ -1,22 +1,28 @@
 """An `onnxruntime.InferenceSession` on the requested provider, or an error.
 
 ONNX Runtime goes on with the CPU where a provider does not start, and leaves it the nodes that a provider has no kernel
-for. The first is an error here, the second a `FallbackWarning`.
+for. The first is an error here, the second a `FallbackWarning`. On another device all sessions share the weights; by
+itself each would hold a copy of its own.
 """
 
 import ctypes
 import io
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
+from numpy.typing import NDArray
 
+from mionnx.engine.device import Device, put
 from mionnx.engine.device_graph import keep_transposed, move_positions
-from mionnx.engine.device_weights import weights_of
 from mionnx.engine.engine import graph_of
 from mionnx.engine.halved_products import HALVES_PREFIX
 from mionnx.engine.merged_products import with_merged
@@ -37,6 +43,21 @@ UNSTABLE_FUSIONS = (
 # Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
 # 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
 FOLDING = "ConstantFolding"
+
+SMALL_WEIGHT = 2**14  # bytes of a weight, below which a copy costs nothing
+SHARED_DTYPES = (
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.BFLOAT16,
+    onnx.TensorProto.UINT8,
+)
+# Operators with kernels on CUDA in all of these dtypes: a weight that a node on the CPU reads has to lie there.
+READERS = {
+    *("MatMul", "Gemm", "Transpose", "Gather", "Add", "Mul", "LayerNormalization", "RMSNormalization"),
+    *("MatMulNBits", "GatherBlockQuantized"),
+}
+_on_devices: "weakref.WeakValueDictionary[Any, onnxruntime.OrtValue]" = weakref.WeakValueDictionary()
+_alone = Lock()
 
 CUDA_PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
 CUDA_NEEDS = 'an NVIDIA driver, CUDA 13 and cuDNN 9: pip install "onnxruntime-gpu[cuda,cudnn]" nvidia-cublas'
@@ -147,3 +168,62 @@ def cuda_trouble() -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str, onnxruntime.OrtValue]:
+    """The large weights of a graph on a device, copied there by whoever asks first.
+
+    Returns:
+        name -> value, for `SessionOptions.add_initializer`; they have to outlive the session. Empty where this ONNX
+        Runtime has no DLPack.
+    """
+    if not hasattr(onnxruntime.OrtValue, "from_dlpack"):
+        return {}
+    readers = _readers(model.graph)
+    weights = {}
+    for tensor in model.graph.initializer:
+        entry = {item.key: item.value for item in tensor.external_data}
+        large = tensor.data_location == onnx.TensorProto.EXTERNAL and int(entry.get("length", 0)) >= SMALL_WEIGHT
+        if large and tensor.data_type in SHARED_DTYPES and readers.get(tensor.name, {""}) <= READERS:
+            weights[tensor.name] = _weight(tensor, entry, folder, place)
+    return weights
+
+
+def _readers(graph: onnx.GraphProto) -> dict[str, set[str]]:
+    """Value -> the operators that read it; "" for one inside of a subgraph."""
+    readers: dict[str, set[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                for name in _readers(attribute.g):
+                    readers.setdefault(name, set()).add("")
+    return readers
+
+
+def _weight(tensor: onnx.TensorProto, entry: Mapping[str, str], folder: Path, place: Device) -> onnxruntime.OrtValue:
+    file = (folder / entry["location"]).resolve()
+    stat, where = file.stat(), (int(entry.get("offset", 0)), int(entry["length"]))
+    key = (str(file), stat.st_size, stat.st_mtime_ns, where, tensor.data_type, tuple(tensor.dims), place)
+    with _alone:
+        weight = _on_devices.get(key)
+        if weight is None:
+            weight = _on_devices[key] = _borrowed(_read(file, where, tensor), place)
+        return weight
+
+
+def _read(file: Path, where: tuple[int, int], tensor: onnx.TensorProto) -> NDArray[Any]:
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    data = np.memmap(file, np.uint8, "r", where[0], where[1])
+    return np.asarray(data).view(dtype).reshape(tuple(tensor.dims))
+
+
+def _borrowed(array: NDArray[Any], place: Device) -> onnxruntime.OrtValue:
+    """An array on a device, as a value without memory of its own; it keeps the owner."""
+    # ONNX Runtime takes an initializer from its user if the user owns the memory. The memory of an `OrtValue` is its
+    # own, and of one that came through DLPack it is the other's: so each weight goes there and back.
+    owner = put(array, place)
+    value = onnxruntime.OrtValue.from_dlpack(owner)
+    value.owner = owner
+    return value

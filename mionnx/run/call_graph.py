@@ -1,10 +1,4 @@
-"""From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`.
-
-1. A spec that touches nothing runs an adopted file's own graph, for the kinds of calls in which it gives what the
-   hooked graph gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes instead of the file's
-   operators.
-2. Otherwise the file's fused operators stand where nothing inside them is touched.
-"""
+"""From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,21 +90,19 @@ def with_fused(
     if not ENGINES[options.engine].computes(model.fused_kinds, metadata.dtype, options):
         return plan
     stock = model.stock
+    # The file's own graph runs, for the kinds of calls in which it gives what the hooked graph gives, where that has
+    # standard nodes instead of the file's operators, or with `fast`.
     if not plan.touches and stock is not None and (options.fast or stock.expanded):
         present = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
-        if stock.gives(present) and _stock_serves(model, batch, continues):
+        kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
+        kinds = [] if kind is None else [kind]
+        if kind is not None and continues:
+            kinds.append(kind & ~stock_graph.SEVERAL_BIT | stock_graph.PAST_BIT)
+        if kinds and stock.gives(present) and all(stock_calls.serves(model, one) for one in kinds):
             return replace(plan, fused=STOCK)
     if not metadata.fused:
         return plan
     return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
-
-
-def _stock_serves(model: HookedModel, batch: TokenBatch | None, continues: bool) -> bool:
-    """Whether the file's own graph serves a call, and those that follow."""
-    kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
-    if kind is None or not stock_calls.serves(model, kind):
-        return False
-    return not continues or stock_calls.serves(model, kind & ~stock_graph.SEVERAL_BIT | stock_graph.PAST_BIT)
 
 
 def kind_of(batch: TokenBatch) -> int | None:

@@ -1,7 +1,4 @@
-"""Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point.
-
-A dtype that cannot be is refused before an export begins.
-"""
+"""Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point."""
 
 import shutil
 from collections import Counter

@@ -24,20 +24,10 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
+from mionnx.run import source_path
 from mionnx.run.exporting import MADE, NEEDED, copy_links, dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download, download_file, names_file
 from mionnx.run.repository import MAIN, Repository, Version
-from mionnx.run.source_path import (
-    PACKAGED,
-    file_in,
-    folder_in,
-    is_hooked,
-    local_path,
-    missing,
-    mistyped,
-    packaged_model,
-    shipped_models,
-)
 
 LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
@@ -65,7 +55,7 @@ def find_model(
     `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     """
     folder = checkpoint_folder(source, version=version, progress=progress)
-    if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
+    if not (folder / GRAPH).exists() or not source_path.is_hooked(folder / GRAPH):
         if refuse is not None:
             refuse(folder)
         return _exported(folder, dtype, progress)
@@ -96,7 +86,7 @@ def open_model(
             complete_beside(hooked.folder, hooked.metadata)
         return hooked
     except ModelError as error:
-        if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
+        if source_path.local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
             raise
     return HookedModel.open(find_model(source, dtype, progress, refuse, version), check=check, progress=progress)
 
@@ -118,18 +108,19 @@ def checkpoint_folder(
         weights: download weights; without them it is what a graph alone is made of.
     """
     name = str(source)
-    folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
+    folder = source_path.local_path(source) or source_path.shipped_models().get(name)
+    folder = folder or source_path.packaged_model(name)
     if folder is None:
         return hub_folder(name if file is None else f"{source}/{file}", None, version, progress, weights)
     folder = part_of(folder, version)
-    return folder if file is None else file_in(folder, file)
+    return folder if file is None else source_path.file_in(folder, file)
 
 
 def part_of(folder: Path, version: Version) -> Path:
     """The model's folder in a folder here."""
     if version.revision is not None:
         raise InputError(f"revision={version.revision!r}, but {folder} lies here: a revision is of a model of the Hub")
-    return folder_in(folder, version.subfolder)
+    return source_path.folder_in(folder, version.subfolder)
 
 
 def hub_folder(
@@ -141,19 +132,19 @@ def hub_folder(
         name: USER/REPOSITORY, or that and a GGUF or `.pth` file in it.
         file: which of its ONNX files; None for a checkpoint, or else the preferred one.
     """
-    names = [*shipped_models(), *PACKAGED]
+    names = [*source_path.shipped_models(), *source_path.PACKAGED]
     if names_file(name):
         repository, _, single = name.rpartition("/")
-        return download_file(Repository(repository, version, progress, missing(name, names)), single)
+        return download_file(Repository(repository, version, progress, source_path.missing(name, names)), single)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
-        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, names)}")
-    meant = None if version.revision else mistyped(name, names)
+        raise ModelError(f"{name} is no folder with a model: nothing is there{source_path.missing(name, names)}")
+    meant = None if version.revision else source_path.mistyped(name, names)
     if meant is not None:
         raise ModelError(
             f"{name} is no folder with a model: nothing is there; did you mean {meant!r}? With revision='main' it is "
             "looked for on the Hugging Face Hub"
         )
-    source = Repository(name, version, progress, missing(name, names))
+    source = Repository(name, version, progress, source_path.missing(name, names))
     return download(source, lambda files: foreign_exporter().pick(files, file, name), file is not None, weights)
 
 

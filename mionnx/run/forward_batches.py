@@ -22,8 +22,7 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import METRIC_WEIGHTS
 from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, fitting, in_batches, refuse_all, refuse_too_large
 from mionnx.run.call_graph import bind_pass, open_call
-from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.hook_caches import joined, rows_of
+from mionnx.run.hook_cache import HookCache, collect, joined, rows_of
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
 from mionnx.run.tokenizing import check_token, has_text, token_id, warn_of_spellings
@@ -123,10 +122,10 @@ def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_
     return not sparse and batch.batch <= fitting(bound, batch.total - batch.seq, use_cache)(batch.seq)
 
 
-def forward_batches(model: OpenModel, request: ListRequest) -> HookCache:
+def forward_batches(model: OpenModel, request: ListRequest, bound: BoundSpec) -> HookCache:
     """Run a list of prompts in batches; the results are those of one batch."""
-    rows = map_rows(model, request, lambda _, cache: cache, "forward", keep=True)
-    return joined(rows, request.bound(model), request.batch(model))
+    rows = map_rows(model, request, lambda _, cache: cache, "forward", keep=True, bound=bound)
+    return joined(rows, bound, request.batch(model))
 
 
 def map_rows(
@@ -138,6 +137,7 @@ def map_rows(
     run: Run | None = None,
     keep: bool = False,
     progress: bool | None = None,
+    bound: BoundSpec | None = None,
 ) -> list[T]:
     """Run a list of prompts in batches, and make something of the results of each.
 
@@ -145,11 +145,12 @@ def map_rows(
         read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
         run: runs one batch; a forward pass if left out.
         keep: whether all results are kept, padded, so that memory must hold them together.
+        bound: the request's spec, where it is bound already.
 
     Returns:
         what `read` made, in the order given.
     """
-    bound, sizes = request.bound(model), model.hooked.metadata.sizes
+    bound, sizes = bound or request.bound(model), model.hooked.metadata.sizes
     prompts, full = read_prompts(request.tokens, request.attention_mask, request.past, sizes), None
     if differs_by_row(bound) or request.prompt_length is not None:
         full = request.batch(model)

@@ -1,8 +1,4 @@
-"""Generation: one prefill, then one token a step from the cache, with a spec's interventions in force at every step.
-
-A step knows its tokens' absolute positions, and the graph selects by position, so that decoding with the cache equals
-one pass over the whole text.
-"""
+"""Generation: one prefill, then one token a step from the cache, with a spec's interventions in force at every step."""
 
 from __future__ import annotations
 

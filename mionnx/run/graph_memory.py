@@ -1,7 +1,6 @@
 """Memory of open graphs: what is open, what it costs, when it closes and is returned to the system.
 
-1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`. A thread that runs it
-   meanwhile keeps it until it has its result.
+1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`.
 2. When an analysis ends, graphs that no call has used since the last one ended are closed, until all of a pool take at
    most an eighth of the weights' size.
 3. Memory that freed activations leave behind in the engine's arena and in the C library is returned then, if the
@@ -46,14 +45,10 @@ Graph = TypeVar("Graph", bound=Costly)
 
 
 class GraphMemory(Generic[Key, Graph]):
-    """Open graphs within the limits of some options.
-
-    Attributes:
-        open: the graphs by key, the one used longest ago first.
-    """
+    """Open graphs within the limits of some options."""
 
     def __init__(self, options: Options) -> None:
-        self.open: dict[Key, Graph] = {}
+        self.open: dict[Key, Graph] = {}  # the one used longest ago first
         self._limits = options.max_graphs, options.max_bytes
         self._recent: set[Key] = set()  # used since `close_idle`
         self._lock = RLock()  # held for no longer than the fields are read
@@ -89,7 +84,7 @@ class GraphMemory(Generic[Key, Graph]):
             for key in keys:
                 if enough():
                     return
-                del self.open[key]
+                del self.open[key]  # a thread that runs it meanwhile keeps it until it has its result
 
     def close_idle(self, allowed: int) -> None:
         """Close graphs not used since the last such call, while all take more than allowed."""

@@ -28,10 +28,7 @@ Choose = Callable[[Sequence[str]], str]  # of the repository's ONNX files
 
 
 def download(repository: Repository, choose: Choose, chosen: bool, weights: bool = True) -> Path:
-    """Download what a model needs.
-
-    A checkpoint goes before ONNX files, these before a `.pth` or GGUF file. Small files come first: where weights are
-    in the cache, the config and the tokenizer are.
+    """Download what a model needs: a checkpoint goes before ONNX files, these before a `.pth` or GGUF file.
 
     Args:
         choose: picks one of several ONNX files, by their paths in the repository.
@@ -47,7 +44,7 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
     alone = [name for name in names if name.endswith(SINGLE) and "/" not in name]
     if weights and not (chosen or checkpoint or graphs or alone):
         raise ModelError(_without_weights(repository, names))
-    folder = repository.fetch(small_files(names))
+    folder = repository.fetch(small_files(names))  # first: where weights are in the cache, these are too
     if not weights:
         return folder
     if checkpoint:
@@ -123,11 +120,7 @@ def names_file(name: str) -> bool:
 
 
 def checkpoint_of(names: Iterable[str]) -> str | None:
-    """The weights of a checkpoint, or the index of their shards; None if there are none.
-
-    In transformers' order. Others beside them are not read: `consolidated.safetensors`, `original/`, and shards of
-    another framework.
-    """
+    """The weights of a checkpoint, or the index of their shards, in transformers' order; None if there are none."""
     present = {*names}
     return next((name for name in WEIGHT_NAMES if name in present), None)
 

@@ -1,10 +1,7 @@
 """`OpenGraphs`: the graphs of one model that are open, by plan.
 
-1. A graph is opened when it is first asked for; `graph_memory` says when it closes.
-2. It is opened from the base (`mionnx.run.prepacked`) if there is one that has all that its plan needs, else from the
-   model's own graph, with weights of its own.
-3. Whether weights are packed is settled by the options, or else by the first call, for all graphs of a model: the last
-   bits differ between the two.
+A graph is opened when it is first asked for, from the base (`mionnx.run.prepacked`) if there is one that has all that
+its plan needs, else from the model's own graph, with weights of its own; `graph_memory` says when it closes.
 """
 
 import hashlib
@@ -88,9 +85,6 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     Threads may share it: one that asks for a graph which another is opening waits for that one, and graphs of different
     plans open side by side.
-
-    Attributes:
-        options: how graphs are opened; `prepack` is settled by the first call.
     """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
@@ -144,7 +138,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self.model.need_weights()
         self._refuse_dtype()
         count_use()
-        if self.options.prepack is None:
+        if self.options.prepack is None:  # the last bits differ between the two: one of them for all graphs of a model
             self.settle(self.packs(tokens))
         graph: Any = self.used(key)
         if graph is not None:

@@ -32,14 +32,10 @@ WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicke
 
 @dataclass(frozen=True)
 class PrepackedModel:
-    """A base on disk.
-
-    Attributes:
-        outputs: the model's own.
-    """
+    """A base on disk."""
 
     folder: Path
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # the model's own
 
     @property
     def data(self) -> Path:

@@ -57,7 +57,7 @@ def one_prompt(model: Runner, prompt: Prompt) -> Ids:
 
 
 def one_text(model: Runner, prompt: Prompt) -> PromptText:
-    """Tokenise a single prompt, with the text of each token; see `one_prompt`."""
+    """Tokenise a single prompt, with the text of each token."""
     ids = one_prompt(model, prompt)
     return PromptText(ids, [token_text(model, token) for token in ids.tolist()])
 

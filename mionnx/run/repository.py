@@ -19,17 +19,11 @@ LONGEST_MESSAGE = 200  # letters of another library's message
 
 @dataclass(frozen=True)
 class Version:
-    """Revision and folder of a model's repository, and the token to ask for it with.
+    """Revision and folder of a model's repository, and the token to ask for it with."""
 
-    Attributes:
-        revision: a branch, tag or commit; None for the main branch.
-        subfolder: the model's folder in the repository; "" for its top.
-        token: of the Hub; None for `HF_TOKEN` or what `hf auth login` has kept, False for none.
-    """
-
-    revision: str | None = None
+    revision: str | None = None  # a branch, tag or commit; None for the main branch
     subfolder: str = ""
-    token: str | bool | None = field(default=None, repr=False)
+    token: str | bool | None = field(default=None, repr=False)  # None: `HF_TOKEN`, or that of `hf auth login`
 
 
 MAIN = Version()

@@ -180,9 +180,10 @@ class Runner(OpenModel):
             raise InputError("logits=False and no captures: nothing would be computed")
         ids = self.ids(tokens)
         request = ListRequest(ids, spec, batch_size, attention_mask, past, prompt_length, logits, use_cache)
+        bound = request.bound(self)
         if isinstance(batch_size, int):
-            return forward_batches(self, request)
-        bound, batch = request.bound(self), request.batch(self)
+            return forward_batches(self, request, bound)
+        batch = request.batch(self)
         if not in_one_pass(bound, batch, batch_size, use_cache):
-            return forward_batches(self, request)
+            return forward_batches(self, request, bound)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

@@ -25,21 +25,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token; names and meanings are those of transformers' `generate`.
+    """Choice of the next token; names and meanings are those of transformers' `generate`."""
 
-    Attributes:
-        do_sample: sample; otherwise take the top token, ties going to the lowest id.
-        temperature: logits are divided by it; only when sampling.
-        top_k: keep the k most likely tokens only, 0 for all; only when sampling.
-        top_p: keep the most likely tokens that together reach this probability; only when sampling.
-        repetition_penalty: above 1 makes tokens that stand in the text less likely (Keskar et al. 2019).
-    """
-
-    do_sample: bool = False
+    do_sample: bool = False  # otherwise the top token is taken, ties going to the lowest id
     temperature: float = 1.0
-    top_k: int = 50
+    top_k: int = 50  # 0 for all
     top_p: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # above 1 makes tokens of the text less likely (Keskar et al. 2019)
 
     def __post_init__(self) -> None:
         for name, fine in (
@@ -96,17 +88,10 @@ def nucleus(scores: Floats, p: float) -> Floats:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Conditions that end a row of a generation.
-
-    Attributes:
-        max_new_tokens: a row ends at the latest after so many tokens.
-        min_new_tokens: an end-of-text token cannot be chosen before so many.
-        eos_token_ids: a row ends after one of these tokens, which is kept.
-        strings: a row ends when its new text contains one of these; the token that completes it is kept.
-    """
+    """Conditions that end a row of a generation; the token that ends it is kept."""
 
     max_new_tokens: int
-    min_new_tokens: int
+    min_new_tokens: int  # an end-of-text token cannot be chosen before so many
     eos_token_ids: tuple[int, ...]
     strings: tuple[str, ...]
 
@@ -165,17 +150,12 @@ def stop_texts(stops: str | Sequence[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Growth:
-    """The way in which texts grow.
-
-    Attributes:
-        pad: the token that rows which have ended are fed.
-        seed: of the sampling; None for another one at every call.
-    """
+    """The way in which texts grow."""
 
     sampling: Sampling
     stopping: Stopping
     tokenizer: Decoder | None
-    pad: int
+    pad: int  # the token that rows which have ended are fed
     seed: int | None
 
 

@@ -37,14 +37,11 @@ NO_OUTPUTS = Outputs(logits=False, carried=False)
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of some rows of equal length, without padding.
-
-    Attributes:
-        past: graph input -> keys or values of the positions before it, [1, n_kv_heads, seq, head_dim].
-    """
+    """The tokens of some rows of equal length, without padding."""
 
     ids: NDArray[np.int64]
     start: int = 0
+    # graph input -> keys or values of the positions before `start`, [1, n_kv_heads, seq, head_dim]
     past: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
@@ -58,15 +55,11 @@ class Rows:
 
 
 class Segments:
-    """The pieces of one model; `model.opened(Segments)` has those with the model's own options.
-
-    Attributes:
-        end: name of the value that the head reads.
-    """
+    """The pieces of one model; `model.opened(Segments)` has those with the model's own options."""
 
     def __init__(self, model: HookedModel, options: Options) -> None:
         self.model, self.layers = model, model.metadata.sizes.num_layers
-        self.end = str(HookPoint.ResidPost(self.layers - 1))
+        self.end = str(HookPoint.ResidPost(self.layers - 1))  # which the head reads
         many = options.for_many_graphs(OPEN * (self.layers + 3))
         self.variants = OpenGraphs(model, replace(many, prepack=options.prepack))
 
@@ -101,10 +94,8 @@ class Segments:
 
     @once_property
     def after_attention(self) -> tuple[str, ...]:
-        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut.
-
-        Where only the last position is read in the end, this piece and the head run at that position alone.
-        """
+        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut."""
+        # Where only the last position is read in the end, that piece and the head run at it alone.
         last = self.layers - 1
         names = (str(HookPoint.AttnZ(last)), str(HookPoint.ResidPre(last)))
         apart = {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
@@ -185,11 +176,9 @@ class Segments:
         inputs: Mapping[str, NDArray[Any]] | None = None,
         beside: Sequence[str] = (),
     ) -> Arrays:
-        """Run the piece between the values fed and some others.
+        """Run the piece between the values fed, or the tokens, and some others; "logits" is one.
 
         Args:
-            feeds: values of the model, at which the piece begins; none for the tokens themselves.
-            ends: names of the values to compute; "logits" is one.
             edits: interventions with the inputs that they read.
             beside: values that other calls ask for: one graph then serves them all.
         """

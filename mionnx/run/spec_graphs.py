@@ -53,8 +53,8 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
 def prepare(model: OpenModel) -> bool:
     """Make the prepacked base of this model: graphs open quickly and share its weights.
 
-    It is made once, takes about twice the size of the weights in the store, and serves every later process on this
-    machine; see `mionnx.run.prepacked`.
+    It takes about twice the size of the weights in the store, and serves every later process on this machine; see
+    `mionnx.run.prepacked`.
 
     Returns:
         whether there is one: not if the store cannot hold it, or the provider is not the CPU.

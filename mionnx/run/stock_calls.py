@@ -1,11 +1,8 @@
 """The kinds of calls in which the graph of an adopted file as it came serves, each tried when it is first asked for.
 
-1. To try a kind is to run the file's own graph and the hooked graph side by side on a few tokens, both without
-   optimisations: whatever both give must differ by no more than rounding explains.
-2. The verdict is kept beside the model's graph in `stock_calls.json`, with the hash of that graph; where it cannot be
-   written, it lasts as long as the process.
-3. In a kind in which the file's own graph gives something else, or does not run, the hooked graph runs, and that is
-   said when it is tried.
+To try a kind is to run the file's own graph and the hooked graph side by side on a few tokens, both without
+optimisations: whatever both give must differ by no more than rounding explains. The verdict is kept beside the model's
+graph in `stock_calls.json`, with the hash of that graph; where it cannot be written, it lasts as long as the process.
 """
 
 import json
@@ -57,11 +54,7 @@ class StockGraphWarning(UserWarning):
 
 
 def serves(model: HookedModel, kind: int) -> bool:
-    """Whether a file's own graph gives what the hooked one gives in a kind of call; it is tried if it never was.
-
-    Args:
-        kind: a sum of flags of `mionnx.graph.stock_graph`.
-    """
+    """Whether a file's own graph gives what the hooked one gives in a kind of call; it is tried if it never was."""
     return not problem(model, kind)
 
 

@@ -95,12 +95,7 @@ class TokenCallback(TextStreamer):
 
 
 def make_streamer(target: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
-    """The streamer of a generation, from an object with `put` and `end` or from a function.
-
-    Args:
-        target: a streamer; a function of one value, called with each new piece of text; a function of two, called with
-            each new token's id and its text; or None.
-    """
+    """The streamer of a generation: an object with `put` and `end`, or made of a function of (text) or (id, text)."""
     if target is None or (not isinstance(target, type) and all(_has(target, name) for name in ("put", "end"))):
         return target
     if isinstance(target, type) or not callable(target) or inspect.iscoroutinefunction(target):

@@ -108,11 +108,7 @@ def check_token(model: OpenModel, token: int) -> int:
 
 
 def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a verb take its prompt as `verb(model, **encoding)` too.
-
-    `input_ids` stands for the verb's first argument. `token_type_ids` may come along, all zeros; `attention_mask` is a
-    parameter of the verb itself.
-    """
+    """Let a verb take its prompt as `verb(model, **encoding)` too: `input_ids`, and `token_type_ids` of zeros."""
 
     @wraps(verb)
     def call(*arguments: Any, **named: Any) -> Result:

@@ -13,9 +13,9 @@ from onnx import TensorProto, helper
 from mionnx import FallbackWarning, HookPoint, HookSpec, Intervention, MIModel
 from mionnx.engine.device import CPU
 from mionnx.engine.device_graph import keep_transposed, move_positions, shape_values
-from mionnx.engine.device_weights import weights_of
 from mionnx.engine.onnx_runtime import OnnxRuntime, OrtProgram
 from mionnx.engine.options import Options
+from mionnx.engine.session import weights_of
 from mionnx.graph import onnx_file
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -11,13 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_specs import Call, draw
 
-from mionnx import HookCache, HookSpec, InputError, Intervention, Logits, MIError, MIModel
+from mionnx import HookCache, HookPoint, HookSpec, InputError, Intervention, Logits, MIError, MIModel
+from mionnx.bind import bound_spec
+from mionnx.bind.bound_spec import Binder
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine import memory
 from mionnx.run import forward_batches
 from mionnx.run.batching import batches_of, fitting
 from mionnx.run.forward_batches import in_one_pass
-from mionnx.run.hook_caches import rows_of
+from mionnx.run.hook_cache import rows_of
 
 TOLERANCE = 5e-5
 FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")
@@ -274,3 +276,17 @@ def test_memory_chooses_the_batch(shipped, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 2**10)
     with pytest.raises(InputError, match="15 rows need"):
         shipped.forward(TEXTS * 3, HookSpec().capture("*"), batch_size="auto")
+
+
+def test_a_spec_is_resolved_once_a_call(models, monkeypatch):
+    """`forward` binds it once, and selects its positions once, whether rows run together or in batches."""
+    model, bound, selected = models("llama"), [], []
+    bind, select = Binder.bind, bound_spec.selections_of
+    monkeypatch.setattr(Binder, "bind", lambda self, *rest, **named: bound.append(1) or bind(self, *rest, **named))
+    monkeypatch.setattr(bound_spec, "selections_of", lambda *rest: selected.append(1) or select(*rest))
+    spec = HookSpec().capture(HookPoint.ResidPost(0)).intervene(HookPoint.ResidPost(1), Intervention.Scale(2.0))
+    model.forward([[3, 4, 5], [6, 7, 8]], spec)
+    assert (len(bound), len(selected)) == (1, 1)
+    bound.clear()
+    model.forward([[3, 4, 5], [6], [7, 8], [9]], spec, batch_size=2)
+    assert len(bound) == 1

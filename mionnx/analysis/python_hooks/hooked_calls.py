@@ -26,8 +26,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
-from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.hook_caches import joined
+from mionnx.run.hook_cache import HookCache, collect, joined
 from mionnx.run.hook_functions import (
     Hook,
     HookFunction,
