@@ -236,8 +236,7 @@ class SalientText(Brief, Storable):
     """One text of a `Saliency`.
 
     Attributes:
-        tokens: [seq], the text of each token.
-        scores: [seq], float64: what each token carries of the metric.
+        tokens, scores: [seq], the text of each token, and what it carries of the metric, float64.
         baseline: the metric of the baseline; None where there is none.
     """
 
@@ -265,8 +264,6 @@ class Saliency(Shown):
     Attributes:
         method: "integrated gradients", or "gradient x input".
         hook: the hook point whose values are attributed, summed over all but the positions.
-        metric: its name and tokens.
-        texts: one for each text.
         steps: points of the path from the baseline; 0 without a path.
     """
 

@@ -70,11 +70,7 @@ class Grid:
         return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
-        """Mask of the entries that cells select in a value of a shape, whose sequence starts at position `first`.
-
-        Returns:
-            [cells, ...] bool, of the value's rank; size 1 along axes that the cells do not limit.
-        """
+        """[cells, ...]: mask of the entries that cells select in a value, whose sequence starts at position `first`."""
         mask = np.ones((len(cells), *[1] * (len(self.axes) - 1)), bool)
         for name, index in zip(self.over, np.unravel_index(cells, self.sizes), strict=True):
             axis = self.along(name)
