@@ -62,11 +62,7 @@ class Lens(Segments):
         return self.logits(Rows.blank(*streams.shape[:2]), {self.end: streams}, last=False)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
-        """Read streams [n, positions, hidden], compared with a reference [positions, hidden].
-
-        Args:
-            chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
-        """
+        """Read tokens [positions, chosen] from streams [n, positions, hidden]; the reference is [positions, hidden]."""
         self._check(chosen, k)
         shape = (len(streams), len(reference))
         results: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]

@@ -179,11 +179,7 @@ class DoseTrial:
 
 
 def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
-    """Each prompt's first strength that reaches its target, on either side of zero, and the one before it, or 0.
-
-    Args:
-        hit: [prompts, strengths], whether the top token is the target.
-    """
+    """Each prompt's first strength with a `hit`, [prompts, strengths], on either side of 0, and the one before it."""
     for sign in (1, -1):
         side = np.flatnonzero(strengths * sign > 0)
         outward = side[np.argsort(strengths[side] * sign)]
