@@ -207,6 +207,7 @@ def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Rec
     back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
     for name, stream in inputs.items():
         yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
+    # The last stream is read by the final norm alone: its gradient is the receiver's own.
     yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
 
 

@@ -84,7 +84,7 @@ class Lens(Segments):
     def _blocks(self, streams: int, positions: int, chosen: int) -> Iterator[tuple[slice, slice]]:
         """Ranges of streams and positions with logits that fit; each block holds the reference too."""
         row = self.sizes.vocab_size * (4 * COPIES + 5 * chosen)  # ranks compare every token with each chosen one
-        fitting = max(2, ROOM // row)
+        fitting = max(2, ROOM // row)  # the reference and one stream at least
         high = min(streams, fitting - 1)
         wide = max(1, fitting // (high + 1))
         for first in range(0, streams, high):

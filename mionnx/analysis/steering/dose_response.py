@@ -167,6 +167,7 @@ class DoseTrial:
         return flips
 
     def _narrower(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float) -> list[Bracket]:
+        # Sixteen parts at once rather than two: rows of one call cost less than calls.
         wide = [one for one in flipping if abs(one[2] - one[1]) > bisect]
         cuts = [np.linspace(low, high, STRENGTHS_BETWEEN + 2).tolist() for _, low, high in wide]
         rows = [(one[0], cut) for one, inner in zip(wide, cuts, strict=True) for cut in inner[1:-1]]
