@@ -185,9 +185,9 @@ class CircuitRun:
     def _write(self, senders: list[int], changes: Floats) -> None:
         """Add senders whose changes, [circuits, these senders, seq, hidden], add up."""
 
-        def sums(circuit: int, kept: Masks) -> Floats:
+        def sums(circuit: int, masks: Masks) -> Floats:
             own = changes[circuit]
-            return (kept.astype(np.float32) @ own.reshape(len(own), -1)).reshape(len(kept), *own.shape[1:])
+            return (masks.astype(np.float32) @ own.reshape(len(own), -1)).reshape(len(masks), *own.shape[1:])
 
         self.writes.append((senders, sums))
 
@@ -226,8 +226,8 @@ class CircuitRun:
         senders, base = _numbers(self.nodes.senders, z), self.values.of(z, CORRUPTED)
         written = self.values.of(out, CORRUPTED)
 
-        def normed(circuit: int, kept: Masks) -> Floats:
-            some, which = np.unique(kept, axis=0, return_inverse=True)
+        def normed(circuit: int, masks: Masks) -> Floats:
+            some, which = np.unique(masks, axis=0, return_inverse=True)
             mixed = np.where(some[:, None, :, None], read[circuit], base)
             change: Floats = self.parts.attention_out({layer: mixed})[layer] - written
             change[~some.any(axis=1)] = 0

@@ -79,8 +79,8 @@ def edge_attribution(
             parts read more than the sum of what others write.
 
     Example:
-        found = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
-        found.top(3), found.scores.shape  # (senders, receivers)
+        result = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
+        result.top(3), result.scores.shape  # (senders, receivers)
     """
     check_metric(metric, cotangent, "path_patch")
     _check(steps, rules, metric == "kl" and patching == "noising")

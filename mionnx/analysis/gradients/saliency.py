@@ -87,8 +87,8 @@ def integrated_gradients(
         InputError: a baseline of another length or shape, or no steps.
 
     Example:
-        found = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
-        found.scores(), found.gap
+        result = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
+        result.scores(), result.gap
     """
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)

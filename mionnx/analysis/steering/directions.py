@@ -244,8 +244,8 @@ class Directions(Shown):
             return control_vector.write(vectors, path, model_hint)
         del vectors[0]
         file = control_vector.write(vectors, path, model_hint)
-        kept = f"{path} holds layers {self.layers[1]} to {self.layers[-1]}"
-        message = f"{kept}: a control vector has no direction for layer 0"
+        content = f"{path} holds layers {self.layers[1]} to {self.layers[-1]}"
+        message = f"{content}: a control vector has no direction for layer 0"
         warnings.warn(message, control_vector.LayerLeftOutWarning, stacklevel=3)
         return file
 
