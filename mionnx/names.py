@@ -18,7 +18,7 @@ from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
-from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.bind.estimate import Estimate

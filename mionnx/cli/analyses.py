@@ -13,7 +13,7 @@ from rich.console import Console
 from mionnx.analysis.attribution.attribution import Attributions
 from mionnx.analysis.gradients.attribute_patch import AttributedSweep
 from mionnx.analysis.steering.directions import Directions
-from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.command import Arguments, Command, Open

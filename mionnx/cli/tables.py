@@ -7,7 +7,7 @@ from rich.table import Column
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attribution.attribution import Attribution, Attributions
 from mionnx.analysis.lens.lens_result import LensResult, label_of
-from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
 

@@ -15,10 +15,10 @@ from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.axes import KEYS, TOKEN_AXES, sequence_axis
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.inputs.value import Value
 from mionnx.machine.brief import Brief, count, shape_of
 from mionnx.machine.dialects import Translated
 from mionnx.machine.stored import Storable, Stored

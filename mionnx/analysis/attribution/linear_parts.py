@@ -138,7 +138,7 @@ class LinearParts(Segments):
         own = None if self.head.bias is None else np.asarray(self.head.bias, np.float64)
         if self.head.capped or self.head.product == str(HookPoint.Logits):
             return 1.0, own
-        probes = [self._after(value) for value in (0.0, 1.0, 2.0)]
+        probes = [self._after(value) for value in (0.0, 1.0, 2.0)]  # a third point tells a line from a curve
         factors = probes[1] - probes[0]
         if np.abs(probes[2] - probes[1] - factors).max() > 1e-5 * np.abs(factors).max() or np.ptp(factors) > 1e-5 * abs(
             factors[0]

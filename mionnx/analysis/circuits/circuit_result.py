@@ -29,10 +29,8 @@ class Circuit(Shown):
     Attributes:
         attribution: the scores by which edges were chosen.
         sizes: int64 [circuits]: numbers of kept edges, ascending.
-        values: float64 [circuits]: the metric, mean over pairs.
-        by_pair: float64 [pairs, circuits].
+        values, by_pair: the metric, float64 [circuits], mean over pairs, and [pairs, circuits].
         clean, corrupted: the metric of the two runs, mean over pairs.
-        about: a line for pictures.
         cost: numbers of "circuits", "pairs" and "seconds".
     """
 
@@ -49,13 +47,7 @@ class Circuit(Shown):
 
     @property
     def faithfulness(self) -> NDArray[np.float64]:
-        """Share of the metric's difference: (metric - corrupted) / (clean - corrupted), [circuits].
-
-        1 is the clean run, 0 the corrupted one.
-
-        Raises:
-            InputError: the two runs have the same metric.
-        """
+        """Share of the metric's difference, (metric - corrupted) / (clean - corrupted), [circuits]."""
         if self.clean == self.corrupted:
             raise InputError(f"clean and corrupted both have {self.metric} {self.clean:.6g}: nothing to be faithful to")
         shares: NDArray[np.float64] = (self.values - self.corrupted) / (self.clean - self.corrupted)

@@ -80,8 +80,8 @@ def edge_attribution(
             parts read more than the sum of what others write.
 
     Example:
-        found = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
-        found.top(3), found.scores.shape  # (senders, receivers)
+        result = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
+        result.top(3), result.scores.shape  # (senders, receivers)
     """
     check_metric(metric, cotangent, "path_patch")
     _check(steps, rules, metric == "kl" and patching == "noising")
@@ -208,6 +208,7 @@ def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Rec
     back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
     for name, stream in inputs.items():
         yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
+    # The last stream is read by the final norm alone: its gradient is the receiver's own.
     yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
 
 

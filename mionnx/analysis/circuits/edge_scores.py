@@ -36,9 +36,7 @@ class EdgeAttribution(Shown):
             `path_patch` names them.
         clean, corrupted: the metric of the two runs, mean over pairs.
         patching: "noising" (corrupted values put into the clean run) or "denoising".
-        rules: rules of going back, "gradient" or propagation rules.
-        steps: points between the two prompts' embeddings at which gradients are averaged; 1 for the patched run alone.
-        about: a line for pictures.
+        rules, steps: see `edge_attribution`.
         cost: numbers of "edges", "pairs" and "seconds".
     """
 
@@ -88,11 +86,7 @@ class EdgeAttribution(Shown):
         return ranked
 
     def score(self, sender: str, receiver: str) -> float:
-        """The score of one edge, by labels.
-
-        Raises:
-            InputError: no such node, or no edge: the receiver comes before the sender.
-        """
+        """The score of one edge, by labels."""
         for label, labels, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
             if label not in labels:
                 raise InputError(f"no {what} {label!r} among {', '.join(labels[:6])}, ..")

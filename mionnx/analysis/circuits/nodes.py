@@ -25,6 +25,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.spec.limits import indices_of
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
+POINTS = ("ResidPre", "ResidMid", "ResidPost", *INTO_ATTENTION, "AttnZ", "AttnOut", "MlpPre", "MlpOut")
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,8 @@ def all_nodes(model: HookedModel) -> Nodes:
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     for layer in range(layers):
-        senders += [
-            Node(f"a{layer}.h{head}", str(HookPoint.AttnZ(layer)), head, 2 * layer + 1 + parallel)
-            for head in range(_heads(model, str(HookPoint.AttnZ(layer))))
-        ]
+        z, stage = str(HookPoint.AttnZ(layer)), 2 * layer + 1 + parallel
+        senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
         receivers += _attention(model, layer)
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
@@ -125,13 +124,7 @@ def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
 def _ways(layers: int, parallel: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
-        pre, mid, post, q, k, v, z, out, into, mlp = (
-            str(getattr(HookPoint, variant)(layer))
-            for variant in (
-                *("ResidPre", "ResidMid", "ResidPost", "AttnQ", "AttnK", "AttnV"),
-                *("AttnZ", "AttnOut", "MlpPre", "MlpOut"),
-            )
-        )
+        pre, mid, post, q, k, v, z, out, into, mlp = (str(getattr(HookPoint, kind)(layer)) for kind in POINTS)
         middle = pre if parallel else mid
         yield from ((one, (pre,)) for one in (q, k, v))
         yield z, (q, k, v)

@@ -106,10 +106,8 @@ class FeatureActivations(Shown):
     Attributes:
         hook: the hook point that was encoded.
         tokens: [seq], as texts.
-        ids: [seq, k], the features with the largest activations, the largest first.
-        values: [seq, k], these activations.
-        followed: [n], features whose activations are known at every token.
-        activations: [seq, n], these.
+        ids, values: [seq, k], the features with the largest activations, the largest first, and these activations.
+        followed, activations: [n], features whose activations are known at every token, and [seq, n], these.
     """
 
     hook: str
@@ -120,11 +118,7 @@ class FeatureActivations(Shown):
     activations: NDArray[np.float32]
 
     def of(self, feature: int) -> NDArray[np.float32]:
-        """[seq]: one followed feature's activation at every token.
-
-        Raises:
-            InterventionError: it was not followed.
-        """
+        """[seq]: one followed feature's activation at every token."""
         at = np.flatnonzero(self.followed == feature)
         if not len(at):
             raise InterventionError(f"feature {feature} was not followed: features(..., follow=[{feature}])")
@@ -159,14 +153,8 @@ class FeatureActivations(Shown):
                     scores.setdefault(feature, {})[position] = value
         numbers = {feature: number for number, feature in enumerate(scores)}
         chips = [[(numbers[feature], value) for feature, value in self.top(at)] for at in range(len(self.tokens))]
-        text = Text(
-            self.tokens,
-            [*scores.values()],
-            diverging=False,
-            facts=[self._fact(feature, of) for feature, of in scores.items()],
-            chips=chips,
-            chooses=True,
-        )
+        facts = [self._fact(feature, of) for feature, of in scores.items()]
+        text = Text(self.tokens, [*scores.values()], diverging=False, facts=facts, chips=chips, chooses=True)
         about = (
             f"{len(self.tokens)} tokens at {self.hook}. The text is coloured by one feature's activation; choose it "
             "here, or click it below. Of a feature that was not followed, only where it is among the largest is known."

@@ -46,7 +46,7 @@ class SAE:
             raise ModelError(f"{where}: weights must be arrays of numbers: {error}") from error
         check(config, arrays, where)
         self.config, self.weights = config, arrays
-        self._fragment = cache(self._build)
+        self._fragment = cache(lambda error: autoencoder(config, arrays, error == "kept"))
 
     @classmethod
     def load(cls, path: str | Path, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
@@ -104,9 +104,6 @@ class SAE:
         if error not in ERROR:
             raise InputError(f"error={error!r}; one of {', '.join(ERROR)}{nearest(str(error), ERROR)}")
         return self._fragment(error)
-
-    def _build(self, error: str) -> Fragment:
-        return autoencoder(self.config, self.weights, error == "kept")
 
     def splice(self, error: str = "kept", positions: Positions | None = None) -> Intervention:
         """The SAE as an intervention at `hook`.
@@ -230,16 +227,13 @@ def _read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     cfg = read_json(folder / SAE_CONFIG)
     if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
         raise ModelError(f"{folder / SAE_CONFIG} is no configuration of an SAE")
-    weights = _unscaled(_tensors(folder / SAE_WEIGHTS), folder)
+    file = folder / SAE_WEIGHTS
+    tensors = read_tensors(file, f"{file} is damaged", ModelError)[1]
+    weights = _unscaled({name: _floats(array, f"{file}: {name}") for name, array in tensors.items()}, folder)
     try:
         return from_saelens(cfg, {*weights}), weights
     except ModelError as error:
         raise ModelError(f"{folder / SAE_CONFIG}: {error}") from error
-
-
-def _tensors(path: Path) -> Weights:
-    tensors = read_tensors(path, f"{path} is damaged", ModelError)[1]
-    return {name: _floats(array, f"{path}: {name}") for name, array in tensors.items()}
 
 
 def _floats(array: NDArray[Any], what: str) -> NDArray[np.float32]:
@@ -259,12 +253,9 @@ def _unscaled(weights: Weights, folder: Path) -> Weights:
 def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
     weights: Weights = {}
-    for name, array in read_npz(path):
-        if _cased(name) in weights:
-            raise ModelError(f"{path} has two members for {_cased(name)}: refused")
-        weights[_cased(name)] = _floats(array, f"{path}: {name}")
+    for member, array in read_npz(path):
+        name = f"W_{member[2:]}" if member.startswith("w_") else member
+        if name in weights:
+            raise ModelError(f"{path} has two members for {name}: refused")
+        weights[name] = _floats(array, f"{path}: {member}")
     return Config("jumprelu", transcoder=bool(hook_out), hook=hook, hook_out=hook_out), weights
-
-
-def _cased(name: str) -> str:
-    return f"W_{name[2:]}" if name.startswith("w_") else name

@@ -203,8 +203,7 @@ class Agreement(Brief):
     Attributes:
         cells: compared cells.
         pearson: correlation of the effects; NaN if either does not vary.
-        top: number of leading cells that are compared.
-        shared: how many of the `top` leading cells of both are the same.
+        top, shared: number of leading cells that are compared, and how many are leading in both.
     """
 
     cells: int
@@ -223,10 +222,8 @@ class AttributedSweep(SweepResult):
     """First-order estimates of a sweep: the metric without a patch, plus each cell's effect.
 
     Attributes:
-        rules: the rules of going back, "gradient" or propagation rules.
-        linearize_at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between
-            them.
-        steps: gradients that are averaged along the path; 1 without one.
+        rules, steps: see `attribute_patch`.
+        linearize_at: "corrupted", "clean", "mean" of both, or "path" between them.
         exact: the metric at the cells that were computed exactly, in the shape of `values`; NaN elsewhere.
     """
 
@@ -277,11 +274,7 @@ class AttributedSweep(SweepResult):
         return Agreement(len(estimates), _pearson(estimates, truth), count, len(leading[0] & leading[1]))
 
     def confirmed(self) -> Table:
-        """The cells that were computed exactly, the largest exact effect first: estimated and exact.
-
-        Raises:
-            InputError: none was.
-        """
+        """The cells that were computed exactly, the largest exact effect first: estimated and exact."""
         table = Table(*self.over, "to first order", "exact", title=str(self.agreement()))
         effect = self.exact - self.base
         order = [cell for cell in np.argsort(-np.abs(effect), axis=None) if np.isfinite(effect.flat[cell])]

@@ -47,6 +47,7 @@ class FirstOrder:
         pair, compared = self.compared.pairs[number], self.compared
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
+        # Top tokens, and the reference of "kl", are known only from logits, and the graph needs them as its inputs.
         if compared.metric.needs_logits:
             both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST_LOGITS).output()[:, 0]
         reads = compared.reads(self.model, number, *both)

@@ -87,8 +87,8 @@ def integrated_gradients(
         InputError: a baseline of another length or shape, or no steps.
 
     Example:
-        found = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
-        found.scores(), found.gap
+        result = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
+        result.scores(), result.gap
     """
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
@@ -180,6 +180,7 @@ def _integrated(
         rows = np.repeat(ids[None], len(alphas), axis=0)
         return _gradient(gradients(model, rows, point, hooks=path, **request), point)
 
+    # At the middles of the steps: the midpoint rule's error falls with the square of their number.
     total, middles = np.zeros(value.shape[1:], np.float64), (np.arange(steps) + 0.5) / steps
     for points in batches_of([len(ids)] * steps, steps if batch_size is None else batch_size):
         total += along(middles[points])[0].sum(axis=0)
@@ -236,8 +237,7 @@ class SalientText(Brief, Storable):
     """One text of a `Saliency`.
 
     Attributes:
-        tokens: [seq], the text of each token.
-        scores: [seq], float64: what each token carries of the metric.
+        tokens, scores: [seq], the text of each token, and what it carries of the metric, float64.
         baseline: the metric of the baseline; None where there is none.
     """
 
@@ -265,8 +265,6 @@ class Saliency(Shown):
     Attributes:
         method: "integrated gradients", or "gradient x input".
         hook: the hook point whose values are attributed, summed over all but the positions.
-        metric: its name and tokens.
-        texts: one for each text.
         steps: points of the path from the baseline; 0 without a path.
     """
 

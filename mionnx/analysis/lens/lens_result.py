@@ -209,9 +209,7 @@ class LensResult(Shown):
             "KL from the last layer (nats)": self.divergence,
         }
         colours |= {f"probability of {one['token']}": one["probability"] for one in self._tracks()}
-        settled = [
-            (self.points.index(point), column) for column, point in enumerate(self.converged) if point is not None
-        ]
+        settled = [(self.points.index(point), column) for column, point in enumerate(self.converged) if point]
         cells = HeatMap(
             {"point": [label_of(point) for point in self.points], "token": self.tokens},
             colours,

@@ -62,11 +62,7 @@ class Lens(Segments):
         return self.logits(Rows.blank(*streams.shape[:2]), {self.end: streams}, last=False)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
-        """Read streams [n, positions, hidden], compared with a reference [positions, hidden].
-
-        Args:
-            chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
-        """
+        """Read tokens [positions, chosen] from streams [n, positions, hidden]; the reference is [positions, hidden]."""
         self._check(chosen, k)
         shape = (len(streams), len(reference))
         results: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
@@ -88,7 +84,7 @@ class Lens(Segments):
     def _blocks(self, streams: int, positions: int, chosen: int) -> Iterator[tuple[slice, slice]]:
         """Ranges of streams and positions with logits that fit; each block holds the reference too."""
         row = self.sizes.vocab_size * (4 * COPIES + 5 * chosen)  # ranks compare every token with each chosen one
-        fitting = max(2, ROOM // row)
+        fitting = max(2, ROOM // row)  # the reference and one stream at least
         high = min(streams, fitting - 1)
         wide = max(1, fitting // (high + 1))
         for first in range(0, streams, high):

@@ -69,7 +69,7 @@ class Directions(Shown):
 
     Attributes:
         hook: the short name of the hook point: "resid_post".
-        layers: the layers, in ascending order.
+        layers: ascending.
         vectors: [layers, width], float32, in units of the activations.
         method: "mean_difference", "pca", "gguf", or another name for how they were computed.
         pairs: of how many pairs of prompts; 0 if that is not known.
@@ -233,8 +233,7 @@ class Directions(Shown):
         As in llama.cpp's own files, layer 0 is left out if there are others, with a `LayerLeftOutWarning`.
 
         Raises:
-            SpecFileError: directions at another hook point or in layer 0 only, or a file that cannot be written.
-            RuntimeMissingError: the gguf package is not installed.
+            SpecFileError: directions at another hook point or in layer 0 only.
         """
         if self.hook != VECTOR_HOOK:
             raise SpecFileError(
@@ -245,19 +244,14 @@ class Directions(Shown):
             return control_vector.write(vectors, path, model_hint)
         del vectors[0]
         file = control_vector.write(vectors, path, model_hint)
-        kept = f"{path} holds layers {self.layers[1]} to {self.layers[-1]}"
-        message = f"{kept}: a control vector has no direction for layer 0"
+        content = f"{path} holds layers {self.layers[1]} to {self.layers[-1]}"
+        message = f"{content}: a control vector has no direction for layer 0"
         warnings.warn(message, control_vector.LayerLeftOutWarning, stacklevel=3)
         return file
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Directions:
-        """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`.
-
-        Raises:
-            SpecFileError: no such file, or none that llama.cpp would take.
-            RuntimeMissingError: the gguf package is not installed.
-        """
+        """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`."""
         vectors = control_vector.read(path)
         return cls(np.stack([*vectors.values()]), [*vectors], VECTOR_HOOK, "gguf")
 
@@ -317,11 +311,7 @@ def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
 
 
 def template_of(hook: str | HookPoint) -> tuple[str, str]:
-    """The short name and template of a kind of hook point, one vector a token in every layer.
-
-    Args:
-        hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
-    """
+    """The short name and template of a kind of hook point, by either of them: one vector a token in every layer."""
     name, kinds = str(hook), _kinds()
     if (layer := layer_of(name)) is not None:
         raise HookError(f"{name} is in one layer, and a kind of hook point is asked for: layers=[{layer}] says where")

@@ -100,10 +100,9 @@ def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeat
         raise InputError(f"ablation {kind!r}; one of {', '.join(ABLATIONS)}{nearest(str(kind), ABLATIONS)}")
     if kind == "zero" and reference is not None:
         raise InputError("a zero ablation has no use for reference prompts")
-    if kind != "resample" and seed is not None:
-        raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")
-    if kind != "resample" and repeats is not None:
-        raise InputError(f"a {kind} ablation draws nothing: repeats={repeats!r} would have no effect")
+    for name, number in (("seed", seed), ("repeats", repeats)):
+        if kind != "resample" and number is not None:
+            raise InputError(f"a {kind} ablation draws nothing: {name}={number!r} would have no effect")
     at_least("repeats", 1 if repeats is None else repeats, 1)
     if kind != "mean" and by is not None:
         raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")

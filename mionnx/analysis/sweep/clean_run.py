@@ -61,11 +61,7 @@ def run_clean(
     hooks: Collection[str],
     corruption: Corruption | None = None,
 ) -> CleanRun:
-    """Run prompts of one length, [rows, seq], and store the values that patched runs need.
-
-    Args:
-        layers: layers at which patched runs start.
-    """
+    """Run prompts of one length, [rows, seq], and store the values that patched runs need, which start at `layers`."""
     if graphs.model.rounds_by_call and len(ids) > 1:  # the rows of one call would change each other
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])
     run, rows = CleanRun(ids, corruption=corruption), Rows(ids)

@@ -70,11 +70,7 @@ class Grid:
         return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
-        """Mask of the entries that cells select in a value of a shape, whose sequence starts at position `first`.
-
-        Returns:
-            [cells, ...] bool, of the value's rank; size 1 along axes that the cells do not limit.
-        """
+        """[cells, ...]: mask of the entries that cells select in a value, whose sequence starts at position `first`."""
         mask = np.ones((len(cells), *[1] * (len(self.axes) - 1)), bool)
         for name, index in zip(self.over, np.unravel_index(cells, self.sizes), strict=True):
             axis = self.along(name)
@@ -129,10 +125,7 @@ def make_grid(
     """Make the grid of a sweep over a hook point.
 
     Args:
-        hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
-            layer, which is then the only one.
-        over: names of axes, of `SWEEP_AXES`.
-        layers: of those that the hook means; by default all of them.
+        hook, over, layers: as in `patch_sweep`.
         seq: positions of the prompts; None if they differ in length.
         places: named positions of one of the prompts.
     """
@@ -235,13 +228,9 @@ def _layers(template: str, available: list[int], layers: Iterable[int] | None) -
 
 
 def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: Positions) -> list[Places]:
-    """Find the token positions under each name, ascending from 0, in each prompt.
+    """Find the token positions under each name in each prompt, of which `ids` are the tokens, [seq]; ascending from 0.
 
-    Args:
-        prompts: the prompts as they came; strings are found in their texts.
-        ids: their tokens, [seq] each.
-        positions: name -> an index, a string that stands for all of its tokens, or a list with one of these for each
-            prompt (or a list of several indices).
+    `positions` is as in a `Comparison`; an entry of a prompt may be a list of several indices too.
     """
     if not isinstance(positions, Mapping) or not positions:
         raise InputError(f"positions={positions!r} names none; {{'subject': ['France', 'Spain'], 'last': -1}} does")

@@ -4,6 +4,7 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -95,7 +96,7 @@ class MetricRequest:
         for what, tokens, logits in (("answer", self.answer, clean), ("versus", self.versus, other)):
             warn_of_spelling(model, what, each_of(tokens, count, what)[pair], clean if logits is None else logits)
         if not versus:
-            return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
+            return Metric(self.name, None, partial(_OF_ANSWER[self.measure], answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
 
     def for_repeats(self, repeats: int) -> "MetricRequest":
@@ -165,10 +166,10 @@ def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
     return np.maximum(terms.sum(axis=-1), 0.0)
 
 
-_OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
-    "probability": lambda answer: lambda logits: np.exp(log_softmax(logits, axis=-1)[:, answer]),
-    "log_probability": lambda answer: lambda logits: log_softmax(logits, axis=-1)[:, answer],
-    "rank": lambda answer: lambda logits: (logits > logits[:, answer, None]).sum(axis=-1),
+_OF_ANSWER: dict[str, Callable[[int, Numbers], Numbers]] = {
+    "probability": lambda answer, logits: np.exp(log_softmax(logits, axis=-1)[:, answer]),
+    "log_probability": lambda answer, logits: log_softmax(logits, axis=-1)[:, answer],
+    "rank": lambda answer, logits: (logits > logits[:, answer, None]).sum(axis=-1),
 }
 
 

@@ -255,6 +255,7 @@ class LayerPass:
             head = self.patched.base.corrupted(graphs.layers, self.rows())
             logits = graphs.logits(self.rows(), self.stream, head, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
+        # The last layer in two halves: attention at all positions, which it reads, and what follows at the last alone.
         self.join(last)
         order, border = self.graphs.model.order, self.graphs.model.order[halves[0]]
         early = {edit: inputs for edit, inputs in self.edits(last).items() if order[edit.hook] <= border}

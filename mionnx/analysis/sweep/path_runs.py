@@ -127,7 +127,7 @@ class _PathPass(LayerPass):
         edit, inputs = next(iter(edits.items()))
         through = edit.hook if self.through is None else str(getattr(HookPoint, self.through)(layer))
         old = self.base.values[through][:, self.start :]
-        if edit.hook == through:
+        if edit.hook == through:  # its value is what is added to the stream: nothing to compute
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}

@@ -29,7 +29,6 @@ class SweepResult(Shown):
     Attributes:
         values: the metric at every cell, float64, mean over prompts; axes in the order of `over`.
         by_pair: the metric of every prompt or pair, [pairs, ...].
-        over: names of the axes.
         labels: name of an axis -> names of its entries: layers, tokens, heads.
         clean, corrupted: the metric without any patch, mean over pairs; `corrupted` is None where there is no second
             run (ablation).
@@ -110,11 +109,7 @@ class SweepResult(Shown):
 
     @property
     def normalized(self) -> Numbers:
-        """The effect as a share of the difference between the two runs: 0 is none of it, 1 all.
-
-        Raises:
-            InputError: no second run, or the same metric in both.
-        """
+        """The effect as a share of the difference between the two runs: 0 is none of it, 1 all."""
         if self.corrupted is None:
             raise InputError("an ablation has no second run to normalise by: use `effect`")
         if self.clean == self.corrupted:
@@ -142,10 +137,7 @@ class SweepResult(Shown):
         )
 
     def top(self, k: int = 10) -> list[tuple[dict[str, int | str], float]]:
-        """The k cells with the largest effect: their layer, head, position by axis, and the effect.
-
-        A position is its name where positions were named.
-        """
+        """The k cells with the largest effect: their layer, head, position (or its name) by axis, and the effect."""
         at_least("k", k, 0)
         return [
             ({name: self._entry(name, at) for name, at in zip(self.over, cell, strict=True)}, float(self.effect[cell]))

@@ -265,19 +265,18 @@ def run_sweep(
     sweep.file = _progress_file(sweep, resume)
     if before is not None:
         before(sweep)
-    keep = True  # an interruption is no `Exception`, and leaves its file
+    temporary = sweep.file if resume is True else None
     try:
         with shown(progress) as show:
-            result = sweep.run(show)
-        keep = False
-        return result
-    except Exception:
-        keep = False
+            return sweep.run(show)
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interruption leaves its file
+            temporary = None
         raise
     finally:
         sweep.model.give_back(later=True)
-        if resume is True and sweep.file is not None and not keep:
-            sweep.file.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:

@@ -6,6 +6,7 @@ from sweep_metrics import of_token
 from sweep_pairs import prompts
 
 from mionnx import HookPoint
+from mionnx.analysis.sweep.grid import Grid
 from mionnx.errors import HookError, InputError
 
 
@@ -115,3 +116,23 @@ def test_one_layer_may_be_given_as_a_number_and_keywords_are_no_second_argument(
     model = models("llama")
     found = model.patch_sweep(CLEAN, CORRUPTED, metric=lambda logits, **named: logits[:, 3] + len(named), layers=1)
     assert (found.values == model.patch_sweep(CLEAN, CORRUPTED, metric=of_token(3), layers=[1]).values).all()
+
+
+@pytest.mark.parametrize("places", [None, ((0,), (1, 3), (6,))])
+@pytest.mark.parametrize("over", [("layer", "position"), ("position", "head", "layer"), ("layer",), ("head", "layer")])
+@pytest.mark.parametrize("combine", [np.sum, np.any])
+def test_numbers_by_cell_are_those_of_a_loop_over_cells(over, places, combine):
+    """Positions beyond the value count for nothing; without "head", layers may differ in their heads."""
+    draw, axes = np.random.default_rng(0), ("batch", "n_heads", "seq", "head_dim")
+    heads = (3, 3) if "head" in over else (3, 2)
+    values = [draw.integers(0, 2, (count, 4, 2)) for count in heads]
+    sizes = {"layer": 2, "position": len(places or range(6)), "head": 3}
+    grid = Grid(over, "blocks.{i}.attn.hook_z", (0, 1), axes, tuple(sizes[name] for name in over), places)
+    found = grid.by_cell(values, combine)
+    assert found.shape == grid.sizes
+    for cell in np.ndindex(grid.sizes):
+        at = dict(zip(over, cell, strict=True))
+        positions = range(4) if "position" not in at else places[at["position"]] if places else (at["position"],)
+        chosen = values[at["layer"]][:, [position for position in positions if position < 4]]
+        chosen = chosen[[at["head"]]] if "head" in at else chosen
+        assert found[cell] == combine(chosen)
