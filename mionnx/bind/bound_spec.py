@@ -22,8 +22,8 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of, states_of
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
-from mionnx.graph.axes import dynamic_sizes
+from mionnx.bind.values import capture_inputs, columns, edit_inputs
+from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
@@ -66,7 +66,12 @@ class BoundSpec:
     @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
         """Inputs with the weights of splices, the same in every pass."""
-        return weight_inputs(self.edits)
+        return {
+            edit.weight_input(name): array
+            for edit, one in self.edits
+            if one.fragment is not None
+            for name, array in one.fragment.weights.items()
+        }
 
     def on(self, batch: TokenBatch) -> "BoundSpec":
         """The same spec, in the structure that a batch needs."""
@@ -99,7 +104,11 @@ class BoundSpec:
 
     def selections(self, batch: TokenBatch) -> list[Selection]:
         """The part of one token batch that each intervention selects."""
-        return selections_of(self.edits, self.hooks, batch)
+        sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), self.model.metadata.sizes.n_experts
+        return [
+            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
+            for edit, one in self.edits
+        ]
 
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False

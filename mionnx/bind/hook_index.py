@@ -10,6 +10,7 @@ from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint, nearest_hook
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_choice import HookChoice, resolve
@@ -84,7 +85,7 @@ def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
             spliced[n] = {}
             for point in hooks.points(where):
                 with naming(where):
-                    spliced[n][point] = fitted = _fit(hooks, point, one)
+                    spliced[n][point] = fitted = _fit(hooks, point, one.fragment, one.reads)
                     brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
                     for name in brought.keys() & inner.keys():
                         raise InterventionError(
@@ -115,15 +116,13 @@ def naming(where: Where | None) -> Iterator[None]:
         ) from error
 
 
-def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> FittedFragment:
-    if intervention.fragment is None:
-        raise InterventionError(f"{intervention.kind} at {point} has no fragment")
+def _fit(points: HookIndex, point: HookPoint, fragment: Fragment, reads: str | None) -> FittedFragment:
     if point.derived:
         raise InterventionError(f"splice at {point}: a derived value can only be captured")
     sites = [SpliceSite(point.name, points.axes(point), tuple(points.dims(point)))]
-    if intervention.reads is not None:
-        source = HookPoint.parse(intervention.reads)
+    if reads is not None:
+        source = HookPoint.parse(reads)
         sites.append(SpliceSite(source.name, points.axes(source), tuple(points.dims(source))))
         if source.derived or points.place(source.name) >= points.place(point.name):
             raise InterventionError(f"splice at {point}: it can read what comes before it, and {source} does not")
-    return check_fragment(intervention.fragment, onnx_file.opset(points.model.proto), sites)
+    return check_fragment(fragment, onnx_file.opset(points.model.proto), sites)

@@ -154,6 +154,7 @@ class KnockoutMask:
     def in_batch(self) -> NDArray[Any]:
         """The mask in the batch's columns, 0 at padding and beyond it; broadcasts to the scores."""
         _, heads, queries, keys = self.value.shape
+        # one more row and column, of zeros: what has no place in the mask takes them, by the index -1
         wide = np.pad(self.value, [(0, 0), (0, 0), (0, int(queries > 1)), (0, int(keys > 1))])
         at = {row: (self._query_places(row), self._key_places(row)) for row in self.rows}
         shape = heads, self.call.seq if queries > 1 else 1, self.call.total if keys > 1 else 1

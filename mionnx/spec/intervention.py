@@ -21,7 +21,7 @@ def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Inter
     """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
     declared = signature(make)
     *own, limits = declared.parameters.values()
-    if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as it is given
+    if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as callers write it
         # This annotation alone: others of a kind may name what type checkers alone import.
         alone = SimpleNamespace(__annotations__={"limits": limits.annotation})
         (names,) = get_args(get_type_hints(alone, make.__globals__)["limits"])  # type: ignore[attr-defined]
