@@ -43,19 +43,14 @@ REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 @dataclass(frozen=True)
 class BoundSpec:
-    """A spec on a model.
+    """A spec on a model."""
 
-    Attributes:
-        spec: the spec, each of its interventions at one hook point.
-        logits: the part of the logits to compute; None for all of them, or none at all.
-    """
-
-    spec: HookSpec
+    spec: HookSpec  # each of its interventions at one hook point
     model: HookedModel
     hooks: HookIndex
     captures: tuple[BoundCapture, ...]
     plan: Plan
-    logits: Logits | None = None
+    logits: Logits | None = None  # the part of the logits to compute; None for all of them, or none at all
     gradients: tuple[BoundCapture, ...] = ()
 
     @cached_property

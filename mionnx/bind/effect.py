@@ -33,18 +33,14 @@ ByRow = Mapping[int, Collection[int]]  # row -> text positions
 
 @dataclass(frozen=True)
 class ShownValues:
-    """Values that a pass returns.
-
-    Attributes:
-        carried: whether keys and values, or a state, are.
-        positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
-        ends: row -> length of its text after the call or generation; none if channel mixes may read any token before.
-    """
+    """Values that a pass returns."""
 
     captures: Sequence[CaptureNode]
     logits: bool
-    carried: bool
+    carried: bool  # keys and values, or a state
+    # capture's output name, or "logits" -> the text positions that are shown; all where it has none
     positions: Mapping[str, ByRow] = field(default_factory=dict)
+    # row -> length of its text after the call or generation; none if channel mixes may read any token before
     ends: Mapping[int, int] = field(default_factory=dict)
 
     def views(self) -> Iterator["OutputView"]:

@@ -22,20 +22,13 @@ Dims = list[str | int]
 
 @dataclass(frozen=True)
 class HookIndex:
-    """Hook points by name.
-
-    Attributes:
-        inner: name in the graph -> axes and dtype of a hook point inside a splice.
-        interventions: those of the spec, in registration order, each at one hook point.
-        fits: index of an intervention that is a splice -> its fragment's structure.
-        chosen: index of an intervention at a glob or predicate -> this.
-    """
+    """Hook points by name."""
 
     model: HookedModel
-    inner: Mapping[str, InnerHook]
-    interventions: Sequence[tuple[HookPoint, Intervention]]
-    fits: Mapping[int, FittedFragment]
-    chosen: Mapping[int, HookChoice]
+    inner: Mapping[str, InnerHook]  # name in the graph -> axes and dtype of a hook point inside a splice
+    interventions: Sequence[tuple[HookPoint, Intervention]]  # in registration order, each at one hook point
+    fits: Mapping[int, FittedFragment]  # by index of an intervention that is a splice
+    chosen: Mapping[int, HookChoice]  # by index of an intervention at a glob or predicate
 
     @property
     def names(self) -> list[str]:

@@ -45,11 +45,7 @@ def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Inter
 
 
 def find_kind(name: str) -> Kind:
-    """The kind of a name.
-
-    Raises:
-        InterventionError: there is none.
-    """
+    """The kind of a name; an unknown one is refused."""
     if name not in KINDS:
         raise InterventionError(f"no intervention kind {name!r}; the kinds are {', '.join(KINDS)}")
     return KINDS[name]
@@ -139,11 +135,7 @@ class Intervention(Brief, Change):
                 yield spelled(value) if names == (name,) or name == "fragment" else f"{name}={spelled(value)}"
 
     def to_entry(self, hook: str) -> dict[str, Any]:
-        """The entry in a spec file; values are stored beside it.
-
-        Args:
-            hook: name or glob.
-        """
+        """The entry in a spec file, at a name or glob; values are stored beside it."""
         return {
             "hook": hook,
             "kind": self.kind,
