@@ -22,8 +22,8 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of, states_of
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
-from mionnx.graph.axes import dynamic_sizes
+from mionnx.bind.values import capture_inputs, columns, edit_inputs
+from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
@@ -43,19 +43,14 @@ REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 @dataclass(frozen=True)
 class BoundSpec:
-    """A spec on a model.
+    """A spec on a model."""
 
-    Attributes:
-        spec: the spec, each of its interventions at one hook point.
-        logits: the part of the logits to compute; None for all of them, or none at all.
-    """
-
-    spec: HookSpec
+    spec: HookSpec  # each of its interventions at one hook point
     model: HookedModel
     hooks: HookIndex
     captures: tuple[BoundCapture, ...]
     plan: Plan
-    logits: Logits | None = None
+    logits: Logits | None = None  # the part of the logits to compute; None for all of them, or none at all
     gradients: tuple[BoundCapture, ...] = ()
 
     @cached_property
@@ -66,7 +61,12 @@ class BoundSpec:
     @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
         """Inputs with the weights of splices, the same in every pass."""
-        return weight_inputs(self.edits)
+        return {
+            edit.weight_input(name): array
+            for edit, one in self.edits
+            if one.fragment is not None
+            for name, array in one.fragment.weights.items()
+        }
 
     def on(self, batch: TokenBatch) -> "BoundSpec":
         """The same spec, in the structure that a batch needs."""
@@ -99,7 +99,11 @@ class BoundSpec:
 
     def selections(self, batch: TokenBatch) -> list[Selection]:
         """The part of one token batch that each intervention selects."""
-        return selections_of(self.edits, self.hooks, batch)
+        sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), self.model.metadata.sizes.n_experts
+        return [
+            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
+            for edit, one in self.edits
+        ]
 
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False

@@ -33,18 +33,14 @@ ByRow = Mapping[int, Collection[int]]  # row -> text positions
 
 @dataclass(frozen=True)
 class ShownValues:
-    """Values that a pass returns.
-
-    Attributes:
-        carried: whether keys and values, or a state, are.
-        positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
-        ends: row -> length of its text after the call or generation; none if channel mixes may read any token before.
-    """
+    """Values that a pass returns."""
 
     captures: Sequence[CaptureNode]
     logits: bool
-    carried: bool
+    carried: bool  # keys and values, or a state
+    # capture's output name, or "logits" -> the text positions that are shown; all where it has none
     positions: Mapping[str, ByRow] = field(default_factory=dict)
+    # row -> length of its text after the call or generation; none if channel mixes may read any token before
     ends: Mapping[int, int] = field(default_factory=dict)
 
     def views(self) -> Iterator["OutputView"]:
@@ -96,6 +92,7 @@ def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: ShownValu
     """Refuse interventions without effect in one call, or in its whole generation."""
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
+        # what a limit of experts or neurons leaves is not counted by places of text and heads: it may leave something
         later = [selections[m] for m, other in _later(edits, n, plan) if other.experts is other.neurons is None]
         left = _not_overwritten(selection, _chosen(selection, model), later)
         _refuse_unseen(selection.edit, edits, shown, model, left)
@@ -191,7 +188,9 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: ShownValues, model: HookedMo
     if any(one.fit for one, _ in edits):
         return  # a splice may mix positions, and read other hook points
     overwritten = replaced_whole(edits) - {edit.hook}
-    leads_on = not overwritten and HookPoint.parse(edit.hook).variant != "RwkvState"  # every other leads to the logits
+    # Without a look at the graph: every hook point but the last state leads to the logits, unless something between
+    # them is overwritten.
+    leads_on = not overwritten and HookPoint.parse(edit.hook).variant != "RwkvState"
     if leads_on and shown.logits and (chosen is None or LOGITS not in shown.positions):
         return
     reach = model.influence.of(edit.hook, overwritten)

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 from mionnx.bind.splice_check import SpliceSite, check_fragment
 from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
-from mionnx.graph.fragment import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fragment import FittedFragment, Fragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint, nearest_hook
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_choice import HookChoice, resolve
@@ -21,20 +21,13 @@ Dims = list[str | int]
 
 @dataclass(frozen=True)
 class HookIndex:
-    """Hook points by name.
-
-    Attributes:
-        inner: name in the graph -> axes and dtype of a hook point inside a splice.
-        interventions: those of the spec, in registration order, each at one hook point.
-        fits: index of an intervention that is a splice -> its fragment's structure.
-        chosen: index of an intervention at a glob or predicate -> this.
-    """
+    """Hook points by name."""
 
     model: HookedModel
-    inner: Mapping[str, InnerHook]
-    interventions: Sequence[tuple[HookPoint, Intervention]]
-    fits: Mapping[int, FittedFragment]
-    chosen: Mapping[int, HookChoice]
+    inner: Mapping[str, InnerHook]  # name in the graph -> axes and dtype of a hook point inside a splice
+    interventions: Sequence[tuple[HookPoint, Intervention]]  # in registration order, each at one hook point
+    fits: Mapping[int, FittedFragment]  # by index of an intervention that is a splice
+    chosen: Mapping[int, HookChoice]  # by index of an intervention at a glob or predicate
 
     @property
     def names(self) -> list[str]:
@@ -84,7 +77,7 @@ def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
             spliced[n] = {}
             for point in hooks.points(where):
                 with naming(where):
-                    spliced[n][point] = fitted = _fit(hooks, point, one)
+                    spliced[n][point] = fitted = _fit(hooks, point, one.fragment, one.reads)
                     brought = dict(zip(inner_names(point.name, fitted), fitted.inner, strict=True))
                     for name in brought.keys() & inner.keys():
                         raise InterventionError(
@@ -115,15 +108,13 @@ def naming(where: Where | None) -> Iterator[None]:
         ) from error
 
 
-def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> FittedFragment:
-    if intervention.fragment is None:
-        raise InterventionError(f"{intervention.kind} at {point} has no fragment")
+def _fit(points: HookIndex, point: HookPoint, fragment: Fragment, reads: str | None) -> FittedFragment:
     if point.derived:
         raise InterventionError(f"splice at {point}: a derived value can only be captured")
     sites = [SpliceSite(point.name, points.axes(point), tuple(points.dims(point)))]
-    if intervention.reads is not None:
-        source = HookPoint.parse(intervention.reads)
+    if reads is not None:
+        source = HookPoint.parse(reads)
         sites.append(SpliceSite(source.name, points.axes(source), tuple(points.dims(source))))
         if source.derived or points.place(source.name) >= points.place(point.name):
             raise InterventionError(f"splice at {point}: it can read what comes before it, and {source} does not")
-    return check_fragment(intervention.fragment, onnx_file.opset(points.model.proto), sites)
+    return check_fragment(fragment, onnx_file.opset(points.model.proto), sites)

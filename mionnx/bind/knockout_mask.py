@@ -64,21 +64,16 @@ def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: Token
 
 @dataclass(frozen=True)
 class KnockoutMask:
-    """A mask of 0 and -inf, [batch, n_heads, seq_q, seq_k] or what broadcasts to it.
-
-    Attributes:
-        by_row: whether these are a limit, so that the mask may have one entry for each of them.
-        positions: row -> positions of the selected queries, in the order given; None if no list limits them.
-    """
+    """A mask of 0 and -inf, [batch, n_heads, seq_q, seq_k] or what broadcasts to it."""
 
     title: str
     array: NDArray[Any]
     shape: Shape
     call: TokenBatch
     rows: list[int]
-    by_row: bool = False
+    by_row: bool = False  # rows are a limit: the mask may have one entry for each of them
     heads: list[int] | None = None
-    positions: Mapping[int, list[int]] | None = None
+    positions: Mapping[int, list[int]] | None = None  # of the selected queries, in order; None if no list limits them
 
     @cached_property
     def value(self) -> NDArray[Any]:
@@ -154,6 +149,7 @@ class KnockoutMask:
     def in_batch(self) -> NDArray[Any]:
         """The mask in the batch's columns, 0 at padding and beyond it; broadcasts to the scores."""
         _, heads, queries, keys = self.value.shape
+        # one more row and column, of zeros: what has no place in the mask takes them, by the index -1
         wide = np.pad(self.value, [(0, 0), (0, 0), (0, int(queries > 1)), (0, int(keys > 1))])
         at = {row: (self._query_places(row), self._key_places(row)) for row in self.rows}
         shape = heads, self.call.seq if queries > 1 else 1, self.call.total if keys > 1 else 1

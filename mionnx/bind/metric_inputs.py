@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,14 @@ def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Ca
         except TypeError:
             raise GradientError(f"token {token!r}: a token is a text, or an integer") from None
 
-    return metric.with_ids(read)
+    def each(tokens: Tokens) -> Tokens:
+        if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
+            return [read(token) for token in tokens]
+        return None if tokens is None else read(tokens)
+
+    resolved = copy(metric)
+    resolved.answer, resolved.versus = each(metric.answer), each(metric.versus)
+    return resolved
 
 
 def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes) -> Feeds:

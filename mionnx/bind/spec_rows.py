@@ -46,16 +46,11 @@ def _listed(tokens: Tokens) -> bool:
 
 @dataclass(frozen=True)
 class RowValues:
-    """An intervention on a list of texts, and a batch of some of its rows, padded on the left.
+    """An intervention on a list of texts, and a batch of some of its rows, padded on the left."""
 
-    Attributes:
-        selection: the intervention on all texts as one batch.
-        width: tokens of the longest of the rows.
-    """
-
-    selection: Selection
+    selection: Selection  # in all texts as one batch
     rows: Sequence[int]
-    width: int
+    width: int  # tokens of the longest of the rows
 
     def of(self, value: Array) -> Array:
         """The entries of a value that belong to the rows and tokens of the part."""
@@ -102,7 +97,7 @@ class RowValues:
         return None if positions is None or len({*map(len, positions.values())}) != 1 else positions
 
     def _of_columns(self, value: Array, axis: int, name: str) -> Array:
-        """Entries for columns of the whole as entries for columns, or positions, of the part."""
+        """Entries for columns of all texts as entries for columns, or positions, of the part."""
         limited = axis == sequence_axis(self.selection.edit.axes)
         if limited and self._ordered(value.shape[axis], axis):
             return value
@@ -113,7 +108,7 @@ class RowValues:
         return _entries(value, axis, columns)
 
     def _columns(self, row: int, keys: bool) -> list[int]:
-        """The column of the whole for each column of the part; any of them for padding."""
+        """The column in all texts for each column of the part; any of them for padding."""
         texts = self.selection.call
         past = texts.total - texts.seq if keys else 0
         real = past + np.flatnonzero(texts.real[row])

@@ -58,9 +58,13 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedF
     for value, site in zip(fragment.activations, sites, strict=True):
         _check_type(where, value, site)
     _check_type(where, fragment.structure.graph.output[0], sites[0])
-    proto = _converted(where, fragment, opset)
-    for run in (0, 1):
-        _check_sizes(where, fragment, proto, sites, run)
+    try:
+        proto = in_opset(fragment.structure, opset)
+    except Exception as error:  # the converter's errors share no base class
+        raise InterventionError(
+            f"{where}: the fragment is written in opset {fragment.opset}, which cannot be converted to the model's "
+            f"{opset}: {error}"
+        ) from error
     names = _hooks(proto)
     first, second = (_run(where, fragment, proto, names, sites, run) for run in (0, 1))
     output = proto.graph.output[0].name
@@ -90,27 +94,6 @@ def _check_type(where: str, value: ValueInfoProto, site: SpliceSite) -> None:
         raise InterventionError(f"{where}: {value.name!r} of the fragment is {spelled}, the value there is {shape}")
 
 
-def _converted(where: str, fragment: Fragment, opset: int) -> ModelProto:
-    try:
-        return in_opset(fragment.structure, opset)
-    except Exception as error:  # the converter's errors share no base class
-        raise InterventionError(
-            f"{where}: the fragment is written in opset {fragment.opset}, which cannot be converted to the model's "
-            f"{opset}: {error}"
-        ) from error
-
-
-def _check_sizes(where: str, fragment: Fragment, proto: ModelProto, sites: Sequence[SpliceSite], run: int) -> None:
-    """Refuse a fragment whose values grow without bound, before it is run."""
-    shapes: dict[str, Dims] = {name: array.shape for name, array in fragment.weights.items()}
-    for value, site in zip(fragment.activations, sites, strict=True):
-        shapes[value.name] = site.shape(run)
-    try:
-        check_sizes(proto, shapes, fragment.size)
-    except ModelError as error:
-        raise InterventionError(f"{where}: {error}") from error
-
-
 def _hooks(proto: ModelProto) -> list[str]:
     """The values that become hook points, in execution order."""
     inputs = [value.name for value in proto.graph.input[:1]]
@@ -126,12 +109,15 @@ def _run(
     feeds: dict[str, NDArray[Any]] = dict(fragment.weights)
     for value, site in zip(fragment.activations, sites, strict=True):
         feeds[value.name] = random.normal(size=site.shape(run)).astype(dtype_of(value))
+    shapes: dict[str, Dims] = {name: array.shape for name, array in feeds.items()}
+    try:  # before it is run: values may grow without bound
+        check_sizes(proto, shapes, fragment.size)
+    except ModelError as error:
+        raise InterventionError(f"{where}: {error}") from error
     output = proto.graph.output[0].name
     others = [name for name in names if name not in feeds and name != output]
-    model = with_outputs(proto, dict.fromkeys(others))
     try:
-        program = open_to_try(model, Path())
-        results = program.run([output, *others], feeds)
+        results = open_to_try(with_outputs(proto, dict.fromkeys(others)), Path()).run([output, *others], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error
     return {**results, **{name: feeds[name] for name in names if name in feeds}}

@@ -11,26 +11,14 @@ from mionnx.bind.knockout_mask import refuse_rows_without_keys
 from mionnx.bind.plan import BoundCapture
 from mionnx.bind.selection import Selection, refuse_unread
 from mionnx.errors import InterventionError
-from mionnx.graph.axes import dynamic_sizes, heads_axis, shape_of
+from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
-from mionnx.rewrite.plan import Edit
-from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import ValueShape
 
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
-Pairs = Sequence[tuple[Edit, Intervention]]
-
-
-def selections_of(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> list[Selection]:
-    """The part of one token batch that each intervention selects."""
-    sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), hooks.model.metadata.sizes.n_experts
-    return [
-        Selection(edit, intervention, shape_of(hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
-        for edit, intervention in edits
-    ]
 
 
 def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
@@ -74,16 +62,6 @@ def _refuse_blind(selections: Iterable[Selection], batch: TokenBatch, model: Hoo
     for layer, mask in blocked.items():
         window = model.metadata.attention[layer].sliding_window
         refuse_rows_without_keys(str(HookPoint.AttnScores(layer)), mask, batch, window)
-
-
-def weight_inputs(edits: Pairs) -> dict[str, NDArray[Any]]:
-    """The inputs with the weights of splices; they are the same for every token batch."""
-    return {
-        edit.weight_input(name): array
-        for edit, intervention in edits
-        if intervention.fragment is not None
-        for name, array in intervention.fragment.weights.items()
-    }
 
 
 def capture_inputs(captures: Iterable[BoundCapture], batch: TokenBatch) -> dict[str, NDArray[Any]]:

@@ -166,6 +166,7 @@ def make_token_batch(
             raise InputError(f"the cache holds {len(cache.attention_mask)} rows, the tokens are {len(ids)}")
         mask = np.concatenate([cache.attention_mask, mask], axis=1)
     _check_ids(ids, mask[:, -ids.shape[1] :], sizes.vocab_size)
+    # padding before a text has position 0, which the graph may look up; nothing reads what it computes there
     positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
     if sizes.max_positions is not None and positions.max() >= sizes.max_positions:
         raise InputError(

@@ -144,18 +144,13 @@ def parse_edges(text: str) -> KnockoutSpec:
         query, arrow, key = edge.partition(">")
         if not arrow or query == key == "*":
             raise InterventionError(f"{edge!r} is no edge: write QUERY>KEY, with * for all of one side")
-        if query == "*":
-            spec.to_position(_parsed(key, text))
-        elif key == "*":
-            spec.from_position(_parsed(query, text))
-        else:
-            spec.edge(_parsed(query, text), _parsed(key, text))
+        spec.edges.append((_parsed(query, text), _parsed(key, text)))
     return spec
 
 
-def _parsed(number: str, text: str) -> int:
+def _parsed(number: str, text: str) -> int | None:
     try:
-        return int(number)
+        return None if number == "*" else int(number)
     except ValueError:
         raise InterventionError(f"{text!r}: {number!r} is no integer") from None
 

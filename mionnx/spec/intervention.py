@@ -21,7 +21,7 @@ def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Inter
     """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
     declared = signature(make)
     *own, limits = declared.parameters.values()
-    if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as it is given
+    if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as callers write it
         # This annotation alone: others of a kind may name what type checkers alone import.
         alone = SimpleNamespace(__annotations__={"limits": limits.annotation})
         (names,) = get_args(get_type_hints(alone, make.__globals__)["limits"])  # type: ignore[attr-defined]
@@ -45,11 +45,7 @@ def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Inter
 
 
 def find_kind(name: str) -> Kind:
-    """The kind of a name.
-
-    Raises:
-        InterventionError: there is none.
-    """
+    """The kind of a name; an unknown one is refused."""
     if name not in KINDS:
         raise InterventionError(f"no intervention kind {name!r}; the kinds are {', '.join(KINDS)}")
     return KINDS[name]
@@ -139,11 +135,7 @@ class Intervention(Brief, Change):
                 yield spelled(value) if names == (name,) or name == "fragment" else f"{name}={spelled(value)}"
 
     def to_entry(self, hook: str) -> dict[str, Any]:
-        """The entry in a spec file; values are stored beside it.
-
-        Args:
-            hook: name or glob.
-        """
+        """The entry in a spec file, at a name or glob; values are stored beside it."""
         return {
             "hook": hook,
             "kind": self.kind,

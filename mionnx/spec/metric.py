@@ -1,8 +1,7 @@
 """`MetricSpec`: the number of a forward pass whose gradients a spec asks for."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,12 +61,6 @@ class MetricSpec:
         self.of = None if of is None else HookPoint.parse(of).name
         self.position = _position(name, position, self.cotangent, self.of)
 
-    def with_ids(self, token_id: Callable[[Token], int]) -> "MetricSpec":
-        """The same with its tokens as ids."""
-        metric = copy(self)
-        metric.answer, metric.versus = (_each(tokens, token_id) for tokens in (self.answer, self.versus))
-        return metric
-
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Its arrays by name, for a file."""
@@ -109,12 +102,6 @@ def _plain(tokens: Tokens) -> Any:
     if isinstance(tokens, Sequence | np.ndarray):
         return [_plain(token) for token in tokens]
     return operator.index(tokens)
-
-
-def _each(tokens: Tokens, token_id: Callable[[Token], int]) -> Tokens:
-    if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
-        return [token_id(token) for token in tokens]
-    return None if tokens is None else token_id(tokens)
 
 
 def _check_read(name: str, parts: Mapping[str, Any]) -> None:

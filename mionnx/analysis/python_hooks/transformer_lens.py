@@ -1,18 +1,7 @@
 """Words of TransformerLens: sizes, hook points, matrices and tokens of a model.
 
-their word                    ours
-run_with_cache                forward(tokens, HookSpec().capture(...))
-run_with_hooks, model(tokens) forward(tokens, HookSpec().intervene(...)); of Python functions only this one
-cfg                           num_layers, num_heads, num_kv_heads, hidden_size, head_dim, vocab_size
-hook_dict                     hook_points()
-device                        options.provider
-W_E, W_U, b_U, W_O            embedding, unembedding, unembedding_bias, output_projections of mionnx.graph.matrices
-to_tokens                     tokenize(text).ids
-to_str_tokens, to_string      tokenizer.decode(ids)
-to_single_token               token_id(text)
-
-This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`) and nothing else speak that dialect;
-words that are written in another way here stand in `mionnx.machine.dialects`.
+Each is a line or two in our words. This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`)
+and nothing else speak that dialect; words that are written in another way here stand in `mionnx.machine.dialects`.
 """
 
 from __future__ import annotations
@@ -41,8 +30,6 @@ class ModelSizes:
     """Sizes of a model under the names of TransformerLens: `model.cfg`.
 
     Attributes:
-        n_heads: query heads a layer.
-        n_key_value_heads: key/value heads a layer.
         d_model: width of the residual stream.
         d_mlp: neurons a layer; None where the model has no hook points at them.
         d_vocab: tokens in the vocabulary.
@@ -129,7 +116,6 @@ def to_tokens(model: Runner, text: str | Sequence[str], prepend_bos: bool | None
     Raises:
         InputError: texts of unequal length: padded, they would need a mask; `forward` and `run_with_hooks` take the
             texts themselves. No beginning-of-text token in the model's config.
-        TokenizerError: no tokenizer, or a text without tokens.
 
     Example:
         model.to_tokens("The capital of France is")  # int64 [1, 5]
@@ -187,9 +173,6 @@ def to_string(model: Runner, tokens: ArrayLike | One) -> Any:
 @typed()
 def to_single_token(model: Runner, text: str) -> int:
     """The id of a text that is one token.
-
-    Raises:
-        InputError: the text is no token, or several.
 
     Example:
         model.to_single_token(" Paris")

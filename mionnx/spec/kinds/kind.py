@@ -158,23 +158,20 @@ class Kind(ABC):
     def change(self, values: Sequence[ArrayLike], **limits: Unpack[Limits]) -> Change:
         """One intervention of this kind, its values and limits checked."""
         named = zip(self.values, values, strict=True)
-        arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
+        arrays = self.check(tuple(self._numbers(name, value) for name, value in named))
         if self.values == ("value",):
             return Change(self.name, arrays[0], **checked(limits))
         return Change(self.name, several=arrays, **checked(limits))
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
-        what = _in_words(name)
+        """A value as an array of numbers that this kind may have."""
+        what = "the value" if name == "value" else name
         try:
             array = np.array(to_array(value))  # a copy: what the caller changes later is not part of the spec
         except ValueError as error:  # rows of unequal length, or a tensor that numpy cannot read
             raise InterventionError(f"{self}: {what} is no array of numbers: {error}") from error
         if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
             raise InterventionError(f"{self}: {what} must be numbers, got dtype {array.dtype}")
-        return array
-
-    def _checked(self, name: str, array: Array) -> Array:
-        what = _in_words(name)
         if array.size == 0:
             raise InterventionError(f"{self}: {what} is empty (shape {list(array.shape)})")
         numbers = array.astype(np.float64)
@@ -185,10 +182,6 @@ class Kind(ABC):
             where = np.argwhere(np.isinf(numbers))[0].tolist()
             raise InterventionError(f"{self}: {what} is infinite at {where}; {self.infinity_remedy}")
         return array
-
-
-def _in_words(name: str) -> str:
-    return "the value" if name == "value" else name
 
 
 def at_scores(point: HookPoint) -> bool:

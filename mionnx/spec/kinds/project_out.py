@@ -42,7 +42,7 @@ class ProjectOut(Kind):
             Intervention.ProjectOut(refusal_direction)
         """
         kind = cls()
-        numbers = kind._checked("value", kind._numbers("value", direction))
+        numbers = kind._numbers("value", direction)
         directions = np.atleast_2d(numbers).astype(np.float64)
         if directions.ndim != 2 or np.linalg.matrix_rank(directions) < len(directions):
             raise InterventionError(
