@@ -113,11 +113,7 @@ def _globs(points: Points) -> list[str]:
 
 
 def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
-    """The hook points that are compared, in execution order, `hook_logits` last.
-
-    Raises:
-        HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
-    """
+    """The hook points that are compared, in execution order, `hook_logits` last."""
     captures, globs = HookSpec().extend(spec), _globs(points)
     for glob in (*globs, LOGITS_POINT):
         captures.capture(glob)

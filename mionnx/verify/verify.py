@@ -142,11 +142,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def call_of(model: Runner, prompt: Prompt) -> TokenBatch:
-    """A prompt as the inputs of a forward pass, without padding.
-
-    Raises:
-        InputError: texts of unequal length.
-    """
+    """A prompt as the inputs of a forward pass, without padding."""
     call = make_token_batch(model.ids(prompt), None, None, model.hooked.metadata.sizes)
     if not call.real.all():
         raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")

@@ -82,7 +82,7 @@ class Statistics(Brief, Stored):
         return [*self._moments]
 
     def add(self, hook: Hook, moments: Moments) -> None:
-        """Merge the moments of further tokens of a hook point."""
+        """Merge moments of further tokens."""
         name = str(hook)
         self._moments[name] = self._moments[name].merged(moments) if name in self._moments else moments
 
