@@ -102,6 +102,11 @@ class Request:
         return ready, skipped
 
 
+def path_of(path: str | Path | None) -> Path | None:
+    """A path that may be left out; an empty one is not."""
+    return None if path is None else Path(path)
+
+
 def check_tolerance(tolerance: float | None) -> None:
     """Refuse a tolerance that is no number of 0 or above."""
     if tolerance is not None and not (np.isfinite(tolerance) and tolerance >= 0):
