@@ -185,6 +185,7 @@ def head_scores(
     _refuse_row_hooks(model, spec)
     for point in points:
         spec.capture(point, positions=sequences.queries)
+    # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     totals = np.zeros((len(chosen), len(points), model.num_heads))
     done = 0

@@ -175,10 +175,12 @@ class ShardMaker:
 
     def _write(self, number: int, rows: Sequence[HarvestRow]) -> Path:
         """Run rows, and write their activations in the order of the texts."""
+        # a name of its own: after a lost worker two may write the same shard
         path = self.folder / PARTIAL_SHARD.replace("*", f"{number:05}.{uuid4().hex}")
         count, places = sum(row.kept for row in rows), np.cumsum([0, *(row.kept for row in rows)]).tolist()
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
+        # a model that attends to padding runs rows of one length together only
         padded = ATTENDS_TO_PADDING not in self.model.hooked.metadata.exporter
         with streamed(path, kinds, SpecFileError) as file:
             for batch in batches_of([len(row) for row in rows], self.batch_size, padded):
