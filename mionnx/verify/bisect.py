@@ -25,7 +25,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import ComparisonSettings, record
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.request import TOLERANCES, check_tolerance, names_of
+from mionnx.verify.request import TOLERANCES, check_tolerance, names_of, path_of
 from mionnx.verify.runtimes import GraphRuntime, runtime_of
 from mionnx.verify.steps import Side, StepPart, local_difference, narrow, unit_of
 from mionnx.verify.verify import call_of
@@ -147,7 +147,7 @@ def bisect(
     Example:
         print(model.bisect("The capital of France is", ["ort-cpu", "reference"], tolerance=0))
     """
-    report, call = Path(folder) if folder else None, call_of(model, prompt)
+    report, call = path_of(folder), call_of(model, prompt)
     if report is not None and report.exists():
         raise ModelError(f"{report} exists already")
     models = [model.hooked, *([other.hooked] if other else [])]

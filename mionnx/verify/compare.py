@@ -57,11 +57,7 @@ def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> 
 
 
 def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress: Progress) -> None:
-    """Hand on every value of every prompt as (prompt, hook point, value), group by group.
-
-    Raises:
-        ModelError: the runtime has no value at a hook point.
-    """
+    """Hand on every value of every prompt as (prompt, hook point, value), group by group."""
     runtime, graph = side.runtime, side.graph
     assert runtime is not None  # a recorded run is read, not run
     groups = list(runtime.groups(graph, graph.names))

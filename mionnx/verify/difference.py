@@ -117,6 +117,7 @@ class Difference:
     @property
     def relative(self) -> float:
         """Largest absolute difference, as a share of the first array's largest absolute value."""
+        # where all is zero there is no scale: the difference stands as it is
         return self.max_abs if self.max_abs in (0.0, np.inf) else self.max_abs / (self.scale or 1.0)
 
     @property
@@ -165,7 +166,7 @@ def _divergence(
 ) -> NDArray[np.float64]:
     """KL(first || second) of log probabilities [positions, vocab]; 0 where they are equal."""
     kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
-    kl[np.isnan(kl)] = np.inf
+    kl[np.isnan(kl)] = np.inf  # a token is impossible in one of the two
     kl[equal] = 0
     return kl
 

@@ -102,6 +102,11 @@ class Request:
         return ready, skipped
 
 
+def path_of(path: str | Path | None) -> Path | None:
+    """A path that may be left out; an empty one is not."""
+    return None if path is None else Path(path)
+
+
 def check_tolerance(tolerance: float | None) -> None:
     """Refuse a tolerance that is no number of 0 or above."""
     if tolerance is not None and not (np.isfinite(tolerance) and tolerance >= 0):
@@ -113,11 +118,7 @@ def _globs(points: Points) -> list[str]:
 
 
 def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
-    """The hook points that are compared, in execution order, `hook_logits` last.
-
-    Raises:
-        HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
-    """
+    """The hook points that are compared, in execution order, `hook_logits` last."""
     captures, globs = HookSpec().extend(spec), _globs(points)
     for glob in (*globs, LOGITS_POINT):
         captures.capture(glob)

@@ -64,11 +64,9 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def local_difference(side: Side, recording: RecordedValues, before: Sequence[str], end: str, unit: str) -> Difference:
-    """Measure the difference that one step adds.
+    """Measure the difference that one step adds, run by a side on the recorded values of the other.
 
     Args:
-        side: what runs the step.
-        recording: the values of the other side.
         before: the hook points before the step, all on the recording.
     """
     difference, graph = Difference(unit=unit), side.graph

@@ -32,7 +32,7 @@ from mionnx.verify.compare import record as record_side
 from mionnx.verify.difference import IN_BATCH, ONE_THREAD, TWICE, Difference, Repeat
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.request import Request, as_recorded, names_of
+from mionnx.verify.request import Request, as_recorded, names_of, path_of
 from mionnx.verify.result import Beside, Verification
 from mionnx.verify.runtimes import PROVIDER, WITH_THREADS, Runtime, runtime_of
 from mionnx.verify.steps import Side
@@ -119,9 +119,8 @@ def verify(
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
     request = Request(
-        runtimes, points, hooks or HookSpec(), other.hooked if other else None, Path(against) if against else None,
-        Path(record) if record else None, tolerance, local, greedy, positions, repeat,
-        Path(checkpoint) if checkpoint else None, matrices, experts,
+        runtimes, points, hooks or HookSpec(), other.hooked if other else None, path_of(against), path_of(record),
+        tolerance, local, greedy, positions, repeat, path_of(checkpoint), matrices, experts,
     )  # fmt: skip
     request.check()
     if not calls and against is None:
@@ -142,11 +141,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def call_of(model: Runner, prompt: Prompt) -> TokenBatch:
-    """A prompt as the inputs of a forward pass, without padding.
-
-    Raises:
-        InputError: texts of unequal length.
-    """
+    """A prompt as the inputs of a forward pass, without padding."""
     call = make_token_batch(model.ids(prompt), None, None, model.hooked.metadata.sizes)
     if not call.real.all():
         raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")

@@ -371,6 +371,8 @@ def test_bad_runtimes_are_refused(llama, titles, message):
         ({"points": "blocks.*.attn.hook_result"}, HookError, "full names"),
         ({"tolerance": float("nan")}, InputError, "tolerance"),
         ({"record": "/nowhere/at/all.safetensors"}, SpecFileError, "no folder"),
+        ({"against": ""}, SpecFileError, "no recorded run"),
+        ({"greedy": -1}, InputError, "greedy must be 0 or above"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(llama, asked, error, message):

@@ -185,6 +185,7 @@ def head_scores(
     _refuse_row_hooks(model, spec)
     for point in points:
         spec.capture(point, positions=sequences.queries)
+    # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     totals = np.zeros((len(chosen), len(points), model.num_heads))
     done = 0
@@ -285,14 +286,7 @@ class RepeatedSequences:
 def repeat_sequences(
     candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int
 ) -> RepeatedSequences:
-    """Draw random sequences and repeat each of them once.
-
-    Args:
-        prefix: ids before each row.
-
-    Raises:
-        InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
-    """
+    """Draw random sequences and repeat each of them once, behind the ids of a prefix."""
     for name, value, least in (("batch", batch, 1), ("period", period, 2), ("seed", seed, 0)):
         at_least(name, value, least)
     if period > len(candidates):

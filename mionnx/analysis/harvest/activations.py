@@ -95,7 +95,7 @@ class TokenArray:
         flat = np.where(tokens < 0, tokens + len(self), tokens).astype(np.int64).reshape(-1)
         values = np.empty((len(flat), *self.shape[1:]), self.dtype)
         where = np.searchsorted(self._ends, flat, side="right")
-        for shard in np.unique(where):
+        for shard in np.unique(where):  # each is read in one piece
             own = np.flatnonzero(where == shard)
             begin = self._ends[shard] - len(self._parts[shard])
             values[own] = self._parts[shard][flat[own] - begin]
@@ -269,6 +269,6 @@ def shuffled(count: int, size: int, seed: int) -> Iterator[NDArray[np.int64]]:
         waiting = np.concatenate([waiting, mixed])
         full = len(waiting) // size * size
         yield from waiting[:full].reshape(-1, size)
-        waiting = waiting[full:]
+        waiting = waiting[full:]  # less than a batch goes into the next mix
     if len(waiting):
         yield waiting

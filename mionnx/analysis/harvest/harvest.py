@@ -175,6 +175,7 @@ class ShardWriter:
         # other engines have dtypes that they do not give: numpy casts their values
         cast = cast_spec(self.spec, self.bound, settings.dtype if self.model.variants.engine.casts else None)
         dtype = None if settings.dtype is None else read_dtype(settings.dtype)
+        # one row tells the shapes; what an iterator gave for it is put back below
         columns = columns_of(self.bound.captures, forward(self.model, [first], cast), dtype)
         manifest = self._begin(columns)
         a_token = sum(column.bytes_a_token for column in columns)

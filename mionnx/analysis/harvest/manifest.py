@@ -119,6 +119,7 @@ def note(folder: Path, number: int, shard: Shard) -> None:
     make_folder(folder / PROGRESS)
     with atomic_path(_note(folder, number)) as partial, partial.open("w") as file:
         file.write(json.dumps(asdict(shard)))
+        # to the disk: a power cut is not to leave an empty note
         file.flush()
         os.fsync(file.fileno())
 

@@ -73,11 +73,7 @@ class Column:
 
 
 def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dtype[Any] | None") -> list[Column]:
-    """The columns of captures, from one pass; fractions are written in a dtype, or in their own if None.
-
-    Raises:
-        HookError: a hook point without one value of fixed size a token.
-    """
+    """The columns of captures, from one pass; fractions are written in a dtype, or in their own if None."""
     columns = []
     for node, own in ((capture.node, capture.dtype) for capture in captures):
         if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
@@ -150,11 +146,7 @@ class ShardMaker:
     earlier: Mapping[int, Shard] = field(default_factory=dict)
 
     def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
-        """A shard: as it is there, or made now.
-
-        Raises:
-            SpecFileError: it was made of other texts.
-        """
+        """A shard: as it is there, or made now."""
         windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
         texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
         earlier, tokens, damage = noted(self.folder, number) or self.earlier.get(number), digest(windows), None
@@ -183,10 +175,12 @@ class ShardMaker:
 
     def _write(self, number: int, rows: Sequence[HarvestRow]) -> Path:
         """Run rows, and write their activations in the order of the texts."""
+        # a name of its own: after a lost worker two may write the same shard
         path = self.folder / PARTIAL_SHARD.replace("*", f"{number:05}.{uuid4().hex}")
         count, places = sum(row.kept for row in rows), np.cumsum([0, *(row.kept for row in rows)]).tolist()
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
+        # a model that attends to padding runs rows of one length together only
         padded = ATTENDS_TO_PADDING not in self.model.hooked.metadata.exporter
         with streamed(path, kinds, SpecFileError) as file:
             for batch in batches_of([len(row) for row in rows], self.batch_size, padded):

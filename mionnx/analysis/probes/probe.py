@@ -93,7 +93,9 @@ def probe(
     texts = np.unique(np.asarray(activations.text_index)[labelled.tokens])
     sizes = {"tokens": len(labelled.tokens), "texts": len(texts), "groups": len(np.unique(labelled.groups))}
     settings = {"folds": folds, "penalty": penalty, "seed": seed, **sizes}
-    return ProbeResult(fits, labelled.classes, labelled.baseline, settings)
+    # the accuracy of always saying the most frequent class; the R2 of the mean
+    baseline = 0.0 if labelled.classes is None else float(np.bincount(labelled.targets).max() / len(labelled.targets))
+    return ProbeResult(fits, labelled.classes, baseline, settings)
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,6 @@ class Labelled:
     groups: NDArray[np.int64]
     targets: NDArray[Any]
     classes: list[Any] | None
-
-    @property
-    def baseline(self) -> float:
-        """The accuracy of always saying the most frequent class; 0, the R2 of the mean, for values."""
-        return 0.0 if self.classes is None else float(np.bincount(self.targets).max() / len(self.targets))
 
 
 def _read_labels(
@@ -154,6 +151,7 @@ def _grouped(activations: Activations, text_of: NDArray[np.int64], groups: Any) 
 
 def _alike(activations: Activations, text_of: NDArray[np.int64]) -> NDArray[np.int64]:
     """The text of each token, equal texts as one where all their tokens were harvested."""
+    # a part of a text does not tell whether two are equal
     settings = activations.settings
     if settings.get("positions") is not None or settings.get("packed"):
         return text_of
@@ -235,6 +233,7 @@ def _fit(
         model = _model(labelled, penalty).fit(flat[fit], labelled.targets[fit])
         scored.append(_scores(model, flat[score], labelled.targets[score], labelled))
     model = _model(labelled, penalty).fit(flat, labelled.targets)
+    # for activations as they are: the scaler is multiplied into the weights
     scale = model[0].scale_
     weights = np.atleast_2d(model[-1].coef_) / scale
     intercept = np.atleast_1d(model[-1].intercept_) - weights @ model[0].mean_

@@ -63,11 +63,7 @@ def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) 
 
 
 def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """Matrices with those of a stack of experts as one: it moves as a whole.
-
-    Raises:
-        InputError: experts of a stack have different bits.
-    """
+    """Matrices with those of a stack of experts as one: it moves as a whole."""
     stacks = dict[str, Matrix]()
     for name, matrix in matrices.items():
         stack, _ = expert_of(name) or (name, None)

@@ -1,11 +1,10 @@
 """Matrices in place of a model's own: those that blocks would give, those of a quantised model, and their cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel, MatrixLoss, matrix_losses, sample
@@ -52,11 +51,28 @@ def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> lis
         experts: whether each expert of a stack is one too, besides the stack.
     """
     flow = Dataflow(other.proto)
-    tensors = {tensor.name: tensor for tensor in other.proto.graph.initializer}
+    tensors = {tensor.name for tensor in other.proto.graph.initializer}
+
+    def candidate(name: str) -> Candidate | None:
+        """A weight; None if it has no blocks of this name."""
+        packed = BlockNames.of(name).packed
+        product, table = packed in tensors, name == uses.table and table_name(name) in tensors
+        if not product and not table:
+            return None
+        blocks = packed if product else table_name(name)
+        reader = flow.nodes[flow.consumers[blocks][0]]
+        parts = [blocks, *(part for part in reader.input[2:] if part in tensors)]
+        size = sum(onnx_file.weight(other.proto, other.folder, part).nbytes for part in parts)
+
+        def numbers() -> of_graph.Matrix:
+            return matmul_nbits(flow, other.folder, reader) if product else of_graph.embedding(other)
+
+        return Candidate(name, attributes(reader).get("bits", 4), size, numbers, product, table)
+
     names = dict.fromkeys([one.weight for one in uses.products] + ([uses.table] if uses.table else []))
-    candidates = [one for name in names if (one := _held(other, flow, tensors, name, name == uses.table)) is not None]
+    candidates = [one for one in map(candidate, names) if one is not None]
     for stack in uses.stacks:
-        of_stack = [one for name in stack.experts if (one := _held(other, flow, tensors, name, False)) is not None]
+        of_stack = [one for one in map(candidate, stack.experts) if one is not None]
         if len(of_stack) == stack.count:
             candidates += [_together(stack.weight, of_stack), *(of_stack if experts else ())]
     return candidates
@@ -65,24 +81,6 @@ def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> lis
 def _together(name: str, experts: Sequence[Candidate]) -> Candidate:
     bits, size = max(one.bits for one in experts), sum(one.bytes for one in experts)
     return Candidate(name, bits, size, lambda: np.stack([one.numbers() for one in experts]))
-
-
-def _held(
-    other: HookedModel, flow: Dataflow, tensors: Mapping[str, onnx.TensorProto], name: str, table: bool
-) -> Candidate | None:
-    """A weight in blocks of a quantised model."""
-    packed = BlockNames.of(name).packed
-    product, looked_up = packed in tensors, table and table_name(name) in tensors
-    if not product and not looked_up:
-        return None
-    reader = flow.nodes[flow.consumers[packed if product else table_name(name)][0]]
-    parts = [packed if product else table_name(name), *(part for part in reader.input[2:] if part in tensors)]
-    size = sum(onnx_file.weight(other.proto, other.folder, part).nbytes for part in parts)
-
-    def numbers() -> of_graph.Matrix:
-        return matmul_nbits(flow, other.folder, reader) if product else of_graph.embedding(other)
-
-    return Candidate(name, attributes(reader).get("bits", 4), size, numbers, product, looked_up)
 
 
 def losses(

@@ -162,6 +162,7 @@ class FloatModel:
 
 def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
     """The beginnings of prompts that single matrices are measured on, spread over all of them."""
+    # long prompts share the tokens, short ones all take part
     count = max(1, SAMPLE_TOKENS // LENGTH) if max(call.seq for call in calls) >= LENGTH else len(calls)
     places = sorted({round(place) for place in np.linspace(0, len(calls) - 1, min(count, len(calls)))})
     chosen, left = list[TokenBatch](), SAMPLE_TOKENS

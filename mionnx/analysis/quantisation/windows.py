@@ -21,11 +21,7 @@ Ids = NDArray[np.int64]
 def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
     """Cut texts into windows of at most 256 tokens, [1, tokens] each.
 
-    Each begins with the special tokens that the tokenizer puts before a text. What is left of a text after its last
-    window and is a single token is left out.
-
-    Raises:
-        InputError: no text, or one of a single token.
+    Each begins with the special tokens that the tokenizer puts before a text.
     """
     documents = [texts] if isinstance(texts, str) else list(texts)
     if not documents:
@@ -40,7 +36,7 @@ def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
     if width < 1 or len(before) + len(ids) < 2:
         raise InputError(f"a text of {len(ids)} tokens: at least two are needed to measure on")
     cut = [np.concatenate([before, ids[at : at + width]]) for at in range(0, len(ids), width)]
-    return [one[None] for one in cut if len(one) >= 2]
+    return [one[None] for one in cut if len(one) >= 2]  # a single token at the end has nothing to predict
 
 
 def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
@@ -52,10 +48,7 @@ def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
 
 
 def own_text(model: Runner) -> list[Ids]:
-    """Texts that a model writes by itself, [2, 128] each.
-
-    They are sampled at temperature 1 from its first special token, always with the same seed.
-    """
+    """Texts [2, 128] that a model samples at temperature 1 from its first special token, always with the same seed."""
     first = 0
     if model.has_tokenizer:
         special = np.asarray(encode(model.tokenizer, "").ids, np.int64)

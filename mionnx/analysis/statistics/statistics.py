@@ -81,7 +81,7 @@ class Statistics(Brief, Stored):
         return [*self._moments]
 
     def add(self, hook: Hook, moments: Moments) -> None:
-        """Merge the moments of further tokens of a hook point."""
+        """Merge moments of further tokens."""
         name = str(hook)
         self._moments[name] = self._moments[name].merged(moments) if name in self._moments else moments
 
@@ -187,6 +187,7 @@ class Statistics(Brief, Stored):
             points = [points]
         for hook in self.hooks if points is None else listed("points", points):
             means = [self.at(hook, ids) for ids in texts]
+            # on the left, as prompts of unequal length are
             padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
             value = np.moveaxis(np.stack(padded), 1, axis).astype(np.float32)
