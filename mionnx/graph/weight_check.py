@@ -83,11 +83,7 @@ def _hashes(files: Iterable[Path], stop: Event) -> Hashes:
             while not stop.is_set() and (chunk := stream.read(PART)):
                 for digest in digests:
                     digest.update(chunk)
-        hashes[file.name] = {
-            "size": file.stat().st_size,
-            "sampled": sampled(file),
-            "sha256": digests[-1].hexdigest(),
-        }
+        hashes[file.name] = {"size": file.stat().st_size, "sampled": sampled(file), "sha256": digests[-1].hexdigest()}
     return total.hexdigest(), hashes
 
 

@@ -64,8 +64,8 @@ def _refuse_idle(of: str, by: Sequence[str], active: set[str]) -> None:
         raise GradientError(f"{of} does not depend on {idle[0]}{rest}: there is no gradient")
 
 
-def _refuse_constant(of: str, by: Sequence[str], found: Mapping[str, str]) -> None:
-    constant = [name for name in by if name not in found]
+def _refuse_constant(of: str, by: Sequence[str], gradients: Mapping[str, str]) -> None:
+    constant = [name for name in by if name not in gradients]
     if constant:
         rest = f", and {len(constant) - 1} more" * (len(constant) > 1)
         raise GradientError(
