@@ -27,7 +27,7 @@ HEADS_SHAPE = ("batch", "seq", "n_heads", "head_dim")
 ROUTED = ("batch", "seq", "n_experts")
 CHOSEN_SHAPE = ("batch", "seq", "n_chosen")
 RESULT = ("batch", "seq", "n_heads", "hidden")
-STATE = ("batch", "n_heads", "key_dim", "value_dim")
+STATE_SHAPE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
@@ -142,7 +142,7 @@ class HookPoint:
     RwkvB = Layered("blocks.{i}.rwkv.hook_b", HEADS_SHAPE, "attention")
     RwkvDecay = Layered("blocks.{i}.rwkv.hook_decay", HEADS_SHAPE, "attention")
     RwkvWkv = Layered("blocks.{i}.rwkv.hook_wkv", HEADS_SHAPE, "attention")
-    RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE, "attention")
+    RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE_SHAPE, "attention")
     RwkvStates = Layered(
         "blocks.{i}.rwkv.hook_states", STATES, "attention", "RwkvState", instead="RwkvK", on_request=True
     )

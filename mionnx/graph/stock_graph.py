@@ -29,8 +29,8 @@ from mionnx.graph.output_head import LOGITS
 STOCK_LIMIT = 2**26  # bytes of the graph, unpacked
 # Of a call: several rows, a past, several tokens a row, padding on the left.
 ROWS_BIT, PAST_BIT, SEVERAL_BIT, PADDED_BIT = 1, 2, 4, 8
-KINDS = ROWS_BIT + PAST_BIT + SEVERAL_BIT + PADDED_BIT + 1
-PAST_TOKENS, TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
+KINDS_OF_CALLS = ROWS_BIT + PAST_BIT + SEVERAL_BIT + PADDED_BIT + 1
+PAST_TOKENS, SEVERAL_TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StockGraph:
 
 def example(kind: int) -> tuple[int, int, int]:
     """Rows, tokens and past of a call of a kind."""
-    return 1 + bool(kind & ROWS_BIT), TOKENS if kind & SEVERAL_BIT else 1, PAST_TOKENS * bool(kind & PAST_BIT)
+    return 1 + bool(kind & ROWS_BIT), SEVERAL_TOKENS if kind & SEVERAL_BIT else 1, PAST_TOKENS * bool(kind & PAST_BIT)
 
 
 def described(kind: int) -> str:

@@ -20,7 +20,7 @@ from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.gradient.subgraph import DIFFERENTIABLE, activity, prune
 from mionnx.rewrite.plan import gradient_name
 
-PREFIX = "mionnx.gradient"
+GRADIENT_PREFIX = "mionnx.gradient"
 
 
 def differentiate(
@@ -45,7 +45,7 @@ def differentiate(
     facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
     active = activity(nodes, facts, [*by, *(name for name in varying if facts.type(name) in DIFFERENTIABLE)], [of])
     _refuse_idle(of, by, active)
-    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, opset(done))
+    op = Backward(FreshNames(GRADIENT_PREFIX), facts, active, rules, SUBGRAPH_RULES, opset(done))
     gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
     _refuse_constant(of, by, gradients)
     ends = [_output(op, done, name, gradients[name]) for name in by]
