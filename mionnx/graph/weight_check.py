@@ -103,7 +103,8 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
         return
     try:
         if not metadata.weight_files and {*names} == {CHECKPOINT} and metadata.weights_sha256:
-            _say_if(folder / CHECKPOINT, sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256)
+            if sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256:
+                raise _difference(folder / CHECKPOINT)
         else:
             _compare(folder, metadata.weight_files, {*names}, level == "full", progress)
     except OSError as error:
@@ -119,11 +120,11 @@ def _compare(
             if full:
                 raise ModelError(f"nothing was recorded of {folder / name}, so that it cannot be checked")
             continue
-        _say_if(folder / name, (folder / name).stat().st_size != entry.get("size"))
-        _say_if(folder / name, sampled(folder / name) != entry.get("sampled"))
-        _say_if(folder / name, full and sha256([folder / name], progress) != entry.get("sha256"))
+        file = folder / name
+        same = file.stat().st_size == entry.get("size") and sampled(file) == entry.get("sampled")
+        if not same or (full and sha256([file], progress) != entry.get("sha256")):
+            raise _difference(file)
 
 
-def _say_if(file: Path, differs: bool) -> None:
-    if differs:
-        raise ModelError(f"{file} is damaged or not the file that was exported: {AGAIN}")
+def _difference(file: Path) -> ModelError:
+    return ModelError(f"{file} is damaged or not the file that was exported: {AGAIN}")
