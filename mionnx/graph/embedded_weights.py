@@ -1,7 +1,6 @@
 """ONNX files that hold their weights: read without them, whatever their size.
 
-Protobuf reads a message whole, here a file with gigabytes of weights for a graph of some hundred kilobytes. These
-functions walk over the fields of the mapped file, so that bytes of weights are never touched.
+Protobuf reads a message whole; these functions walk over the fields of the mapped file and touch no bytes of weights.
 """
 
 import mmap

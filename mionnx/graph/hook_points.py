@@ -1,8 +1,7 @@
 """`HookPoint` and the table of hook points: variants, names, axes, and how derived ones are computed.
 
-The body of `HookPoint` is the table, and the only place in which the names are written. A hook point's string is the
-name of the value in the ONNX graph. Names and shapes follow the hook point reference (TransformerLens names, batch
-first); where TransformerLens means something else by a name, this table decides.
+The body of `HookPoint` is the table, and the only place in which the names are written. They are those of
+TransformerLens, batch first; where TransformerLens means something else by a name, this table decides.
 """
 
 import operator

@@ -1,9 +1,4 @@
-"""`Known`: type, shape and, where it is small, content of a value, found without running the graph.
-
-Shapes come from onnx's own inference, one node at a time; small numbers, from which later sizes are computed, from
-onnx's reference evaluator. Where neither says a shape, an upper bound of the elements is kept for the operators that
-have one.
-"""
+"""`Known`: type, shape and, where it is small, content of a value, found without running the graph."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +108,8 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
             sizes = {entry.name: entry.i for entry in node.attribute}
             outputs[0] = replace(outputs[0], most=rows.most // max(1, sizes["K"]) * sizes["N"])
         return outputs
+    # Shapes come from onnx's own inference, node by node: of the whole graph at once it leaves a tenth open. The small
+    # numbers that later sizes follow from come from its evaluator. Where neither says a shape, a bound serves.
     types = _types(node, inputs, opsets)
     results = [_of_type(node, types.get(name), constant) for name in node.output]
     results = [_bounded(node, known, inputs) for known in results]

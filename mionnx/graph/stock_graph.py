@@ -1,9 +1,7 @@
 """The graph of an adopted file as it came, with its fused operators, by the names of the hooked model's interface.
 
-An adopted model keeps it in its metadata, packed and without weights: where a spec touches nothing it runs in the
-place of the hooked graph, so that bits and speed are those of the file. It does so in the kinds of calls in which it
-gives what the hooked graph gives; each is tried when it is first asked for (`mionnx.run.stock_calls`). Metadata may
-come from anybody: the graph is checked as every graph is.
+The metadata hold it, packed and without weights. Where a spec touches nothing it runs instead of the hooked graph, in
+the kinds of calls in which it gives the same (`mionnx.run.stock_calls`): bits and speed are then those of the file.
 """
 
 import base64

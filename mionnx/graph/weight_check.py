@@ -4,8 +4,7 @@
 2. The sampled hash is SHA-256 of 16 blocks of 64 KiB, spread evenly from the first to the last: under a millisecond a
    file, whatever its size. It is checked whenever a model is opened, so that weights that were exchanged, trained on in
    place, cut or only half copied are noticed. One flipped bit between two blocks is not: `check="full"` reads it all.
-3. Times of change are not recorded: copies, checkouts and hard links have others for the same bytes.
-4. The models that ship have `weights_sha256` alone, the hash of their one `model.safetensors`: all of it is checked.
+3. The models that ship have `weights_sha256` alone, the hash of their one `model.safetensors`: all of it is checked.
 """
 
 import hashlib
@@ -20,6 +19,7 @@ from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.metadata import Metadata
 
 LEVELS = ("sampled", "full", "none")
+# Of a sampled hash. Times of change serve for nothing here: copies and hard links have others for the same bytes.
 BLOCK, BLOCKS = 2**16, 16
 CHUNK, PART = 2**24, 2**20  # bytes read at a time; in a thread, which stops between two
 CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one

@@ -1,8 +1,7 @@
 """Rewrite: the numbers of a quantised weight as a value of the graph, from the operator that reads the weight.
 
 1. A weight of floats is itself.
-2. The numbers of a DequantizeLinear are computed once more, by other operators: a second reader of its output would
-   keep a runtime from fusing it with its product, and change the logits.
+2. The numbers of a DequantizeLinear are computed once more, by other operators.
 3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
 4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
    times the scales of the blocks, without the numbers that fill up the last block: [N, K]; offsets are added, and
@@ -33,6 +32,7 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
         return weight
     for node in weight.outputs:
         if node.op == "DequantizeLinear":
+            # A second reader of its output would keep a runtime from fusing it with its product, and change the logits.
             return _of_dequantise(op, node)
         if node.op == "MatMulNBits":
             return _of_blocks(op, node)

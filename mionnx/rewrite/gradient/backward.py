@@ -51,10 +51,8 @@ class FreshNames:
 class Backward:
     """Adds nodes to a graph, `op.Mul(a, b)`, and goes back through others.
 
-    It is called as `mionnx.graph.builder.Builder` is: a method of every ONNX operator; inputs are names of values,
-    attributes keywords. It returns the name of the output, or with `outputs=n` a list of them. A number or list among
-    the inputs becomes a constant, of the type of the other operands where all have one, and else int64. Equal nodes are
-    added once.
+    It is called as `mionnx.graph.builder.Builder` is, with names of values for inputs. It returns the name of the
+    output, or with `outputs=n` a list of them. Equal nodes are added once.
 
     Attributes:
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.

@@ -7,8 +7,6 @@ derivative does not:
 2. Activations are the value times a constant: `x f(x)` takes f for the constant, others take y / x.
 3. A product of two values gives half to each: gate times up, an expert times its weight.
 4. An attention pattern is a constant: it only mixes values.
-
-Rules are chosen by the structure of the graph: what a factor follows from, not what a node is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -80,7 +78,7 @@ def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
     dy = str(upstream[0])
     parts: dict[int, Callable[[], str]] = {0: lambda: op.Mul(dy, y), 1: lambda: op.Mul(dy, x)}
     factors = [i for i, name in enumerate((x, y)) if op.is_active(name)]
-    if len(factors) == 2:
+    if len(factors) == 2:  # what a factor follows from decides, not what a node is called
         factors = _sides(op, x, y)
         if len(factors) == 2:
             half = op.Mul(dy, 0.5)
