@@ -185,7 +185,8 @@ class HookPoint:
     @property
     def axes(self) -> tuple[str, ...] | None:
         """The names of the value's axes, in order; None for a `Custom` hook point."""
-        return self._row.axes if self._row else None
+        row = self._row
+        return row.axes if row else None
 
     @property
     def short(self) -> str:
@@ -200,7 +201,8 @@ class HookPoint:
     @property
     def derived(self) -> bool:
         """Whether the value is computed for its capture alone; it cannot be intervened at."""
-        return self._row is not None and self._row.derived_from is not None
+        row = self._row
+        return row is not None and row.derived_from is not None
 
     @property
     def source(self) -> "HookPoint":
