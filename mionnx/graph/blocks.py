@@ -93,7 +93,7 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
 def of_integers(
     integers: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[np.uint8] | None, bits: int, block_size: int
 ) -> Blocks:
-    """Make blocks of integers [rows, columns] as they are; scales and zeros [rows, blocks], zeros None: the middle."""
+    """Make blocks of integers [rows, columns] as they are; scales and zeros are [rows, blocks]."""
     rows, columns = integers.shape
     count = -(-columns // block_size)
     padded = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)

@@ -20,8 +20,10 @@ from mionnx.graph.report import Report
 # Operator -> the dtype of its outputs, where that is not the dtype of its first input.
 OUTPUT_DTYPES: dict[str, type] = {**dict.fromkeys(BOOLEAN, np.bool_), **dict.fromkeys(COUNTING, np.int64)}
 # Operators whose inputs all have one dtype (`Where`: all but the condition): a number among them takes it.
-ARITHMETIC = frozenset(("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Clip", "Where", "Range", "Concat"))
-ONE_DTYPE = ARITHMETIC | BOOLEAN
+ARITHMETIC = frozenset(
+    ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Clip", "Where", "Range", "Concat", "BitShift")
+)
+ONE_DTYPE = ARITHMETIC | BOOLEAN | {"BitShift", "BitwiseAnd"}
 
 
 class Builder:
@@ -112,6 +114,17 @@ class Builder:
     def _unique(self, name: str) -> str:
         self._taken[name] += 1
         return name if self._taken[name] == 1 else f"{name}_{self._taken[name]}"
+
+
+def integers_of_bytes(op: Any, packed: Any, bits: int) -> Any:
+    """Bytes as the integers in them, the one in the lowest bits first, along a new last axis; of 8 bits as they are."""
+    if bits == 8:
+        return packed
+    parts = []
+    for shift in range(0, 8, bits):
+        moved = op.BitShift(packed, shift, direction="RIGHT") if shift else packed
+        parts.append(op.Unsqueeze(op.BitwiseAnd(moved, 2**bits - 1), [-1]))
+    return op.Concat(*parts, axis=-1)
 
 
 def write(value: Variable, into: Variable) -> Variable:

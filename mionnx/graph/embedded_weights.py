@@ -1,7 +1,6 @@
 """ONNX files that hold their weights: read without them, whatever their size.
 
-Protobuf reads a message whole, here a file with gigabytes of weights for a graph of some hundred kilobytes. These
-functions walk over the fields of the mapped file, so that bytes of weights are never touched.
+Protobuf reads a message whole; these functions walk over the fields of the mapped file and touch no bytes of weights.
 """
 
 import mmap
@@ -21,7 +20,7 @@ SMALL_WEIGHT = 1024  # bytes up to which a weight stays inside the graph
 LONGEST = 10  # bytes of a number of variable length
 FIELDS = 2**19  # of one message; a graph's are its nodes, weights and notes on values
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
-GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
+GRAPH_FIELD = onnx.ModelProto.GRAPH_FIELD_NUMBER
 METADATA = onnx.ModelProto.METADATA_PROPS_FIELD_NUMBER
 INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
@@ -37,7 +36,7 @@ def read_light(path: Path) -> onnx.ModelProto:
     """
     with _mapped(path) as data:
         parts = [
-            _message(GRAPH, _graph(data, begin, end, path.name)) if number == GRAPH else data[first:end]
+            _message(GRAPH_FIELD, _graph(data, begin, end, path.name)) if number == GRAPH_FIELD else data[first:end]
             for number, first, begin, end in _fields(data, 0, len(data))
         ]
     proto = onnx.ModelProto.FromString(b"".join(parts))

@@ -1,8 +1,7 @@
 """Fused operators of an adopted file: what each stands for in its graph, read from metadata and checked.
 
-The graph of an adopted file has standard nodes in the place of its fused operators, so that hooks can stand between
-them. The operators themselves are kept in the metadata, one node each, by the names of the values that they read and
-make: `restore` puts one back where nothing between is asked for.
+An adopted graph has standard nodes instead of fused operators, so that hooks can stand between them. The metadata keep
+the operators, one node each; `restore` puts one back where nothing between is asked for.
 
 Metadata may come from anybody. A node is taken only if its operator has an expansion in `operator_table`, its
 attributes are plain numbers, it reads and makes values of the graph, and the nodes between those values are such as

@@ -1,8 +1,7 @@
 """`HookPoint` and the table of hook points: variants, names, axes, and how derived ones are computed.
 
-The body of `HookPoint` is the table, and the only place in which the names are written. A hook point's string is the
-name of the value in the ONNX graph. Names and shapes follow the hook point reference (TransformerLens names, batch
-first); where TransformerLens means something else by a name, this table decides.
+The body of `HookPoint` is the table, and the only place in which the names are written. They are those of
+TransformerLens, batch first; where TransformerLens means something else by a name, this table decides.
 """
 
 import operator
@@ -10,7 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import inf
 from typing import Literal
 
@@ -27,7 +26,7 @@ HEADS_SHAPE = ("batch", "seq", "n_heads", "head_dim")
 ROUTED = ("batch", "seq", "n_experts")
 CHOSEN_SHAPE = ("batch", "seq", "n_chosen")
 RESULT = ("batch", "seq", "n_heads", "hidden")
-STATE = ("batch", "n_heads", "key_dim", "value_dim")
+STATE_SHAPE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
@@ -142,7 +141,7 @@ class HookPoint:
     RwkvB = Layered("blocks.{i}.rwkv.hook_b", HEADS_SHAPE, "attention")
     RwkvDecay = Layered("blocks.{i}.rwkv.hook_decay", HEADS_SHAPE, "attention")
     RwkvWkv = Layered("blocks.{i}.rwkv.hook_wkv", HEADS_SHAPE, "attention")
-    RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE, "attention")
+    RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE_SHAPE, "attention")
     RwkvStates = Layered(
         "blocks.{i}.rwkv.hook_states", STATES, "attention", "RwkvState", instead="RwkvK", on_request=True
     )
@@ -180,9 +179,14 @@ class HookPoint:
         return f"HookPoint.{self.variant}" + ("" if self.layer is None else f"({self.layer})")
 
     @property
+    def _row(self) -> Variant | None:
+        return VARIANTS.get(self.variant)  # None for a `Custom` one
+
+    @property
     def axes(self) -> tuple[str, ...] | None:
         """The names of the value's axes, in order; None for a `Custom` hook point."""
-        return None if self.variant == "Custom" else VARIANTS[self.variant].axes
+        row = self._row
+        return row.axes if row else None
 
     @property
     def short(self) -> str:
@@ -192,32 +196,32 @@ class HookPoint:
     @property
     def group(self) -> str | None:
         """The part of a layer that it belongs to: "stream", "attention", "mlp"; None elsewhere."""
-        return None if self.variant == "Custom" else VARIANTS[self.variant].group
+        return self._row.group if self._row else None
 
     @property
     def derived(self) -> bool:
         """Whether the value is computed for its capture alone; it cannot be intervened at."""
-        return self.variant != "Custom" and VARIANTS[self.variant].derived_from is not None
+        row = self._row
+        return row is not None and row.derived_from is not None
 
     @property
     def source(self) -> "HookPoint":
         """The hook point that a derived one is computed from; else the hook point itself."""
-        return self._beside(VARIANTS[self.variant].derived_from) if self.derived else self
+        return self._beside(self._row.derived_from) if self._row and self.derived else self
 
     @property
     def instead(self) -> "HookPoint":
         """The hook point to intervene at in place of a derived one; else the hook point itself."""
-        return self._beside(VARIANTS[self.variant].instead) if self.derived else self
+        return self._beside(self._row.instead) if self._row and self.derived else self
 
     @property
     def on_request(self) -> bool:
         """Whether "*" leaves it out: large and computed for its capture alone, or in a splice."""
-        return self.variant == "Custom" or VARIANTS[self.variant].on_request
+        return self._row is None or self._row.on_request
 
     def derivations(self) -> list["HookPoint"]:
         """The hook points that are derived from this one."""
-        names = [row.name for row in VARIANTS.values() if row.derived_from == self.variant]
-        return [self._beside(name) for name in names]
+        return [self._beside(row.name) for row in VARIANTS.values() if row.derived_from == self.variant]
 
     def _beside(self, variant: str | None) -> "HookPoint":
         """Another variant in the same layer."""
@@ -277,19 +281,14 @@ def by_layer(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
+_BY_TEMPLATE = {row.template: variant for variant, row in VARIANTS.items()}
+
+
 @lru_cache(maxsize=2**14)
 def _parsed(name: str) -> HookPoint:
     match = _LAYERED.fullmatch(name)
-    template = f"blocks.{{i}}.{match[2]}" if match else name
-    variant = _by_template().get(template)
-    if variant is None:
-        return HookPoint.Custom(name)
-    return HookPoint(variant, int(match[1]) if match else None, name)
-
-
-@cache
-def _by_template() -> dict[str, str]:
-    return {row.template: variant for variant, row in VARIANTS.items()}
+    variant = _BY_TEMPLATE.get(f"blocks.{{i}}.{match[2]}" if match else name, "Custom")
+    return HookPoint(variant, int(match[1]) if match and variant != "Custom" else None, name)
 
 
 def short_names() -> dict[str, list[str]]:

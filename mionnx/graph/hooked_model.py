@@ -76,7 +76,10 @@ ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads 
 ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST_GRAPH = 2**28  # bytes of a graph without its weights
-TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
+CHECKED_BATCHES = (
+    (1, 1, 0),
+    (2, 3, 5),
+)  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class HookedModel:
         validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
-        known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in TOKENS])
+        known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in CHECKED_BATCHES])
         made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
             if name not in made:

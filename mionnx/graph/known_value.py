@@ -1,9 +1,4 @@
-"""`Known`: type, shape and, where it is small, content of a value, found without running the graph.
-
-Shapes come from onnx's own inference, one node at a time; small numbers, from which later sizes are computed, from
-onnx's reference evaluator. Where neither says a shape, an upper bound of the elements is kept for the operators that
-have one.
-"""
+"""`Known`: type, shape and, where it is small, content of a value, found without running the graph."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,14 +75,8 @@ def _itemsize(dtype: int) -> int:
 
 def of_shape(dtype: int, shape: Dims | None, constant: bool, data: NDArray[Any] | None = None) -> Known:
     """A value of a known type; its elements are counted if all axes are known."""
-    whole = shape is not None and None not in shape
-    return Known(dtype, shape, prod(dim or 0 for dim in shape) if whole and shape is not None else None, data, constant)
-
-
-def of_array(array: NDArray[Any]) -> Known:
-    """A constant."""
-    dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    return of_shape(dtype, array.shape, True, array if array.size <= MOST_FOLLOWED else None)
+    most = None if shape is None or None in shape else prod(dim or 0 for dim in shape)
+    return Known(dtype, shape, most, data, constant)
 
 
 def of_tensor(tensor: onnx.TensorProto) -> Known:
@@ -113,8 +102,14 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
             return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
     if node.domain == DOMAIN:
         typed = [None if known is None else (known.dtype, known.shape) for known in inputs]
-        made = [of_shape(*one, constant) for one in contrib_outputs(node, typed)]
-        return [_rows_of_blocks(node, known, inputs[0]) for known in made]
+        outputs, rows = [of_shape(*one, constant) for one in contrib_outputs(node, typed)], inputs[0]
+        if node.op_type == "MatMulNBits" and outputs[0].most is None and rows is not None and rows.most is not None:
+            # Of the rows no more than their bound is known: each becomes N numbers of K.
+            sizes = {entry.name: entry.i for entry in node.attribute}
+            outputs[0] = replace(outputs[0], most=rows.most // max(1, sizes["K"]) * sizes["N"])
+        return outputs
+    # Shapes come from onnx's own inference, node by node: of the whole graph at once it leaves a tenth open. The small
+    # numbers that later sizes follow from come from its evaluator. Where neither says a shape, a bound serves.
     types = _types(node, inputs, opsets)
     results = [_of_type(node, types.get(name), constant) for name in node.output]
     results = [_bounded(node, known, inputs) for known in results]
@@ -123,14 +118,6 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
         known if array is None else of_shape(known.dtype, array.shape, constant, array)
         for known, array in zip(results, content, strict=True)
     ]
-
-
-def _rows_of_blocks(node: onnx.NodeProto, made: Known, read: Known | None) -> Known:
-    """The output of a MatMulNBits with a bound, where only the bound of its rows is known."""
-    if node.op_type != "MatMulNBits" or made.most is not None or read is None or read.most is None:
-        return made
-    sizes = {entry.name: entry.i for entry in node.attribute}
-    return replace(made, most=read.most // max(1, sizes["K"]) * sizes["N"])
 
 
 def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
@@ -148,7 +135,7 @@ def _types(
     node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]
 ) -> Mapping[str, onnx.TypeProto]:
     named = {name: known for name, known in zip(node.input, inputs, strict=True) if known is not None}
-    types = {name: _type_of(known) for name, known in named.items()}
+    types = {name: onnx.helper.make_tensor_type_proto(known.dtype, known.shape) for name, known in named.items()}
     content = {name: onnx.numpy_helper.from_array(k.data) for name, k in named.items() if k.data is not None}
     return infer_types_of(node, types, content, opsets)
 
@@ -171,10 +158,6 @@ def infer_types_of(
         raise LookupError(f"onnx has no operator {node.op_type} in the domain {domain or 'ai.onnx'!r}") from error
     imports = [onnx.helper.make_opsetid(name, version) for name, version in opsets.items()]
     return infer_node_outputs(schema, node, types, content, opset_imports=imports)
-
-
-def _type_of(known: Known) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(known.dtype, known.shape)
 
 
 def _of_type(node: onnx.NodeProto, made: onnx.TypeProto | None, constant: bool) -> Known:

@@ -1,10 +1,7 @@
 """The matrices that an analysis multiplies with, read from a hooked model's graph and weight files.
 
-They are found by what the graph does with them, not by their names: the embedding is what `input_ids` pick rows from,
-the unembedding what the logits are a product with. What comes after a product (a scale, a soft cap) and before the
-first hook point (a scale of the embedding) is not part of a matrix. Weight files are mapped, not read: a matrix takes
-memory as it is used. Quantised weights are given as the numbers that they stand for, see
-`mionnx.graph.weight_value`, or refused.
+They are found by what the graph does with them, not by their names. What comes after a product (a scale, a soft cap)
+and before the first hook point (a scale of the embedding) is not part of a matrix. Weight files are mapped, not read.
 """
 
 from collections.abc import Iterator

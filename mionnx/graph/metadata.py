@@ -85,17 +85,16 @@ class Attention:
 
 Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
 OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
+EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names
 
 
 def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
     """Axis name -> size, of the axes of a hook point that are as long in every pass."""
     count, size, value_size = heads
-    width = value_size if point.variant in ("AttnV", "AttnZ") else size
     named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
-    of_experts = {"n_experts": sizes.n_experts, "n_chosen": sizes.n_chosen, "d_expert": sizes.d_expert}
-    named |= {axis: size for axis, size in of_experts.items() if size is not None}
-    if count:
-        named["n_kv_heads"] = count
+    named |= {axis: own for axis in EXPERT_SIZES if (own := getattr(sizes, axis)) is not None}
+    named |= {"n_kv_heads": count} if count else {}
+    width = value_size if point.variant in ("AttnV", "AttnZ") else size
     return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
 
@@ -176,8 +175,7 @@ class Metadata:
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
         values = {key: value for key, value in asdict(self).items() if value or key not in OPTIONAL}
-        of_experts = ("n_experts", "n_chosen", "d_expert")
-        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in of_experts}
+        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in EXPERT_SIZES}
         for entry in values["attention"]:
             for name in OWN_SIZES:
                 if entry[name] is None:
@@ -201,9 +199,8 @@ class Metadata:
                 "this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`"
             )
         try:
-            values = {
-                key.removeprefix(PREFIX): parse_json(text) for key, text in props.items() if key.startswith(PREFIX)
-            }
+            own = {key.removeprefix(PREFIX): text for key, text in props.items() if key.startswith(PREFIX)}
+            values = {key: parse_json(text) for key, text in own.items()}
         except ModelError as error:
             raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
         version = values.pop("format")
@@ -224,7 +221,7 @@ class Metadata:
 def _check(read: Metadata) -> None:
     """Check types and limits."""
     for name, value in asdict(read.sizes).items():
-        if not (value is None and name in ("max_positions", "n_experts", "n_chosen", "d_expert")):
+        if not (value is None and name in ("max_positions", *EXPERT_SIZES)):
             _check_number(f"sizes.{name}", value)
     for name, text in (("family", read.family), ("weights_sha256", read.weights_sha256)):
         _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)
@@ -234,27 +231,22 @@ def _check(read: Metadata) -> None:
     _expect(isinstance(first, str) and first.isdecimal(), f"exporter.{IDENTITIES}", "a number in digits", first)
     _expect(isinstance(read.hooks, dict), "hooks", "a table of axes", read.hooks)
     for hook, axes in read.hooks.items():
-        texts_only = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
-        _expect(texts_only, f"hooks[{hook!r}]", "a list of axes", axes)
+        named = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
+        _expect(named, f"hooks[{hook!r}]", "a list of axes", axes)
     if read.context_length is not None:
         _check_number("context_length", read.context_length)
     _expect(isinstance(read.weight_files, dict), "weight_files", "a table of files", read.weight_files)
     for file, facts in read.weight_files.items():
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
-    texts_only = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
-    _expect(texts_only, "fused", "a list of texts", read.fused)
-    texts_only = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
-    _expect(
-        texts_only and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes
-    )
-    texts_only = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
-    _expect(texts_only, "quantised", "a table of settings with bits 4 or 8", read.quantised)
-    _expect(
-        is_table(read.stock),
-        "stock",
-        "a graph, whether it was expanded, and the difference that is allowed",
-        read.stock,
-    )
+    texts = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
+    _expect(texts, "fused", "a list of texts", read.fused)
+    dtypes = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
+    dtypes = dtypes and read.hook_dtypes.keys() <= read.hooks.keys()
+    _expect(dtypes, "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
+    settings = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
+    _expect(settings, "quantised", "a table of settings with bits 4 or 8", read.quantised)
+    table = "a graph, whether it was expanded, and the difference that is allowed"
+    _expect(is_table(read.stock), "stock", table, read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
@@ -270,7 +262,7 @@ def _check_number(name: str, value: object) -> None:
     _expect(count, name, "a positive number", value)
 
 
-def _expect(known: bool, name: str, wanted: str, found: object) -> None:
-    if not known:
-        shown = repr(found)
-        raise ValueError(f"{name} {shown[:60]}{' ...' if len(shown) > 60 else ''} must be {wanted}")
+def _expect(right: bool, name: str, form: str, value: object) -> None:
+    if not right:
+        text = repr(value)
+        raise ValueError(f"{name} {text[:60]}{' ...' if len(text) > 60 else ''} must be {form}")

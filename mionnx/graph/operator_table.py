@@ -44,7 +44,7 @@ class Expansion:
 
 
 @dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """Facts about one operator.
 
     Attributes:
@@ -151,23 +151,25 @@ GELU = frozenset(("Mul", "Add", "Tanh", "Erf", "Sigmoid", "Identity"))
 PRODUCT = frozenset(("MatMul", "Transpose", "Mul", "Identity"))
 ATTENTION = ROTATION | {"MatMul", "Div", "Tanh", "Where", "Softmax", "Expand", "Slice", "Shape"}
 
-OPERATORS: dict[Operator, Row] = {
-    (DOMAIN, "MatMulNBits"): Row(_columns),
-    (DOMAIN, "MatMulBnb4"): Row(_columns),
-    (DOMAIN, "DynamicQuantizeMatMul"): Row(_product),
-    (DOMAIN, "MatMulIntegerToFloat"): Row(_product, dtype_of=2),
-    (DOMAIN, "GatherBlockQuantized"): Row(_rows, dtype_of=2),
-    (DOMAIN, "MoE"): Row(_same),
-    (DOMAIN, "QMoE"): Row(_same),
-    (DOMAIN, "LayerNormalization"): Row(_normed),
+OPERATORS: dict[Operator, OperatorRow] = {
+    (DOMAIN, "MatMulNBits"): OperatorRow(_columns),
+    (DOMAIN, "MatMulBnb4"): OperatorRow(_columns),
+    (DOMAIN, "DynamicQuantizeMatMul"): OperatorRow(_product),
+    (DOMAIN, "MatMulIntegerToFloat"): OperatorRow(_product, dtype_of=2),
+    (DOMAIN, "GatherBlockQuantized"): OperatorRow(_rows, dtype_of=2),
+    (DOMAIN, "MoE"): OperatorRow(_same),
+    (DOMAIN, "QMoE"): OperatorRow(_same),
+    (DOMAIN, "LayerNormalization"): OperatorRow(_normed),
     # In the standard domain, which has no such operator; its shapes are looked up in the other one.
-    ("", "SimplifiedLayerNormalization"): Row(_normed, expansion=Expansion("norms.simplified_norm", NORM, 2)),
-    (DOMAIN, "SimplifiedLayerNormalization"): Row(_normed),
-    (DOMAIN, "SkipSimplifiedLayerNormalization"): Row(_normed, expansion=Expansion("norms.skip_norm", NORM, 4)),
-    (DOMAIN, "SkipLayerNormalization"): Row(_normed, expansion=Expansion("norms.skip_norm", NORM, 5)),
-    (DOMAIN, "RotaryEmbedding"): Row(_same, expansion=Expansion("rotary.rotary", ROTATION, 4, angles=(1, 2, 3))),
-    ("", "RotaryEmbedding"): Row(expansion=Expansion("rotary.standard_rotary", ROTATION, 4, angles=(1, 2, 3))),
-    (DOMAIN, "GroupQueryAttention"): Row(
+    ("", "SimplifiedLayerNormalization"): OperatorRow(_normed, expansion=Expansion("norms.simplified_norm", NORM, 2)),
+    (DOMAIN, "SimplifiedLayerNormalization"): OperatorRow(_normed),
+    (DOMAIN, "SkipSimplifiedLayerNormalization"): OperatorRow(_normed, expansion=Expansion("norms.skip_norm", NORM, 4)),
+    (DOMAIN, "SkipLayerNormalization"): OperatorRow(_normed, expansion=Expansion("norms.skip_norm", NORM, 5)),
+    (DOMAIN, "RotaryEmbedding"): OperatorRow(
+        _same, expansion=Expansion("rotary.rotary", ROTATION, 4, angles=(1, 2, 3))
+    ),
+    ("", "RotaryEmbedding"): OperatorRow(expansion=Expansion("rotary.standard_rotary", ROTATION, 4, angles=(1, 2, 3))),
+    (DOMAIN, "GroupQueryAttention"): OperatorRow(
         _grouped,
         expansion=Expansion(
             "attention.grouped_query",
@@ -178,11 +180,11 @@ OPERATORS: dict[Operator, Row] = {
             | {"do_rotary", "rotary_interleaved", "smooth_softmax"},
         ),
     ),
-    (DOMAIN, "MultiHeadAttention"): Row(
+    (DOMAIN, "MultiHeadAttention"): OperatorRow(
         _heads_together,
         expansion=Expansion("attention.multi_head", ATTENTION, 8, masked=True, moved="moved_attention.with_added_mask"),
     ),
-    (DOMAIN, "Attention"): Row(
+    (DOMAIN, "Attention"): OperatorRow(
         _packed,
         expansion=Expansion(
             "attention.packed_attention",
@@ -191,16 +193,18 @@ OPERATORS: dict[Operator, Row] = {
             unpadded=frozenset(("num_heads", "scale", "unidirectional", "mask_filter_value")),
         ),
     ),
-    ("", "Attention"): Row(
+    ("", "Attention"): OperatorRow(
         expansion=Expansion("attention.standard_attention", ATTENTION, 6, moved="moved_attention.with_keys_and_mask")
     ),
-    (DOMAIN, "Gelu"): Row(_same, expansion=Expansion("elementwise.gelu", GELU, 1)),
-    (DOMAIN, "BiasGelu"): Row(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
-    (DOMAIN, "FastGelu"): Row(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
-    (DOMAIN, "QuickGelu"): Row(_same, expansion=Expansion("elementwise.gelu", GELU, 1)),
-    (DOMAIN, "FusedMatMul"): Row(_product, expansion=Expansion("elementwise.fused_product", PRODUCT, 2)),
+    (DOMAIN, "Gelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 1)),
+    (DOMAIN, "BiasGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
+    (DOMAIN, "FastGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
+    (DOMAIN, "QuickGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 1)),
+    (DOMAIN, "FusedMatMul"): OperatorRow(_product, expansion=Expansion("elementwise.fused_product", PRODUCT, 2)),
     # Only where it brings heads first and turns the keys in one step.
-    ("", "Transpose"): Row(expansion=Expansion("elementwise.turned_keys", frozenset(("Transpose", "Identity")), 1)),
+    ("", "Transpose"): OperatorRow(
+        expansion=Expansion("elementwise.turned_keys", frozenset(("Transpose", "Identity")), 1)
+    ),
 }
 # Operators that are right for texts without padding only.
 UNPADDED = frozenset(

@@ -1,9 +1,7 @@
 """The graph of an adopted file as it came, with its fused operators, by the names of the hooked model's interface.
 
-An adopted model keeps it in its metadata, packed and without weights: where a spec touches nothing it runs in the
-place of the hooked graph, so that bits and speed are those of the file. It does so in the kinds of calls in which it
-gives what the hooked graph gives; each is tried when it is first asked for (`mionnx.run.stock_calls`). Metadata may
-come from anybody: the graph is checked as every graph is.
+The metadata hold it, packed and without weights. Where a spec touches nothing it runs instead of the hooked graph, in
+the kinds of calls in which it gives the same (`mionnx.run.stock_calls`): bits and speed are then those of the file.
 """
 
 import base64
@@ -29,8 +27,8 @@ from mionnx.graph.output_head import LOGITS
 STOCK_LIMIT = 2**26  # bytes of the graph, unpacked
 # Of a call: several rows, a past, several tokens a row, padding on the left.
 ROWS_BIT, PAST_BIT, SEVERAL_BIT, PADDED_BIT = 1, 2, 4, 8
-KINDS = ROWS_BIT + PAST_BIT + SEVERAL_BIT + PADDED_BIT + 1
-PAST_TOKENS, TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
+KINDS_OF_CALLS = ROWS_BIT + PAST_BIT + SEVERAL_BIT + PADDED_BIT + 1
+PAST_TOKENS, SEVERAL_TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class StockGraph:
 
 def example(kind: int) -> tuple[int, int, int]:
     """Rows, tokens and past of a call of a kind."""
-    return 1 + bool(kind & ROWS_BIT), TOKENS if kind & SEVERAL_BIT else 1, PAST_TOKENS * bool(kind & PAST_BIT)
+    return 1 + bool(kind & ROWS_BIT), SEVERAL_TOKENS if kind & SEVERAL_BIT else 1, PAST_TOKENS * bool(kind & PAST_BIT)
 
 
 def described(kind: int) -> str:

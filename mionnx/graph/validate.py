@@ -188,8 +188,8 @@ def _size(root: Path, location: str, name: str) -> int:
 
 
 def _check_apart(spans: list[Span]) -> None:
-    ordered = [span for span in spans if span.start < span.end]
-    for one, other in pairwise(sorted(ordered, key=lambda span: (span.location, span.start, span.end))):
+    spans = [span for span in spans if span.start < span.end]
+    for one, other in pairwise(sorted(spans, key=lambda span: (span.location, span.start, span.end))):
         same = (one.start, one.end) == (other.start, other.end)  # tied weights
         if one.location == other.location and other.start < one.end and not same:
             raise ModelError(f"weights {one.name!r} and {other.name!r} overlap in {one.location}")
@@ -200,12 +200,10 @@ def _check_held(tensor: onnx.TensorProto) -> None:
     expected = _length(tensor)
     if expected is None or not (tensor.raw_data or expected):
         return
-    if tensor.raw_data:
-        if len(tensor.raw_data) != expected:
-            size = len(tensor.raw_data)
-            raise ModelError(
-                f"weight {tensor.name!r} of shape {list(tensor.dims)} takes {expected} bytes, and has {size}"
-            )
+    if size := len(tensor.raw_data):
+        if size != expected:
+            shape = list(tensor.dims)
+            raise ModelError(f"weight {tensor.name!r} of shape {shape} takes {expected} bytes, and has {size}")
         return
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     count, elements = max(len(getattr(tensor, field)) for field in fields), _elements(tensor)

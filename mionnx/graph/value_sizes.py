@@ -17,14 +17,12 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
-from mionnx.graph.known_value import Dims, Known, infer, label, of_array, of_shape, of_tensor
+from mionnx.graph.known_value import Dims, Known, infer, label, of_shape, of_tensor
 
 VALUE, TOTAL = 2**28, 2**30  # bytes that any graph may take besides its weights
 TRIPS = 2**20
@@ -151,7 +149,7 @@ class _Walk:
         if attribute.name not in LIST_ATTRIBUTES:
             raise ModelError(f"Constant node {label(node)} is a {attribute.name}: refused, no exporter writes such")
         content = onnx.helper.get_attribute_value(attribute)
-        return [of_array(_array(content, LIST_ATTRIBUTES[attribute.name]))]
+        return [of_tensor(onnx.numpy_helper.from_array(np.asarray(content, LIST_ATTRIBUTES[attribute.name])))]
 
     def _function(
         self, function: onnx.FunctionProto, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place
@@ -172,7 +170,7 @@ class _Walk:
         for attribute in node.attribute:
             runs = place.whole and taken in (None, attribute.name == "then_branch")
             inner: Scope = ChainMap(dict[str, Known](), scope)
-            self._weights(attribute.g, inner)
+            inner.update({tensor.name: of_tensor(tensor) for tensor in attribute.g.initializer})
             self.nodes(attribute.g.node, inner, replace(place, whole=runs, depth=place.depth + 1))
             results[attribute.name] = [inner.get(value.name, Known()) for value in attribute.g.output]
         if taken is not None:
@@ -226,7 +224,7 @@ class _Walk:
         carried = [replace(known, data=None) for known in carried]
         for _ in range(STEPS):
             inner: Scope = ChainMap(dict[str, Known](), scope)
-            self._weights(body, inner)
+            inner.update({tensor.name: of_tensor(tensor) for tensor in body.initializer})
             inner.update(zip([value.name for value in body.input], [*first, *carried, *slices], strict=False))
             self.nodes(body.node, inner, inside)
             made = [inner.get(value.name, Known()) for value in body.output][skipped:]
@@ -236,17 +234,10 @@ class _Walk:
             carried = after
         raise ModelError(f"{node.op_type} node {label(node)} carries a value that grows with every step: refused")
 
-    def _weights(self, graph: onnx.GraphProto, scope: Scope) -> None:
-        scope.update({tensor.name: of_tensor(tensor) for tensor in graph.initializer})
-
 
 def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     """Domain -> version, the standard domain by one name."""
     return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in imports}
-
-
-def _array(content: Any, dtype: str) -> NDArray[Any]:
-    return np.asarray(content, dtype)
 
 
 def _with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:

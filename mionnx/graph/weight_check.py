@@ -4,8 +4,7 @@
 2. The sampled hash is SHA-256 of 16 blocks of 64 KiB, spread evenly from the first to the last: under a millisecond a
    file, whatever its size. It is checked whenever a model is opened, so that weights that were exchanged, trained on in
    place, cut or only half copied are noticed. One flipped bit between two blocks is not: `check="full"` reads it all.
-3. Times of change are not recorded: copies, checkouts and hard links have others for the same bytes.
-4. The models that ship have `weights_sha256` alone, the hash of their one `model.safetensors`: all of it is checked.
+3. The models that ship have `weights_sha256` alone, the hash of their one `model.safetensors`: all of it is checked.
 """
 
 import hashlib
@@ -20,6 +19,7 @@ from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.metadata import Metadata
 
 LEVELS = ("sampled", "full", "none")
+# Of a sampled hash. Times of change serve for nothing here: copies and hard links have others for the same bytes.
 BLOCK, BLOCKS = 2**16, 16
 CHUNK, PART = 2**24, 2**20  # bytes read at a time; in a thread, which stops between two
 CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one
@@ -83,11 +83,7 @@ def _hashes(files: Iterable[Path], stop: Event) -> Hashes:
             while not stop.is_set() and (chunk := stream.read(PART)):
                 for digest in digests:
                     digest.update(chunk)
-        hashes[file.name] = {
-            "size": file.stat().st_size,
-            "sampled": sampled(file),
-            "sha256": digests[-1].hexdigest(),
-        }
+        hashes[file.name] = {"size": file.stat().st_size, "sampled": sampled(file), "sha256": digests[-1].hexdigest()}
     return total.hexdigest(), hashes
 
 
@@ -107,7 +103,8 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
         return
     try:
         if not metadata.weight_files and {*names} == {CHECKPOINT} and metadata.weights_sha256:
-            _say_if(folder / CHECKPOINT, sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256)
+            if sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256:
+                raise _difference(folder / CHECKPOINT)
         else:
             _compare(folder, metadata.weight_files, {*names}, level == "full", progress)
     except OSError as error:
@@ -123,11 +120,11 @@ def _compare(
             if full:
                 raise ModelError(f"nothing was recorded of {folder / name}, so that it cannot be checked")
             continue
-        _say_if(folder / name, (folder / name).stat().st_size != entry.get("size"))
-        _say_if(folder / name, sampled(folder / name) != entry.get("sampled"))
-        _say_if(folder / name, full and sha256([folder / name], progress) != entry.get("sha256"))
+        file = folder / name
+        same = file.stat().st_size == entry.get("size") and sampled(file) == entry.get("sampled")
+        if not same or (full and sha256([file], progress) != entry.get("sha256")):
+            raise _difference(file)
 
 
-def _say_if(file: Path, differs: bool) -> None:
-    if differs:
-        raise ModelError(f"{file} is damaged or not the file that was exported: {AGAIN}")
+def _difference(file: Path) -> ModelError:
+    return ModelError(f"{file} is damaged or not the file that was exported: {AGAIN}")

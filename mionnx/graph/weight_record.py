@@ -69,19 +69,19 @@ def combined(digests: Iterable[str]) -> str:
 
 def recorded(folder: Path, metadata: Metadata) -> FileFacts:
     """Read what is known of a model's weight files, by its graph and by the record beside it."""
-    found = {name: dict(facts) for name, facts in metadata.weight_files.items()}
-    if all("sha256" in facts for facts in found.values()):
-        return found
+    files = {name: dict(facts) for name, facts in metadata.weight_files.items()}
+    if all("sha256" in facts for facts in files.values()):
+        return files
     record: Any = {}
     with suppress(ModelError):
         record = read_json(folder / RECORD)
-    for name, facts in found.items():
+    for name, facts in files.items():
         entry = record.get(name) if isinstance(record, dict) else None
-        if not isinstance(entry, dict) or any(entry.get(key) != facts.get(key) for key in ("size", "sampled")):
-            continue
-        if isinstance(entry.get("sha256"), str):
+        entry = entry if isinstance(entry, dict) else {}
+        same = all(entry.get(key) == facts.get(key) for key in ("size", "sampled"))
+        if same and isinstance(entry.get("sha256"), str):
             facts.setdefault("sha256", entry["sha256"])
-    return found
+    return files
 
 
 def is_pending(folder: Path, metadata: Metadata) -> bool:
@@ -105,8 +105,13 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
         except OSError as error:
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
     if pending:
+        partial = folder / f".{RECORD}.{os.getpid()}.{get_ident()}.partial"
         with suppress(OSError):  # a folder that is read-only or full: the hashes last as long as the process
-            _write(folder / RECORD, record)
+            try:
+                partial.write_text(json.dumps(record, indent=1))
+                partial.replace(folder / RECORD)
+            finally:
+                partial.unlink(missing_ok=True)
     return record
 
 
@@ -138,13 +143,3 @@ def _check_unchanged(file: Path, facts: Mapping[str, Any]) -> None:
             f"{file} has changed since it was exported, or is a copy, and its hash was not recorded before: "
             "export the model again"
         )
-
-
-def _write(path: Path, facts: FileFacts) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.partial")
-    try:
-        partial.write_text(json.dumps(facts, indent=1))
-        partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)

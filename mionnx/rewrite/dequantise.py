@@ -1,8 +1,7 @@
 """Rewrite: the numbers of a quantised weight as a value of the graph, from the operator that reads the weight.
 
 1. A weight of floats is itself.
-2. The numbers of a DequantizeLinear are computed once more, by other operators: a second reader of its output would
-   keep a runtime from fusing it with its product, and change the logits.
+2. The numbers of a DequantizeLinear are computed once more, by other operators.
 3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
 4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
    times the scales of the blocks, without the numbers that fill up the last block: [N, K]; offsets are added, and
@@ -12,12 +11,10 @@
 All of it follows from weights: a runtime computes it once, while it opens the graph.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder, Node, Tensor, numpy_dtype
+from mionnx.graph.builder import Builder, Node, Tensor, integers_of_bytes, numpy_dtype
 from mionnx.graph.offset_products import offset_nodes, order_node
 from mionnx.graph.packed_weight import PACKED_BITS
 from mionnx.graph.weight_value import FLOAT_NAMES, SCALE_INPUTS
@@ -35,6 +32,7 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
         return weight
     for node in weight.outputs:
         if node.op == "DequantizeLinear":
+            # A second reader of its output would keep a runtime from fusing it with its product, and change the logits.
             return _of_dequantise(op, node)
         if node.op == "MatMulNBits":
             return _of_blocks(op, node)
@@ -84,35 +82,26 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
     if _input(node, 4) is not None or bits not in PACKED_BITS:
         raise ModelError(f"{node.name}: MatMulNBits of {bits} bits, or with g_idx, weights in another order")
     packed, scale, zero = node.inputs[1], node.inputs[2], _input(node, 3)
-    numbers = _cast(op, _divided(op, packed, bits, [count, blocks, -1]), scale)
+    numbers = _cast(op, op.Reshape(integers_of_bytes(op, packed, bits), [count, blocks, -1]), scale)
     if zero is None:
         shift = op.constant(np.array(2 ** (bits - 1), scale.dtype))
     else:
-        plain = zero if _is_float(zero) else _cast(op, _divided(op, zero, bits, [count, -1]), scale)
+        plain = (
+            zero if _is_float(zero) else _cast(op, op.Reshape(integers_of_bytes(op, zero, bits), [count, -1]), scale)
+        )
         shift = op.Reshape(op.Slice(op.Reshape(plain, [count, -1]), [0], [blocks], [1]), [count, blocks, 1])
-    whole = op.Mul(op.Sub(numbers, shift), op.Reshape(scale, [count, blocks, 1]))
+    matrix = op.Mul(op.Sub(numbers, shift), op.Reshape(scale, [count, blocks, 1]))
     offsets, order = offset_nodes(node), order_node(node)
     if offsets:
         of_rows = op.Transpose(offsets[1].inputs[1], perm=[1, 0])
-        whole = op.Add(whole, op.Reshape(of_rows, [count, blocks, 1]))
-    rows = op.Slice(op.Reshape(whole, [count, -1]), [0], [width], [1])
+        matrix = op.Add(matrix, op.Reshape(of_rows, [count, blocks, 1]))
+    rows = op.Slice(op.Reshape(matrix, [count, -1]), [0], [width], [1])
     if order is None:
         return rows
     inputs = op.Add(op.ReduceMax(order.inputs[1], keepdims=1), [1])
     none = op.Expand(op.constant(np.array(0, scale.dtype)), op.Concat(inputs, [count], axis=0))
     places = op.Unsqueeze(order.inputs[1], [1])
     return op.Transpose(op.ScatterND(none, places, op.Transpose(rows, perm=[1, 0]), reduction="add"), perm=[1, 0])
-
-
-def _divided(op: Builder, packed: Tensor, bits: int, shape: list[int]) -> Tensor:
-    """Bytes as the numbers in them, the one in the lowest bits first."""
-    if bits == 8:
-        return op.Reshape(packed, shape)
-    parts = []
-    for shift in range(0, 8, bits):
-        moved = op.BitShift(packed, np.uint8(shift), direction="RIGHT") if shift else packed
-        parts.append(op.Unsqueeze(op.BitwiseAnd(moved, np.uint8(2**bits - 1)), [-1]))
-    return op.Reshape(op.Concat(*parts, axis=-1), shape)
 
 
 def _cast(op: Builder, value: Tensor, like: Tensor) -> Tensor:
@@ -138,13 +127,13 @@ def _scale_of_product(node: Node) -> Tensor | None:
                 values += user.outputs
             elif user.op == "Mul":
                 others = [entry for entry in user.inputs if entry is not value]
-                constants = [entry for other in others for entry in _factors(other) if not entry.inputs]
+                products = [other.inputs[0] if other.inputs else None for other in others]
+                factors = [
+                    factor
+                    for other, node in zip(others, products, strict=True)
+                    for factor in (node.inputs if node is not None and node.op == "Mul" else [other])
+                ]
+                constants = [factor for factor in factors if not factor.inputs]
                 if len(constants) == 1:
                     return constants[0]
     return None
-
-
-def _factors(value: Tensor) -> Iterator[Tensor]:
-    """A value, or the factors of the product that it is."""
-    made_by = value.inputs[0] if value.inputs else None
-    yield from made_by.inputs if made_by is not None and made_by.op == "Mul" else [value]

@@ -20,9 +20,13 @@ from mionnx.graph.builder import Builder, sort_nodes
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
-PREFIX, TOKENS = "mionnx.rows", "input_ids"
-LENS_ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
-TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
+ROWS_PREFIX, INPUT_IDS = "mionnx.rows", "input_ids"
+LENS_ROWS, WHOLE, K, TRACKED = ROWS_PREFIX, f"{ROWS_PREFIX}.whole", f"{ROWS_PREFIX}.k", f"{ROWS_PREFIX}.tracked"
+TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
+    f"{ROWS_PREFIX}.top",
+    f"{ROWS_PREFIX}.top_ids",
+    f"{ROWS_PREFIX}.tracked_log_probs",
+)
 
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
@@ -32,7 +36,7 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
         streams: names of the residual streams, the one that the head reads last.
     """
     tensors = graph.tensors()
-    op = Builder(graph, LOGITS, PREFIX, report)
+    op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]
     readers = list(last.outputs)
     rows = op.input(LENS_ROWS, np.int64, 1)
@@ -93,7 +97,7 @@ class _Head:
         if not value.inputs:
             raise self._refusal()
         (node,) = value.inputs
-        if node.op == "Shape" and node.inputs[0].name == TOKENS:
+        if node.op == "Shape" and node.inputs[0].name == INPUT_IDS:
             return self._copy(node, [self._row_tokens()], value)
         inputs = [self._read(entry) for entry in node.inputs]
         if self._from_rows(value):
@@ -136,7 +140,7 @@ def _largest(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
         TRACKED_LOG_PROBS: (op.Sub(tracked, total), "t"),
     }
     for name, (value, axis) in outputs.items():
-        value.name, value.shape = name, ["batch", f"{PREFIX}.n", f"{PREFIX}.{axis}"]
+        value.name, value.shape = name, ["batch", f"{ROWS_PREFIX}.n", f"{ROWS_PREFIX}.{axis}"]
         graph.outputs.append(value)
         op.report.outputs.append(name)
 
@@ -145,6 +149,6 @@ def _cut(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
     """The logits of some rows only are an output."""
     index = next(i for i, output in enumerate(graph.outputs) if output is logits)
     part = op.Gather(logits, op.input(WHOLE, np.int64, 1), axis=1, dtype=logits.dtype)
-    logits.name, logits.shape = f"{PREFIX}.all", None
-    part.name, part.shape = LOGITS, ["batch", f"{PREFIX}.m", "vocab"]
+    logits.name, logits.shape = f"{ROWS_PREFIX}.all", None
+    part.name, part.shape = LOGITS, ["batch", f"{ROWS_PREFIX}.m", "vocab"]
     graph.outputs[index] = part

@@ -23,13 +23,13 @@ from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.stock_graph import (
-    KINDS,
+    KINDS_OF_CALLS,
     PADDED_BIT,
     PAST_BIT,
     PAST_TOKENS,
     ROWS_BIT,
     SEVERAL_BIT,
-    TOKENS,
+    SEVERAL_TOKENS,
     StockGraph,
     check_stock,
     described,
@@ -67,7 +67,7 @@ def try_all(model: HookedModel) -> dict[str, str]:
     if model.stock is None:
         return {}
     trial = Trial(model, model.stock)
-    kinds = [kind for kind in range(KINDS) if model.has_cache or not kind & PAST_BIT]
+    kinds = [kind for kind in range(KINDS_OF_CALLS) if model.has_cache or not kind & PAST_BIT]
     kinds = [kind for kind in kinds if kind & (PAST_BIT | SEVERAL_BIT) or not kind & PADDED_BIT]  # nothing before it
     return {described(kind): problem(model, kind, trial) for kind in kinds}
 
@@ -122,7 +122,7 @@ class Trial:
         model, outputs = self._model, {entry.name for entry in self._model.proto.graph.output}
         shared = [entry.name for entry in self._stock.proto.graph.output if entry.name in outputs]
         past = self._past(kind) if kind & PAST_BIT else None
-        batch = self._batch(kind, TOKENS if kind & SEVERAL_BIT else 1, past)
+        batch = self._batch(kind, SEVERAL_TOKENS if kind & SEVERAL_BIT else 1, past)
         feeds = {**batch.feeds(), **past_inputs(model, past, batch)}
         own, expected = self._own.run(shared, feeds), self._hooked.run(shared, feeds)
         return _difference(own, expected, batch, self._stock.allowed)

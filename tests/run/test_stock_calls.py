@@ -17,13 +17,22 @@ from onnx import numpy_helper
 from exporters.adopt import adopt
 from mionnx import HookSpec, MIModel
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.stock_graph import KINDS, PADDED_BIT, PAST_BIT, ROWS_BIT, SEVERAL_BIT, StockGraph, described, packed
+from mionnx.graph.stock_graph import (
+    KINDS_OF_CALLS,
+    PADDED_BIT,
+    PAST_BIT,
+    ROWS_BIT,
+    SEVERAL_BIT,
+    StockGraph,
+    described,
+    packed,
+)
 from mionnx.rewrite.plan import STOCK
 from mionnx.run import stock_calls
 from mionnx.run.stock_calls import CALLS_FILE, CALLS_LOCK, StockGraphWarning, Trial, problem, serves
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 7))
-WRONG = {ROWS_BIT | PAST_BIT | SEVERAL_BIT, *range(PADDED_BIT | PAST_BIT, KINDS)}
+WRONG = {ROWS_BIT | PAST_BIT | SEVERAL_BIT, *range(PADDED_BIT | PAST_BIT, KINDS_OF_CALLS)}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +133,7 @@ def test_a_kind_that_fails_runs_the_hooked_graph_and_is_said_once(folder, trials
 def test_all_kinds_by_the_command_line(folder, trials):
     told = json.loads(succeeded("adopt", "--check", "--calls", str(folder), "--json"))["calls"]
     assert [described(kind) for kind in trials] == [*told]
-    assert len(trials) == KINDS - 2  # padding before one token without a past would be all there is
+    assert len(trials) == KINDS_OF_CALLS - 2  # padding before one token without a past would be all there is
     assert {kind for kind in trials if told[described(kind)]} == WRONG
     # GroupQueryAttention refuses several rows of several tokens after a past: what does not run is not written down
     refused = {ROWS_BIT | PAST_BIT | SEVERAL_BIT, ROWS_BIT | PAST_BIT | SEVERAL_BIT | PADDED_BIT}

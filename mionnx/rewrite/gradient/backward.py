@@ -22,9 +22,9 @@ from mionnx.graph.dataflow import Axes, Facts, attributes, reads, subgraphs
 
 INT64 = TensorProto.INT64
 NARROW_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
-Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
-SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
+Upstream = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
+Rule = Callable[["Backward", NodeProto, Upstream], Mapping[int, str]]  # index of an input -> its cotangent
+SubgraphRule = Callable[["Backward", NodeProto, Upstream], Mapping[str, Sequence[str]]]  # value -> its cotangents
 
 
 class FreshNames:
@@ -51,10 +51,8 @@ class FreshNames:
 class Backward:
     """Adds nodes to a graph, `op.Mul(a, b)`, and goes back through others.
 
-    It is called as `mionnx.graph.builder.Builder` is: a method of every ONNX operator; inputs are names of values,
-    attributes keywords. It returns the name of the output, or with `outputs=n` a list of them. A number or list among
-    the inputs becomes a constant, of the type of the other operands where all have one, and else int64. Equal nodes are
-    added once.
+    It is called as `mionnx.graph.builder.Builder` is, with names of values for inputs. It returns the name of the
+    output, or with `outputs=n` a list of them. Equal nodes are added once.
 
     Attributes:
         active: values that the differentiated number depends on, and that depend on what it is differentiated by.
@@ -85,18 +83,20 @@ class Backward:
             raise AttributeError(operator)
         return partial(self._node, operator)
 
-    def _node(self, operator: str, *inputs: Any, outputs: int = 1, **given: Any) -> Any:
+    def _node(self, operator: str, *inputs: Any, outputs: int = 1, **settings: Any) -> Any:
         names = self._inputs(operator, inputs)
-        key = (operator, outputs, *names, repr(sorted(given.items()))) if operator not in self.subgraph_rules else None
-        made = self._known.get(key) if key else None
-        if made is None:
-            made = [self.names.fresh(operator) for _ in range(outputs)]
-            node = helper.make_node(operator, names, made, f"{made[0]}:{operator}", **given)
+        key = (
+            (operator, outputs, *names, repr(sorted(settings.items()))) if operator not in self.subgraph_rules else None
+        )
+        results = self._known.get(key) if key else None
+        if results is None:
+            results = [self.names.fresh(operator) for _ in range(outputs)]
+            node = helper.make_node(operator, names, results, f"{results[0]}:{operator}", **settings)
             self.nodes.append(node)
             self.facts.follow([node])
             if key:
-                self._known[key] = made
-        return made if outputs > 1 else made[0]
+                self._known[key] = results
+        return results if outputs > 1 else results[0]
 
     def _inputs(self, operator: str, inputs: Sequence[Any]) -> list[str]:
         peers = inputs[operator == "Where" :] if operator in ONE_DTYPE else ()
@@ -208,20 +208,20 @@ class Backward:
             return gradients.get(name)
 
         for node in reversed(nodes):
-            given = [settle(name) if self.is_active(name) else None for name in node.output]
-            if any(given) and any(self.is_active(name) for name in reads(node)):
-                for value, one in self._back_through(node, given):
+            upstream = [settle(name) if self.is_active(name) else None for name in node.output]
+            if any(upstream) and any(self.is_active(name) for name in reads(node)):
+                for value, one in self._back_through(node, upstream):
                     if self.is_active(value):
                         parts[value].append(one)
         return {name: total for name in list(parts) if (total := settle(name))}
 
-    def _back_through(self, node: NodeProto, given: Given) -> Iterable[tuple[str, str]]:
+    def _back_through(self, node: NodeProto, upstream: Upstream) -> Iterable[tuple[str, str]]:
         try:
             if subgraphs(node) and node.op_type in self.subgraph_rules:
-                several = self.subgraph_rules[node.op_type](self, node, given)
+                several = self.subgraph_rules[node.op_type](self, node, upstream)
                 return [(value, one) for value, ones in several.items() for one in ones]
             if node.op_type in self.rules:
-                return [(node.input[i], one) for i, one in self.rules[node.op_type](self, node, given).items()]
+                return [(node.input[i], one) for i, one in self.rules[node.op_type](self, node, upstream).items()]
         except GradientError as error:
             raise GradientError(f"{error}, at {node.op_type}, which makes {node.output[0]}") from error
         raise GradientError(f"{node.op_type}, which makes {node.output[0]}, has no rule of differentiation")

@@ -20,7 +20,7 @@ from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.gradient.subgraph import DIFFERENTIABLE, activity, prune
 from mionnx.rewrite.plan import gradient_name
 
-PREFIX = "mionnx.gradient"
+GRADIENT_PREFIX = "mionnx.gradient"
 
 
 def differentiate(
@@ -45,7 +45,7 @@ def differentiate(
     facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
     active = activity(nodes, facts, [*by, *(name for name in varying if facts.type(name) in DIFFERENTIABLE)], [of])
     _refuse_idle(of, by, active)
-    op = Backward(FreshNames(PREFIX), facts, active, rules, SUBGRAPH_RULES, opset(done))
+    op = Backward(FreshNames(GRADIENT_PREFIX), facts, active, rules, SUBGRAPH_RULES, opset(done))
     gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
     _refuse_constant(of, by, gradients)
     ends = [_output(op, done, name, gradients[name]) for name in by]
@@ -64,8 +64,8 @@ def _refuse_idle(of: str, by: Sequence[str], active: set[str]) -> None:
         raise GradientError(f"{of} does not depend on {idle[0]}{rest}: there is no gradient")
 
 
-def _refuse_constant(of: str, by: Sequence[str], found: Mapping[str, str]) -> None:
-    constant = [name for name in by if name not in found]
+def _refuse_constant(of: str, by: Sequence[str], gradients: Mapping[str, str]) -> None:
+    constant = [name for name in by if name not in gradients]
     if constant:
         rest = f", and {len(constant) - 1} more" * (len(constant) > 1)
         raise GradientError(

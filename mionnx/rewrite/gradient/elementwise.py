@@ -10,7 +10,7 @@ from math import pi, sqrt
 from onnx import NodeProto
 
 from mionnx.errors import GradientError
-from mionnx.rewrite.gradient.backward import Backward, Given, Rule
+from mionnx.rewrite.gradient.backward import Backward, Rule, Upstream
 
 OfOne = Callable[[Backward, str, str, str], str]  # (op, x, y, dy) -> dx
 
@@ -18,8 +18,8 @@ OfOne = Callable[[Backward, str, str, str], str]  # (op, x, y, dy) -> dx
 def of_one(function: OfOne) -> Rule:
     """The rule of an operator of one input."""
 
-    def rule(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-        return {0: function(op, node.input[0], node.output[0], str(given[0]))}
+    def rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+        return {0: function(op, node.input[0], node.output[0], str(upstream[0]))}
 
     return rule
 
@@ -30,72 +30,52 @@ def summed(op: Backward, node: NodeProto, parts: Mapping[int, Callable[[], str]]
     return {i: op.unbroadcast(make(), node.input[i], wide) for i, make in parts.items() if op.is_active(node.input[i])}
 
 
-def _add(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return summed(op, node, dict.fromkeys(range(len(node.input)), lambda: str(given[0])))
+def _add(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return summed(op, node, dict.fromkeys(range(len(node.input)), lambda: str(upstream[0])))
 
 
-def _sub(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return summed(op, node, {0: lambda: str(given[0]), 1: lambda: op.Neg(given[0])})
+def _sub(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return summed(op, node, {0: lambda: str(upstream[0]), 1: lambda: op.Neg(upstream[0])})
 
 
-def _mul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, y = node.input
-    return summed(op, node, {0: lambda: op.Mul(given[0], y), 1: lambda: op.Mul(given[0], x)})
+    return summed(op, node, {0: lambda: op.Mul(upstream[0], y), 1: lambda: op.Mul(upstream[0], x)})
 
 
-def _div(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    y, dy = node.input[1], given[0]
+def _div(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    y, dy = node.input[1], upstream[0]
     parts = {0: lambda: op.Div(dy, y), 1: lambda: op.Neg(op.Div(op.Mul(dy, node.output[0]), y))}
     return summed(op, node, parts)
 
 
-def _extreme(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _extreme(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Max, Min: where several inputs are the extreme one, each has its share, as in torch."""
     y = node.output[0]
     hits = [op.Cast(op.Equal(x, y), to=op.facts.type(y)) for x in node.input]
-    share = op.Div(given[0], op.sum(hits))
+    share = op.Div(upstream[0], op.sum(hits))
     return summed(op, node, {i: partial(op.Mul, share, hit) for i, hit in enumerate(hits)})
 
 
-def _where(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    test, dy = node.input[0], given[0]
+def _where(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    test, dy = node.input[0], upstream[0]
     return summed(op, node, {1: lambda: op.Where(test, dy, 0.0), 2: lambda: op.Where(test, 0.0, dy)})
 
 
-def _pow(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _pow(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, p = node.input
     if op.is_active(p):
         raise GradientError("there is no gradient by an exponent")
     exponent = op.facts.number(p)
     if exponent is not None and exponent.size == 1 and float(exponent.ravel()[0]) == 2:
-        return {0: op.Mul(given[0], op.Mul(x, 2.0))}
+        return {0: op.Mul(upstream[0], op.Mul(x, 2.0))}
     power = op.CastLike(p, x)
-    return summed(op, node, {0: lambda: op.Mul(given[0], op.Mul(op.Pow(x, op.Sub(power, 1.0)), power))})
+    return summed(op, node, {0: lambda: op.Mul(upstream[0], op.Mul(op.Pow(x, op.Sub(power, 1.0)), power))})
 
 
-def _sigmoid(op: Backward, x: str, y: str, dy: str) -> str:
-    return str(op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
-
-
-def _relu(op: Backward, x: str, y: str, dy: str) -> str:
-    return str(op.Where(op.Greater(x, 0.0), dy, 0.0))
-
-
-def _clip(op: Backward, x: str, y: str, dy: str) -> str:
-    return str(op.Where(op.Equal(x, y), dy, 0.0))
-
-
-def _cast(op: Backward, x: str, y: str, dy: str) -> str:
-    return str(op.Cast(dy, to=op.facts.type(x)))
-
-
-def _erf(op: Backward, x: str, y: str, dy: str) -> str:
-    return str(op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / sqrt(pi))))
-
-
-def _gelu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _gelu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     exact = op.attribute(node, "approximate", "none") == "none"
-    return {0: op.Mul(given[0], (_gelu_slope if exact else _gelu_tanh_slope)(op, node.input[0]))}
+    return {0: op.Mul(upstream[0], (_gelu_slope if exact else _gelu_tanh_slope)(op, node.input[0]))}
 
 
 def _gelu_slope(op: Backward, x: str) -> str:
@@ -115,43 +95,39 @@ def _gelu_tanh_slope(op: Backward, x: str) -> str:
     return str(op.Add(op.Mul(op.Add(t, 1.0), 0.5), op.Mul(op.Mul(op.Mul(x, 0.5), rest), steep)))
 
 
-def _swish(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _swish(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """The slope of x s(a x) is s + a x s (1 - s), with the sigmoid s."""
     x, alpha = node.input[0], op.attribute(node, "alpha", 1.0)
     s = op.Sigmoid(op.Mul(x, alpha))
     inner = op.Mul(op.Mul(x, alpha), op.Sub(1.0, s))
-    return {0: op.Mul(given[0], op.Mul(s, op.Add(inner, 1.0)))}
+    return {0: op.Mul(upstream[0], op.Mul(s, op.Add(inner, 1.0)))}
 
 
-def _leaky(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _leaky(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, alpha = node.input[0], op.attribute(node, "alpha", 0.01)
-    return {0: op.Where(op.Greater(x, 0.0), given[0], op.Mul(given[0], alpha))}
+    return {0: op.Where(op.Greater(x, 0.0), upstream[0], op.Mul(upstream[0], alpha))}
 
 
-def _elu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _elu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, alpha = node.input[0], op.attribute(node, "alpha", 1.0)
-    below = op.Mul(given[0], op.Add(node.output[0], alpha))
-    return {0: op.Where(op.Greater(x, 0.0), given[0], below)}
-
-
-def _passed(op: Backward, x: str, y: str, dy: str) -> str:
-    return dy
+    below = op.Mul(upstream[0], op.Add(node.output[0], alpha))
+    return {0: op.Where(op.Greater(x, 0.0), upstream[0], below)}
 
 
 OF_ONE: dict[str, OfOne] = {
     "Abs": lambda op, x, y, dy: op.Mul(dy, op.Sign(x)),
-    "Cast": _cast,
-    "CastLike": _cast,
-    "Clip": _clip,
+    "Cast": lambda op, x, y, dy: op.Cast(dy, to=op.facts.type(x)),
+    "CastLike": lambda op, x, y, dy: op.Cast(dy, to=op.facts.type(x)),
+    "Clip": lambda op, x, y, dy: op.Where(op.Equal(x, y), dy, 0.0),
     "Cos": lambda op, x, y, dy: op.Neg(op.Mul(dy, op.Sin(x))),
-    "Erf": _erf,
+    "Erf": lambda op, x, y, dy: op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / sqrt(pi))),
     "Exp": lambda op, x, y, dy: op.Mul(dy, y),
-    "Identity": _passed,
+    "Identity": lambda op, x, y, dy: dy,
     "Log": lambda op, x, y, dy: op.Div(dy, x),
     "Neg": lambda op, x, y, dy: op.Neg(dy),
     "Reciprocal": lambda op, x, y, dy: op.Neg(op.Mul(dy, op.Mul(y, y))),
-    "Relu": _relu,
-    "Sigmoid": _sigmoid,
+    "Relu": lambda op, x, y, dy: op.Where(op.Greater(x, 0.0), dy, 0.0),
+    "Sigmoid": lambda op, x, y, dy: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))),
     "Sin": lambda op, x, y, dy: op.Mul(dy, op.Cos(x)),
     "Softplus": lambda op, x, y, dy: op.Mul(dy, op.Sigmoid(x)),
     "Sqrt": lambda op, x, y, dy: op.Div(op.Mul(dy, 0.5), y),

@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, helper
 
 from mionnx.graph.dataflow import attributes, from_outside
-from mionnx.rewrite.gradient.backward import Backward, Given
+from mionnx.rewrite.gradient.backward import Backward, Upstream
 from mionnx.rewrite.gradient.subgraph import Copy, activity, copy_of, declared, infer_inside, prune
 
 
@@ -26,13 +25,6 @@ class Loop:
 
     node: NodeProto
     body: GraphProto
-
-    @staticmethod
-    def of(node: NodeProto) -> "Loop":
-        """Read a node; its body is copied, since the node is changed later."""
-        body = GraphProto()
-        body.CopyFrom(attributes(node)["body"])
-        return Loop(node, body)
 
     @cached_property
     def reading(self) -> int:
@@ -59,17 +51,17 @@ class Loop:
         return [*attributes(self.node).get(f"scan_{name}", [0] * count)]
 
 
-def scan_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Sequence[str]]:
+def scan_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str, Sequence[str]]:
     """The cotangents of a `Scan`'s inputs, and of what its body takes from outside."""
-    loop = Loop.of(node)
+    loop = Loop(node, GraphProto.FromString(attributes(node)["body"].SerializeToString()))  # the node changes below
     befores = _keep_states(op, loop)
     inner = _inside(op, loop)
     outside = [name for name in from_outside(loop.body) if op.is_active(name)]
     active = [i for i in range(loop.states, len(loop.inputs)) if op.is_active(loop.inputs[i])]
-    live = [k for k in range(loop.writing) if given[loop.states + k]]
+    live = [k for k in range(loop.writing) if upstream[loop.states + k]]
     body = _backwards(op, loop, inner, outside, active, live)
-    first = [one or op.zeros(name) for one, name in zip(given, loop.inputs[: loop.states], strict=False)]
-    scanned = [*befores, *loop.inputs[loop.states :], *(str(given[loop.states + k]) for k in live)]
+    first = [one or op.zeros(name) for one, name in zip(upstream, loop.inputs[: loop.states], strict=False)]
+    scanned = [*befores, *loop.inputs[loop.states :], *(str(upstream[loop.states + k]) for k in live)]
     results = op.Scan(
         *first,
         *(op.zeros(name) for name in outside),
@@ -93,11 +85,7 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
     out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
     directions = {
         "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
-        "scan_input_directions": [
-            *[1] * loop.states,
-            *(1 - way for way in in_ways),
-            *(1 - out_ways[k] for k in live),
-        ],
+        "scan_input_directions": [*[1] * loop.states, *(1 - way for way in in_ways), *(1 - out_ways[k] for k in live)],
         "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
         "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
     }
@@ -118,31 +106,27 @@ def _keep_states(op: Backward, loop: Loop) -> list[str]:
     node.output.extend([*[""] * missing, *befores])
     for name in ("output_axes", "output_directions"):
         settings = [*loop.setting(name, loop.writing), *[0] * loop.states]
-        _set(node, f"scan_{name}", settings)
+        for one in [one for one in node.attribute if one.name == f"scan_{name}"]:
+            node.attribute.remove(one)
+        node.attribute.append(helper.make_attribute(f"scan_{name}", settings))
     return befores
-
-
-def _set(node: NodeProto, name: str, value: Any) -> None:
-    for one in [one for one in node.attribute if one.name == name]:
-        node.attribute.remove(one)
-    node.attribute.append(helper.make_attribute(name, value))
 
 
 def _inside(op: Backward, loop: Loop) -> Copy:
     """A copy of the body, with the types and shapes that follow from the loop's inputs."""
-    given = {value.name: op.names.fresh(value.name) for value in loop.body.input}
-    inner = copy_of(loop.body, op.names, op.facts, given)
+    names = {value.name: op.names.fresh(value.name) for value in loop.body.input}
+    inner = copy_of(loop.body, op.names, op.facts, names)
     axes = loop.setting("input_axes", loop.reading)
     for i, (value, whole) in enumerate(zip(loop.body.input, loop.inputs, strict=True)):
-        name = given[value.name]
+        name = names[value.name]
         inner.facts.types[name] = op.facts.type(whole)
         if (shape := op.facts.shapes.get(whole)) is not None:
             dims = [*shape]
             if i >= loop.states:
                 del dims[axes[i - loop.states]]
-            told = inner.facts.shapes.get(name, tuple(dims))
+            declared_dims = inner.facts.shapes.get(name, tuple(dims))
             inner.facts.shapes[name] = tuple(
-                own if isinstance(own, int) else one for own, one in zip(dims, told, strict=True)
+                own if isinstance(own, int) else one for own, one in zip(dims, declared_dims, strict=True)
             )
     inner.facts.follow(inner.nodes)
     infer_inside(inner.nodes, inner.facts, op.opset)
@@ -185,10 +169,10 @@ def _summed(back: Backward, starts: Sequence[tuple[str, str]]) -> dict[str, str]
     return {end: back.sum(ones) for end, ones in parts.items()}
 
 
-def _output(back: Backward, found: Mapping[str, str], value: str, extra: str | None) -> onnx.ValueInfoProto:
+def _output(back: Backward, gradients: Mapping[str, str], value: str, extra: str | None) -> onnx.ValueInfoProto:
     """An output of the backward body: a value's cotangent, plus that of the other steps."""
-    made = found.get(value) or back.zeros(value)
+    step = gradients.get(value) or back.zeros(value)
     name = back.names.fresh("out")
-    node = helper.make_node("Add", [extra, made], [name]) if extra else helper.make_node("Identity", [made], [name])
+    node = helper.make_node("Add", [extra, step], [name]) if extra else helper.make_node("Identity", [step], [name])
     back.nodes.append(node)
     return declared(back.facts, name, value)

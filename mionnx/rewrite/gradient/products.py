@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
+from mionnx.graph.builder import integers_of_bytes
 from mionnx.graph.packed_weight import PACKED_BITS
-from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Given, Rule
+from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Rule, Upstream
 
 BLOCKED = 21  # opset since which DequantizeLinear has blocks
 
 
-def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _matmul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """With y = x w: dx = dy w^T, dw = x^T dy, each summed over broadcast axes ahead."""
     x, w = node.input
     out, first, second = (op.facts.shapes.get(name) for name in (node.output[0], x, w))
@@ -21,15 +22,15 @@ def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     cotangents = {}
     if op.is_active(x):
         wide = None if ahead is None else (*ahead, *first[-2:])
-        cotangents[0] = op.unbroadcast(op.MatMul(given[0], op.turned(w)), x, wide)
+        cotangents[0] = op.unbroadcast(op.MatMul(upstream[0], op.turned(w)), x, wide)
     if op.is_active(w):
         wide = None if ahead is None else (*ahead, *second[-2:])
-        cotangents[1] = op.unbroadcast(op.MatMul(op.turned(x), given[0]), w, wide)
+        cotangents[1] = op.unbroadcast(op.MatMul(op.turned(x), upstream[0]), w, wide)
     return cotangents
 
 
-def _gemm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    x, w, dy, cotangents = node.input[0], node.input[1], given[0], {}
+def _gemm(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    x, w, dy, cotangents = node.input[0], node.input[1], upstream[0], {}
     turned_x, turned_w = op.attribute(node, "transA", 0), op.attribute(node, "transB", 0)
     alpha, beta = op.attribute(node, "alpha", 1.0), op.attribute(node, "beta", 1.0)
     if op.is_active(x):
@@ -48,21 +49,21 @@ def _gemm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     return cotangents
 
 
-def _softmax(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _softmax(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """dx = y (dy - sum(y dy))."""
     y, axis = node.output[0], op.attribute(node, "axis", -1)
-    inner = op.ReduceSum(op.Mul(given[0], y), [axis], keepdims=1)
-    return {0: op.Mul(op.Sub(given[0], inner), y)}
+    inner = op.ReduceSum(op.Mul(upstream[0], y), [axis], keepdims=1)
+    return {0: op.Mul(op.Sub(upstream[0], inner), y)}
 
 
-def _log_softmax(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _log_softmax(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """dx = dy - softmax(x) sum(dy)."""
     axis = op.attribute(node, "axis", -1)
-    total = op.ReduceSum(given[0], [axis], keepdims=1)
-    return {0: op.Sub(given[0], op.Mul(op.Exp(node.output[0]), total))}
+    total = op.ReduceSum(upstream[0], [axis], keepdims=1)
+    return {0: op.Sub(upstream[0], op.Mul(op.Exp(node.output[0]), total))}
 
 
-def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]:
+def _norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]:
     """A norm's normed value, the scale it divides by, its axes, and the element type of both.
 
     The last is float32 for float16 and bfloat16, where the operator itself computes in it (`stash_type`).
@@ -81,39 +82,39 @@ def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]
     return str(op.Div(value, scale)), str(scale), axes, inner
 
 
-def _norm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def norm_rule(op: Backward, node: NodeProto, upstream: Upstream, frozen: bool = False) -> Mapping[int, str]:
     """dx = (g - mean(g) - n mean(g n)) / s, with n = (x - mean) / s and g = dy w.
 
-    An RMS norm subtracts no mean of x, and none of g.
+    An RMS norm subtracts no mean of x, and none of g. A frozen norm takes s for a constant: no n mean(g n).
     """
-    normed, scale, axes, inner = norm_parts(op, node)
+    normed, scale, axes, inner = _norm_parts(op, node)
     kind = op.facts.type(node.input[0])
     narrow = inner != kind
-    dy, weight = (op.Cast(one, to=inner) if narrow else one for one in (given[0], node.input[1]))
+    dy, weight = (op.Cast(one, to=inner) if narrow else one for one in (upstream[0], node.input[1]))
     g = op.Mul(dy, weight)
-    centred = op.Sub(g, op.Mul(normed, op.ReduceMean(op.Mul(g, normed), axes, keepdims=1)))
+    centred = g if frozen else op.Sub(g, op.Mul(normed, op.ReduceMean(op.Mul(g, normed), axes, keepdims=1)))
     if node.op_type == "LayerNormalization":
         centred = op.Sub(centred, op.ReduceMean(g, axes, keepdims=1))
     centred = op.Div(centred, scale)
     return {0: op.Cast(centred, to=kind) if narrow else centred}
 
 
-def _rotary(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _rotary(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """A rotation backwards: the same with the other sign of the sine."""
     cos, sin, *rest = node.input[1:]
     own = {name: op.attribute(node, name, 0) for name in (one.name for one in node.attribute)}
-    return {0: op.RotaryEmbedding(given[0], cos, op.Neg(sin), *rest, **own)}
+    return {0: op.RotaryEmbedding(upstream[0], cos, op.Neg(sin), *rest, **own)}
 
 
-def _matmul_nbits(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _matmul_nbits(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """With y = x w^T + b: dx = dy w, db = dy summed."""
     if any(op.is_active(name) for name in node.input[1:5] if name):
         raise GradientError("there is no gradient by the blocks of a weight")
     cotangents = {}
     if op.is_active(node.input[0]):
-        cotangents[0] = op.MatMul(given[0], _numbers(op, node))
+        cotangents[0] = op.MatMul(upstream[0], _numbers(op, node))
     if len(node.input) > 5 and node.input[5] and op.is_active(node.input[5]):
-        cotangents[5] = op.unbroadcast(str(given[0]), node.input[5], op.facts.shapes.get(node.output[0]))
+        cotangents[5] = op.unbroadcast(str(upstream[0]), node.input[5], op.facts.shapes.get(node.output[0]))
     return cotangents
 
 
@@ -128,12 +129,12 @@ def _numbers(op: Backward, node: NodeProto) -> str:
     blocks = -(-width // block)
     # A runtime takes the integers out of their bytes once. ONNX Runtime computes a DequantizeLinear anew in each call,
     # and keeps no copy: the graph holds a byte for each number of 4 bits, and floats of one matrix at a time.
-    integers = op.Reshape(_divided(op, packed, bits), [count, blocks * block])
+    integers = op.Reshape(integers_of_bytes(op, packed, bits), [count, blocks * block])
     scales = op.Reshape(scale, [count, blocks])
     if (zero and op.facts.type(zero) != TensorProto.UINT8) or op.opset < BLOCKED:
         whole = _of_fractions(op, integers, scales, zero, (count, blocks, block, bits))
     elif zero:
-        points = op.Reshape(_divided(op, zero, bits), [count, -1])
+        points = op.Reshape(integers_of_bytes(op, zero, bits), [count, -1])
         whole = op.DequantizeLinear(integers, scales, op.Slice(points, [0], [blocks], [1]), axis=1, block_size=block)
     else:
         middle = op.Expand(op.constant(2 ** (bits - 1), packed), [count, blocks])
@@ -148,7 +149,7 @@ def _of_fractions(op: Backward, integers: str, scales: str, zero: str, sizes: tu
     if not zero:
         points = op.constant(2 ** (bits - 1), scales)
     elif op.facts.type(zero) == TensorProto.UINT8:
-        divided = op.Reshape(_divided(op, zero, bits), [count, -1])
+        divided = op.Reshape(integers_of_bytes(op, zero, bits), [count, -1])
         points = op.Unsqueeze(op.CastLike(op.Slice(divided, [0], [blocks], [1]), scales), [2])
     else:
         points = op.Reshape(zero, [count, blocks, 1])
@@ -156,24 +157,13 @@ def _of_fractions(op: Backward, integers: str, scales: str, zero: str, sizes: tu
     return str(op.Reshape(whole, [count, blocks * block]))
 
 
-def _divided(op: Backward, packed: str, bits: int) -> str:
-    """Bytes as the numbers in them, the one in the lowest bits first, along a new last axis."""
-    if bits == 8:
-        return packed
-    parts = []
-    for shift in range(0, 8, bits):
-        moved = op.BitShift(packed, op.constant(shift, packed), direction="RIGHT") if shift else packed
-        parts.append(op.Unsqueeze(op.BitwiseAnd(moved, op.constant(2**bits - 1, packed)), [-1]))
-    return str(op.Concat(*parts, axis=-1))
-
-
 PRODUCT_RULES: dict[str, Rule] = {
     "Gemm": _gemm,
-    "LayerNormalization": _norm,
+    "LayerNormalization": norm_rule,
     "LogSoftmax": _log_softmax,
     "MatMul": _matmul,
     "MatMulNBits": _matmul_nbits,
-    "RMSNormalization": _norm,
+    "RMSNormalization": norm_rule,
     "RotaryEmbedding": _rotary,
     "Softmax": _softmax,
 }

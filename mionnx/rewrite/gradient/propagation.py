@@ -7,8 +7,6 @@ derivative does not:
 2. Activations are the value times a constant: `x f(x)` takes f for the constant, others take y / x.
 3. A product of two values gives half to each: gate times up, an expert times its weight.
 4. An attention pattern is a constant: it only mixes values.
-
-Rules are chosen by the structure of the graph: what a factor follows from, not what a node is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,39 +16,16 @@ from math import pi, sqrt
 from onnx import NodeProto
 
 from mionnx.graph.dataflow import reads
-from mionnx.rewrite.gradient.backward import Backward, Given, Rule
+from mionnx.rewrite.gradient.backward import Backward, Rule, Upstream
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES, of_one, summed
-from mionnx.rewrite.gradient.products import PRODUCT_RULES, norm_parts
+from mionnx.rewrite.gradient.products import PRODUCT_RULES, norm_rule
 
 PASSED_ON = ("Identity", "Cast", "CastLike")
 SCALING = ("Mul", "Div")  # by what is no function of the input
 CURVES = ("Sigmoid", "Tanh", "Erf", "Relu", "Exp", "Softplus", "Neg", "Add", "Sub", "Pow", "Clip", "Reciprocal", "Log")
 ALONE = (*PASSED_ON, *SCALING, *CURVES)  # operators that work on each number alone
-MOVING = (
-    *PASSED_ON,
-    *SCALING,
-    "Where",
-    "Reshape",
-    "Transpose",
-    "Expand",
-    "Squeeze",
-    "Unsqueeze",
-    "Slice",
-    "Split",
-)
-ROOTS = (
-    *PASSED_ON,
-    *SCALING,
-    "Sqrt",
-    "Pow",
-    "Reciprocal",
-    "Add",
-    "Max",
-    "Clip",
-    "Expand",
-    "Unsqueeze",
-    "Reshape",
-)
+MOVING = (*PASSED_ON, *SCALING, "Where", "Reshape", "Transpose", "Expand", "Squeeze", "Unsqueeze", "Slice", "Split")
+ROOTS = (*PASSED_ON, *SCALING, "Sqrt", "Pow", "Reciprocal", "Add", "Max", "Clip", "Expand", "Unsqueeze", "Reshape")
 AVERAGES = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 
 
@@ -97,13 +72,13 @@ def _is_scale(op: Backward, name: str) -> bool:
     return bool(kinds & {"ReduceL2"} or (kinds & {"Sqrt", "Pow"} and kinds & {*AVERAGES}))
 
 
-def _mul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """A factor of its own function takes all, a norm's scale nothing, two values half each."""
     x, y = node.input
-    dy = str(given[0])
+    dy = str(upstream[0])
     parts: dict[int, Callable[[], str]] = {0: lambda: op.Mul(dy, y), 1: lambda: op.Mul(dy, x)}
     factors = [i for i, name in enumerate((x, y)) if op.is_active(name)]
-    if len(factors) == 2:
+    if len(factors) == 2:  # what a factor follows from decides, not what a node is called
         factors = _sides(op, x, y)
         if len(factors) == 2:
             half = op.Mul(dy, 0.5)
@@ -120,20 +95,8 @@ def _sides(op: Backward, x: str, y: str) -> list[int]:
     return [0, 1]
 
 
-def _root_of_squares(rule: Rule, op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {} if _is_scale(op, node.output[0]) else rule(op, node, given)
-
-
-def _norm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    """dx = (g - mean(g)) / s with g = dy w; an RMS norm subtracts no mean."""
-    _, scale, axes, inner = norm_parts(op, node)
-    kind = op.facts.type(node.input[0])
-    dy, weight = (op.Cast(one, to=inner) if inner != kind else one for one in (given[0], node.input[1]))
-    made = op.Mul(dy, weight)
-    if node.op_type == "LayerNormalization":
-        made = op.Sub(made, op.ReduceMean(made, axes, keepdims=1))
-    made = op.Div(made, scale)
-    return {0: op.Cast(made, to=kind) if inner != kind else made}
+def _root_of_squares(rule: Rule, op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {} if _is_scale(op, node.output[0]) else rule(op, node, upstream)
 
 
 def _share(op: Backward, x: str, y: str, dy: str) -> str:
@@ -142,7 +105,7 @@ def _share(op: Backward, x: str, y: str, dy: str) -> str:
     return str(op.Where(zero, dy, op.Mul(dy, op.Div(y, op.Where(zero, 1.0, x)))))
 
 
-def _gelu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _gelu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """dx = dy Phi(x), or what the approximation has in its place."""
     x = node.input[0]
     if op.attribute(node, "approximate", "none") == "none":
@@ -150,34 +113,34 @@ def _gelu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     else:
         r = sqrt(2 / pi)
         inner = op.Tanh(op.Mul(x, op.Add(op.Mul(op.Mul(x, x), r * 0.044715), r)))
-    return {0: op.Mul(given[0], op.Mul(op.Add(inner, 1.0), 0.5))}
+    return {0: op.Mul(upstream[0], op.Mul(op.Add(inner, 1.0), 0.5))}
 
 
-def _swish(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _swish(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x = node.input[0]
-    return {0: op.Mul(given[0], op.Sigmoid(op.Mul(x, op.attribute(node, "alpha", 1.0))))}
+    return {0: op.Mul(upstream[0], op.Sigmoid(op.Mul(x, op.attribute(node, "alpha", 1.0))))}
 
 
-def _square(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _square(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """x^p takes x^(p - 1) for the constant, unless it is a part of a norm's scale."""
     x, p = node.input
     exponent = op.facts.number(p)
     if exponent is None or exponent.size != 1 or float(exponent.ravel()[0]) < 1:
-        return _root_of_squares(ELEMENTWISE_RULES["Pow"], op, node, given)
+        return _root_of_squares(ELEMENTWISE_RULES["Pow"], op, node, upstream)
     power = op.Sub(op.CastLike(p, x), 1.0)
-    return summed(op, node, {0: lambda: op.Mul(given[0], op.Pow(x, power))})
+    return summed(op, node, {0: lambda: op.Mul(upstream[0], op.Pow(x, power))})
 
 
-def _mix(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _mix(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """A product of a softmax, moved and masked, goes back to the other factor alone."""
     if any(one.op_type == "Softmax" for one in _steps(op, node.input[0], MOVING)) and op.is_active(node.input[1]):
-        return {i: one for i, one in PRODUCT_RULES["MatMul"](op, node, given).items() if i == 1}
-    return PRODUCT_RULES["MatMul"](op, node, given)
+        return {i: one for i, one in PRODUCT_RULES["MatMul"](op, node, upstream).items() if i == 1}
+    return PRODUCT_RULES["MatMul"](op, node, upstream)
 
 
 FROZEN_NORMS: Mapping[str, Rule] = {
-    "LayerNormalization": _norm,
-    "RMSNormalization": _norm,
+    "LayerNormalization": partial(norm_rule, frozen=True),
+    "RMSNormalization": partial(norm_rule, frozen=True),
     "Sqrt": partial(_root_of_squares, ELEMENTWISE_RULES["Sqrt"]),
     "Pow": partial(_root_of_squares, ELEMENTWISE_RULES["Pow"]),
 }

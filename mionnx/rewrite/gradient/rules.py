@@ -6,7 +6,7 @@ from typing import Any
 from onnx import GraphProto, NodeProto, helper
 
 from mionnx.graph.dataflow import from_outside, subgraphs
-from mionnx.rewrite.gradient.backward import Backward, Given, Rule, SubgraphRule
+from mionnx.rewrite.gradient.backward import Backward, Rule, SubgraphRule, Upstream
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE_RULES
 from mionnx.rewrite.gradient.loops import scan_rule
 from mionnx.rewrite.gradient.products import PRODUCT_RULES
@@ -30,42 +30,42 @@ def _kept(op: Backward, node: NodeProto, value: str) -> str:
     return str(op.Unsqueeze(value, [*range(op.rank(node.input[0]))] if axes is None else axes))
 
 
-def _sum(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Expand(_kept(op, node, str(given[0])), op.Shape(node.input[0]))}
+def _sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Expand(_kept(op, node, str(upstream[0])), op.Shape(node.input[0]))}
 
 
-def _mean(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _mean(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, y = node.input[0], node.output[0]
     count = op.CastLike(op.Div(op.Size(x), op.Size(y)), x)
-    return {0: op.Expand(op.Div(_kept(op, node, str(given[0])), count), op.Shape(x))}
+    return {0: op.Expand(op.Div(_kept(op, node, str(upstream[0])), count), op.Shape(x))}
 
 
-def _sum_of_squares(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Mul(_kept(op, node, str(given[0])), op.Mul(node.input[0], 2.0))}
+def _sum_of_squares(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Mul(_kept(op, node, str(upstream[0])), op.Mul(node.input[0], 2.0))}
 
 
-def _length(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _length(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """The root of a sum of squares: dx = dy x / y."""
-    share = op.Div(_kept(op, node, str(given[0])), _kept(op, node, node.output[0]))
+    share = op.Div(_kept(op, node, str(upstream[0])), _kept(op, node, node.output[0]))
     return {0: op.Mul(node.input[0], share)}
 
 
-def _extreme(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _extreme(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Several numbers that are the extreme one share its cotangent, as in torch's amax."""
     x, axes = node.input[0], _axes(op, node)
     hits = op.Cast(op.Equal(x, _kept(op, node, node.output[0])), to=op.facts.type(x))
     count = op.ReduceSum(hits, *([] if axes is None else [axes]), keepdims=1)
-    return {0: op.Mul(hits, op.Div(_kept(op, node, str(given[0])), count))}
+    return {0: op.Mul(hits, op.Div(_kept(op, node, str(upstream[0])), count))}
 
 
-def _log_sum_exp(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _log_sum_exp(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     share = op.Exp(op.Sub(node.input[0], _kept(op, node, node.output[0])))
-    return {0: op.Mul(_kept(op, node, str(given[0])), share)}
+    return {0: op.Mul(_kept(op, node, str(upstream[0])), share)}
 
 
-def _running_sum(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _running_sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     reverse, exclusive = op.attribute(node, "reverse", 0), op.attribute(node, "exclusive", 0)
-    return {0: op.CumSum(given[0], node.input[1], reverse=1 - reverse, exclusive=exclusive)}
+    return {0: op.CumSum(upstream[0], node.input[1], reverse=1 - reverse, exclusive=exclusive)}
 
 
 REDUCTIONS: dict[str, Rule] = {
@@ -80,25 +80,22 @@ REDUCTIONS: dict[str, Rule] = {
 }
 
 
-def if_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Sequence[str]]:
+def if_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str, Sequence[str]]:
     """The cotangents of what the branches of an `If` take from outside."""
     taken = dict.fromkeys(name for graph in subgraphs(node) for name in from_outside(graph))
     active = [name for name in taken if op.is_active(name)]
-    branches = {one.name: _backwards(op, one.g, active, given) for one in node.attribute}
+    branches = {one.name: _backwards(op, one.g, active, upstream) for one in node.attribute}
     results = op.If(node.input[0], outputs=len(active), **branches)
-    op.facts.types |= {new: op.facts.type(name) for name, new in zip(active, _listed(results), strict=True)}
-    return {name: [one] for name, one in zip(active, _listed(results), strict=True)}
+    results = [results] if isinstance(results, str) else results
+    op.facts.types |= {new: op.facts.type(name) for name, new in zip(active, results, strict=True)}
+    return {name: [one] for name, one in zip(active, results, strict=True)}
 
 
-def _listed(made: str | list[str]) -> list[str]:
-    return [made] if isinstance(made, str) else made
-
-
-def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], given: Given) -> GraphProto:
+def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], upstream: Upstream) -> GraphProto:
     """The backward branch: cotangents of the wanted values from those of the outputs."""
     inner = copy_of(graph, op.names, op.facts)
     ends = [inner.name(value.name) for value in graph.output]
-    live = {end: one for end, one in zip(ends, given, strict=True) if one}
+    live = {end: one for end, one in zip(ends, upstream, strict=True) if one}
     back = op.inside(inner.facts, activity(inner.nodes, inner.facts, wanted, live) | {*wanted})
     gradients = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
     outputs = []

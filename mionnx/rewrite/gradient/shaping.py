@@ -6,58 +6,58 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
-from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Given, Rule, numbers
+from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Rule, Upstream, numbers
 
 
-def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Reshape(given[0], op.Shape(node.input[0]), allowzero=1)}
+def _reshape(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Reshape(upstream[0], op.Shape(node.input[0]), allowzero=1)}
 
 
-def _unsqueeze(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Squeeze(given[0], node.input[1])}
+def _unsqueeze(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Squeeze(upstream[0], node.input[1])}
 
 
-def _squeeze(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Unsqueeze(given[0], node.input[1])} if len(node.input) > 1 else _reshape(op, node, given)
+def _squeeze(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Unsqueeze(upstream[0], node.input[1])} if len(node.input) > 1 else _reshape(op, node, upstream)
 
 
-def _transpose(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _transpose(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     perm = op.attribute(node, "perm", None) or [*range(op.rank(node.input[0]))][::-1]
-    return {0: op.Transpose(given[0], perm=[int(i) for i in np.argsort(perm)])}
+    return {0: op.Transpose(upstream[0], perm=[int(i) for i in np.argsort(perm)])}
 
 
-def _expand(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.unbroadcast(str(given[0]), node.input[0], op.facts.shapes.get(node.output[0]))}
+def _expand(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.unbroadcast(str(upstream[0]), node.input[0], op.facts.shapes.get(node.output[0]))}
 
 
-def _tile(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _tile(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Each axis is split into its repeats and its own length; the repeats are summed."""
     x, rank = node.input[0], op.rank(node.input[0])
     pairs = op.Concat(op.Unsqueeze(node.input[1], [1]), op.Unsqueeze(op.Shape(x), [1]), axis=1)
-    split = op.Reshape(given[0], op.Reshape(pairs, [-1]), allowzero=1)
+    split = op.Reshape(upstream[0], op.Reshape(pairs, [-1]), allowzero=1)
     return {0: op.ReduceSum(split, [*range(0, 2 * rank, 2)], keepdims=0)}
 
 
-def _concat(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _concat(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     axis, entries = op.attribute(node, "axis", 0), [*node.input]
     if len(entries) == 1:
-        return {0: str(given[0])}
+        return {0: str(upstream[0])}
     active = [i for i, name in enumerate(entries) if op.is_active(name)]
     lengths = [op.length(name, axis) for name in entries]
     if len(active) > 1:
-        parts = op.Split(given[0], op.Concat(*lengths, axis=0), axis=axis, outputs=len(entries))
+        parts = op.Split(upstream[0], op.Concat(*lengths, axis=0), axis=axis, outputs=len(entries))
         return dict(enumerate(parts))
     (at,) = active
     start = op.sum(lengths[:at]) if at else [0]
-    return {at: op.Slice(given[0], start, op.Add(start, lengths[at]) if at else lengths[at], [axis])}
+    return {at: op.Slice(upstream[0], start, op.Add(start, lengths[at]) if at else lengths[at], [axis])}
 
 
-def _split(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    parts = [one or op.zeros(name) for one, name in zip(given, node.output, strict=True)]
+def _split(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    parts = [one or op.zeros(name) for one, name in zip(upstream, node.output, strict=True)]
     return {0: op.Concat(*parts, axis=op.attribute(node, "axis", 0))}
 
 
-def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _slice(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Numbers go back to where they came from, zeros stand elsewhere."""
     x, starts, _, *rest = node.input
     axes = numbers(op, rest[0]) if rest and rest[0] else np.arange(_count(op, starts))
@@ -65,12 +65,12 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     rank = op.rank(x)
     places = [int(axis) % rank for axis in axes]
     if (steps == 1).all():
-        return {0: _padded_back(op, x, starts, places, str(given[0]))}
+        return {0: _padded_back(op, x, starts, places, str(upstream[0]))}
     if len(places) > 1:
         raise GradientError("a slice by steps along several axes")
     whole = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
     taken = op.Slice(whole, starts, node.input[2], [0], rest[1])
-    return {0: scattered(op, x, str(given[0]), taken, places[0], 1)}
+    return {0: scattered(op, x, str(upstream[0]), taken, places[0], 1)}
 
 
 def _count(op: Backward, index: str) -> int:
@@ -117,7 +117,7 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
     return str(op.Transpose(result, perm=[int(i) for i in np.argsort(first)]))
 
 
-def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **given: int) -> str:
+def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **settings: int) -> str:
     """Zeros, and numbers added to them at places.
 
     float16 in float32: ONNX Runtime adds no other there on a CPU.
@@ -125,7 +125,7 @@ def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **give
     kind = op.facts.type(dy)
     wide = TensorProto.FLOAT if kind in NARROW_FLOATS else kind
     parts = op.Cast(dy, to=wide) if wide != kind else dy
-    result = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **given)
+    result = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **settings)
     return str(op.Cast(result, to=kind) if wide != kind else result)
 
 
@@ -138,25 +138,25 @@ def _from_start(op: Backward, index: str, length: str) -> str:
     return str(op.Where(op.Less(wide, 0), op.Add(wide, length), wide))
 
 
-def _gather(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _gather(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, index = node.input
-    return {0: scattered(op, x, str(given[0]), index, op.attribute(node, "axis", 0), op.rank(index))}
+    return {0: scattered(op, x, str(upstream[0]), index, op.attribute(node, "axis", 0), op.rank(index))}
 
 
-def _gather_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _gather_elements(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, index = node.input
     axis = op.attribute(node, "axis", 0)
-    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(given[0]), axis=axis)}
+    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
 
 
-def _top_k(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _top_k(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Values of TopK, and of a sorting, go back to their places."""
     x, index = node.input[0], node.output[1]
     axis = op.attribute(node, "axis", -1)
-    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(given[0]), axis=axis)}
+    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
 
 
-def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _gather_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """ScatterND has no batch axes: they become a part of the index."""
     x, index = node.input
     rank = op.rank(index)
@@ -165,28 +165,30 @@ def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
         column = op.Reshape(order, [-1 if i == axis else 1 for i in range(rank)])
         index = op.Concat(op.Expand(column, op.Concat(own, [1], axis=0)), index, axis=-1)
-    return {0: _added(op, "ScatterND", op.Shape(x), index, str(given[0]))}
+    return {0: _added(op, "ScatterND", op.Shape(x), index, str(upstream[0]))}
 
 
-def _scatter_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _scatter_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, index, updates = node.input
     how = _reduction(op, node)
     cotangents = {}
     if op.is_active(x):
-        cotangents[0] = str(given[0]) if how == "add" else op.ScatterND(given[0], index, op.zeros(updates))
+        cotangents[0] = str(upstream[0]) if how == "add" else op.ScatterND(upstream[0], index, op.zeros(updates))
     if op.is_active(updates):
-        cotangents[2] = op.GatherND(given[0], index)
+        cotangents[2] = op.GatherND(upstream[0], index)
     return cotangents
 
 
-def _scatter_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _scatter_elements(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, index, updates = node.input
     how, axis, cotangents = _reduction(op, node), op.attribute(node, "axis", 0), {}
     if op.is_active(x):
         kept = how == "add"
-        cotangents[0] = str(given[0]) if kept else op.ScatterElements(given[0], index, op.zeros(updates), axis=axis)
+        cotangents[0] = (
+            str(upstream[0]) if kept else op.ScatterElements(upstream[0], index, op.zeros(updates), axis=axis)
+        )
     if op.is_active(updates):
-        cotangents[2] = op.GatherElements(given[0], index, axis=axis)
+        cotangents[2] = op.GatherElements(upstream[0], index, axis=axis)
     return cotangents
 
 
@@ -197,7 +199,7 @@ def _reduction(op: Backward, node: NodeProto) -> str:
     return how
 
 
-def _pad(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+def _pad(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, pads = node.input[:2]
     if (mode := op.attribute(node, "mode", "constant")) != "constant":
         raise GradientError(f"padding of mode {mode!r}, which repeats numbers")
@@ -205,11 +207,11 @@ def _pad(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     axes = node.input[3] if some else [*range(op.rank(x))]
     lengths = op.Gather(op.Shape(x), axes, axis=0) if some else op.Shape(x)
     start = op.Slice(pads, [0], op.Shape(lengths), [0])
-    return {0: op.Slice(given[0], start, op.Add(start, lengths), axes)}
+    return {0: op.Slice(upstream[0], start, op.Add(start, lengths), axes)}
 
 
-def _trilu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
-    return {0: op.Trilu(given[0], *node.input[1:], upper=op.attribute(node, "upper", 1))}
+def _trilu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Trilu(upstream[0], *node.input[1:], upper=op.attribute(node, "upper", 1))}
 
 
 SHAPING_RULES: dict[str, Rule] = {
