@@ -31,10 +31,9 @@ class Choice:
     """The weights of a model, by what becomes of them.
 
     Attributes:
-        matrices: weight -> how it is held in blocks.
-        stacks: of experts, whose matrices are among these.
+        stacks: weights of stacked experts, whose matrices are among `matrices`.
         left: weight of two or more axes that stays in floats -> the reason.
-        bytes_in_blocks, bytes_left: of both in the model of floats.
+        bytes_in_blocks, bytes_left: what both take in the model of floats.
     """
 
     matrices: dict[str, Matrix] = field(default_factory=dict)
@@ -56,9 +55,6 @@ def choose(
 
     Args:
         given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
-
-    Raises:
-        ModelError: there are none, or a pattern of the settings names none.
     """
     choice, given = Choice(), given or {}
     for product in uses.products:

@@ -43,9 +43,7 @@ class ExpertStack:
     """The products of rows with the matrices that they chose: a Scan over a stack of experts.
 
     Attributes:
-        weight: the initializer, [experts, out, in] or [experts, in, out].
-        turned: whether a matrix is [out, in].
-        count: of the experts.
+        turned: whether the weight is [experts, out, in], not [experts, in, out].
         rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the
             row of zeros.
     """

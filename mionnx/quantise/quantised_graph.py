@@ -31,10 +31,8 @@ class Matrix:
     """A weight that becomes blocks.
 
     Attributes:
-        turned: whether it is held [out, in].
-        zero_points: whether they have some.
-        product: whether a product reads it.
-        table: whether tokens pick its rows.
+        turned: whether its numbers are [out, in].
+        product, table: whether a product reads it, whether tokens pick its rows.
         given: the checkpoint's own blocks; None where they are made of floats.
     """
 
