@@ -37,7 +37,7 @@ def quantise(model: HookedModel, target: Path, settings: Quantisation, progress:
     Runtime; norms, biases and routers stay as they are.
 
     Args:
-        model: of float32 or float16.
+        model: a hooked model whose weights are float32 or float16.
         target: the folder to make, which is returned.
 
     Raises:
