@@ -1,8 +1,4 @@
-"""llama.cpp's architectures: which family of transformers each is, and how its config and tensors are called there.
-
-An architecture is an entry of `ARCHITECTURES`, never a copy of modelling code.  What every decoder has in common is in
-`_common`; a family adds what it states beyond that.
-"""
+"""llama.cpp's architectures: which family of transformers each is, and how its config and tensors are called there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,9 +35,7 @@ class Architecture:
     """One of llama.cpp's architectures.
 
     Attributes:
-        model_type: transformers' name of the family.
         config: what the config says beyond `_common`.
-        layer: module names of a layer.
         interleaved: rows of the query's and key's projections are stored for a rotation of neighbouring values.
         norm_offset: what llama.cpp's files have added to the weights of norms.
     """
@@ -115,10 +109,8 @@ def _stated_types(facts: ModelFacts, config: Config) -> list[str]:
 
 
 def _query_scalar(config: Config, largest: int) -> float:
-    """The square of the number by which scores are divided.
-
-    The 27B models have another one, and llama.cpp tells them by their layers.
-    """
+    """The square of the number by which scores are divided."""
+    # The 27B models have another one, and llama.cpp tells them by their layers.
     by_heads = config["num_hidden_layers"] == largest
     return config["hidden_size"] / config["num_attention_heads"] if by_heads else config["head_dim"]
 
@@ -158,11 +150,7 @@ OTHERS = {  # what a GGUF file may hold besides a language model
 
 
 def architecture_of(header: Header) -> Architecture:
-    """The architecture of a file.
-
-    Raises:
-        ExportError: it is none that is known, a part of a model, or no generative language model at all.
-    """
+    """The architecture of a file: one that is known, of a whole generative language model."""
     with boundary(ExportError, f"{header.file} is damaged"):  # arrays where numbers belong
         return _architecture(header)
 
@@ -189,11 +177,7 @@ def _architecture(header: Header) -> Architecture:
 
 
 def config_of(header: Header) -> Config:
-    """The transformers config of a file.
-
-    Raises:
-        ExportError: the file lacks a size, or its sizes are not those of its tensors.
-    """
+    """The transformers config of a file, its sizes compared with those of its tensors."""
     architecture, facts = architecture_of(header), ModelFacts(header)
     with boundary(ExportError, f"{header.file} is damaged"):
         config = _common(facts)

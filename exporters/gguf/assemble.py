@@ -86,11 +86,7 @@ class Renamed:
 
 
 def rename(header: Header, config: Config) -> list[Renamed]:
-    """Find transformers' name for every tensor, and what to undo.
-
-    Raises:
-        ExportError: tensors that the architecture has no name for.
-    """
+    """Find transformers' name for every tensor, and what to undo."""
     architecture, renamed, unknown = architecture_of(header), [], []
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for gguf_name, info in header.tensors.items():

@@ -98,10 +98,7 @@ class ModelFacts:
 
 
 def special_ids(header: Header) -> dict[str, int]:
-    """The ids of special tokens, by llama.cpp's names for them.
-
-    An id outside the vocabulary is left out with a warning: converters write -1 for a token that is not there.
-    """
+    """The ids of special tokens, by llama.cpp's names for them."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     size = len(tokens) if isinstance(tokens, list) else 0
     assumed = ASSUMED.get(str(header.metadata.get("tokenizer.ggml.model")), {})
@@ -111,7 +108,7 @@ def special_ids(header: Header) -> dict[str, int]:
         number = header.metadata.get(key, assumed.get(name))
         if isinstance(number, int) and 0 <= number < size:
             ids[name] = int(number)
-        elif key in header.metadata:
+        elif key in header.metadata:  # converters write -1 for a token that is not there
             warnings.warn(f"{header.file}: {key} is {number!r}, and the vocabulary has {size} tokens", stacklevel=2)
     return ids
 

@@ -61,11 +61,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the metadata and the table of tensors of a GGUF file.
-
-    Raises:
-        ExportError: it is no GGUF file, of another byte order or version, truncated or damaged.
-    """
+    """Read the metadata and the table of tensors of a GGUF file."""
     try:
         check_regular(file)
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -185,11 +181,7 @@ def read_tensor(header: Header, info: TensorInfo) -> NDArray[np.float32]:
 
 
 def read_pieces(header: Header, info: TensorInfo) -> Iterator[NDArray[np.float32]]:
-    """A tensor in float32, [rows, length of its last axis], some rows at a time.
-
-    Raises:
-        ExportError: its type is one that gguf does not dequantise.
-    """
+    """A tensor in float32, [rows, length of its last axis], some rows at a time."""
     width = info.shape[-1]
     block, size = GGML_QUANT_SIZES[info.kind]
     row = width // block * size

@@ -48,7 +48,6 @@ class Cut:
     """A pre-tokenizer.
 
     Attributes:
-        patterns: regular expressions, applied one after the other.
         whole_words: a piece that is in the vocabulary is one token, whatever its merges give.
         begins: a text begins with the BOS token where the file does not say.
     """
@@ -89,10 +88,7 @@ class _NoTokenizerError(MIError):
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
-
-    A tokenizer of another kind is warned about and left out: the model then takes token ids.
-    """
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`, or warn of a kind that is unknown."""
     facts = {
         key.removeprefix(KEYS_PREFIX): value for key, value in header.metadata.items() if key.startswith(KEYS_PREFIX)
     }

@@ -26,11 +26,7 @@ FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse what is not integers of weights alone.
-
-    Raises:
-        ExportError: activations in integers, floats of 8 or 4 bits, sparse weights, or rotated ones.
-    """
+    """Refuse what is not integers of weights alone: rounded activations, floats of 8 or 4 bits, sparse weights."""
     groups = settings.get("config_groups")
     for name, group in (groups if isinstance(groups, dict) else {}).items():
         kind = group.get("format") or settings.get("format")

@@ -34,14 +34,7 @@ LARGEST = 252  # exponent with which float32 holds 6
 
 
 def unpacked_stacks(tensors: list[StoredTensor], family: str | None = None) -> list[StoredTensor]:
-    """Replace blocks and scales by the stacks of experts that they are.
-
-    Args:
-        family: its model_type; None where nobody says.
-
-    Raises:
-        ExportError: another family, no such tensors, or some that do not fit together.
-    """
+    """Replace blocks and scales by the stacks of experts that they are."""
     if family not in (None, FAMILY):
         raise ExportError(
             f"its config says mxfp4 for {family!r}: the experts of {FAMILY!r} are read, save it in floats"

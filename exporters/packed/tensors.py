@@ -48,11 +48,7 @@ FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a mod
 
 
 def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
-    """One layer of GPTQ.
-
-    Raises:
-        ExportError: another kind of GPTQ, or tensors that do not fit together.
-    """
+    """One layer of GPTQ."""
     kind = settings.get("checkpoint_format") or "gptq"
     if kind not in GPTQ_FORMATS or settings.get("is_marlin_format"):
         raise ExportError(
@@ -91,11 +87,7 @@ def _group_size(name: str, stated: Any, inputs: int, groups: int) -> int:
 
 
 def awq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> Linear:
-    """One layer of AWQ.
-
-    Raises:
-        ExportError: another kind of AWQ, or tensors that do not fit together.
-    """
+    """One layer of AWQ."""
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if version not in AWQ_VERSIONS:
         raise ExportError(f"{name}: version {version!r} of AWQ is not read; save it as gemm or gemv, which are")
@@ -161,10 +153,7 @@ def unpacked_tensors(
     """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
-        family: its model_type; None where nobody says.
-
-    Raises:
-        ExportError: layers that are not read, or none.
+        family: the checkpoint's model_type, if it says one.
     """
     if settings["quant_method"] == "mxfp4":
         return mxfp4.unpacked_stacks(tensors, family)

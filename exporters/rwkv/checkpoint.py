@@ -188,11 +188,7 @@ def _pickled_names(file: Path) -> set[str]:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayout:
-    """The layout of a checkpoint.
-
-    Raises:
-        ExportError: it is none of ours.
-    """
+    """The layout of a checkpoint, which has to be one of ours."""
     layout = find_layout(shapes)
     if layout is None:
         raise ExportError(
@@ -203,11 +199,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayo
 
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout, config: Mapping[str, Any]) -> Shape:
-    """The sizes of a checkpoint.
-
-    Raises:
-        ExportError: a tensor is missing, the config contradicts the tensors, or asks for what no graph here does.
-    """
+    """The sizes of a checkpoint, its config compared with its tensors."""
     heads_name = layout.name("blocks.0.att." + ("time_faaaa" if layout.version == 6 else "r_k"))
     for name in (heads_name, layout.name("emb.weight")):
         if len(shapes.get(name, ())) != 2:

@@ -53,8 +53,8 @@ def quantise_blocks(
         else:
             scale, zero = _symmetric(blocks, bits) if symmetric else _spread(blocks, bits)
         scale = scale.astype(matrix.dtype)  # the numbers are those nearest to what will be read
-        held = scale.astype(np.float32)[..., None]
-        steps = np.divide(blocks, held, out=np.zeros_like(blocks), where=held != 0)
+        stored = scale.astype(np.float32)[..., None]
+        steps = np.divide(blocks, stored, out=np.zeros_like(blocks), where=stored != 0)
         integers = np.clip(np.rint(steps) + zero[..., None], 0, 2**bits - 1).astype(np.uint8)
         packed[part], scales[part] = pack(integers, bits), scale
         if zero_points is not None:
@@ -82,22 +82,16 @@ def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32]
 
 
 def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -> tuple[Floats, Floats]:
-    """Scales and zero points of 4-bit blocks by weighted least squares.
-
-    The weight of a column is the mean square of its input.
-
-    A product's error is the sum of the columns' errors times the inputs: where inputs are uncorrelated, its mean square
-    is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in
-    ggml-quants.c). For each of some ranges the numbers are rounded, and the scale is the least-squares one of these.
+    """Scales and zero points [rows, blocks] of 4-bit blocks by weighted least squares.
 
     Args:
         blocks: [rows, blocks, block_size].
-        importance: of the columns, [blocks, block_size], none below 0.
+        importance: [blocks, block_size]: the mean square of each column's input.
         symmetric: whether all zero points are the middle.
-
-    Returns:
-        both [rows, blocks].
     """
+    # A product's error is the sum of the columns' errors times the inputs: where inputs are uncorrelated, its mean
+    # square is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in
+    # ggml-quants.c). For each of some ranges the numbers are rounded, and the scale is the least-squares one of these.
     weights = (importance / max(float(importance.mean()), np.finfo(np.float32).tiny)).astype(np.float32) + FAINT
     best, scales = np.full(blocks.shape[:2], -1, np.float32), np.zeros(blocks.shape[:2], np.float32)
     zeros = np.full(blocks.shape[:2], 8, np.float32)

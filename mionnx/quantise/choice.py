@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import prod
 
 from mionnx.errors import ModelError, nearest
@@ -30,10 +31,9 @@ class Choice:
     """The weights of a model, by what becomes of them.
 
     Attributes:
-        matrices: weight -> how it is held in blocks.
-        stacks: of experts, whose matrices are among these.
+        stacks: weights of stacked experts, whose matrices are among `matrices`.
         left: weight of two or more axes that stays in floats -> the reason.
-        bytes_in_blocks, bytes_left: of both in the model of floats.
+        bytes_in_blocks, bytes_left: what both take in the model of floats.
     """
 
     matrices: dict[str, Matrix] = field(default_factory=dict)
@@ -49,18 +49,15 @@ class Choice:
 
 
 def choose(
-    model: HookedModel, found: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
+    model: HookedModel, uses: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
 ) -> Choice:
     """Choose the weights of blocks; warn if most of the model stays in floats.
 
     Args:
         given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
-
-    Raises:
-        ModelError: there are none, or a pattern of the settings names none.
     """
     choice, given = Choice(), given or {}
-    for product in found.products:
+    for product in uses.products:
         if product.weight in given:
             choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, given)
         elif settings.keeps(product.weight) or (product.head and not settings.unembedding):
@@ -72,13 +69,13 @@ def choose(
             earlier = choice.matrices.setdefault(product.weight, matrix)
             if earlier.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
-    for stack in found.stacks:
+    for stack in uses.stacks:
         _add_stack(model, stack, settings, choice, given)
-    unread = _add_table(model, found, settings, choice, given)
+    unread = _add_table(model, uses, settings, choice, given)
     _count(model, choice)
     if not choice.matrices:
         raise ModelError(f"{model.folder} has no weight to quantise: {_why_none(model, choice)}")
-    _refuse_unused(found, settings, choice)
+    _refuse_unused(uses, settings, choice)
     _warn(model, choice, unread)
     return choice
 
@@ -122,32 +119,28 @@ def _why_none(model: HookedModel, choice: Choice) -> str:
 
 
 def _add_table(
-    model: HookedModel, found: WeightUses, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+    model: HookedModel, uses: WeightUses, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
 ) -> str | None:
     """Choose the token table too; tell why it stays in floats against the settings."""
-    own = found.table is not None and found.table in given
-    if not settings.embedding and not own:
-        if found.table is not None:
-            choice.left[found.table] = ASKED
+    name = uses.table
+    if name is None:
+        why = "the token table was not found: no single Gather of a weight reads the tokens"
+        return why if settings.embedding else None
+    if name not in given and (settings.keeps(name) or not settings.embedding):
+        choice.left[name] = ASKED
         return None
-    if found.table is None:
-        return "the token table was not found: no single Gather of a weight reads the tokens"
-    if settings.keeps(found.table) and not own:
-        choice.left[found.table] = ASKED
-        return None
-    width = rows_of(model, found.table, turned=True).shape[1]
-    table = replace(_matrix(found.table, True, settings, given), product=False)
-    matrix = choice.matrices.get(found.table) or table
+    width = rows_of(model, name, turned=True).shape[1]
+    matrix = choice.matrices.get(name) or replace(_matrix(name, True, settings, given), product=False)
     if width % matrix.block_size:  # the operator knows no width but that of its blocks
         reason = f"rows of {width} numbers are not whole blocks of {matrix.block_size}"
     elif not matrix.turned:
         reason = "the product that shares it reads it turned"
     else:
-        choice.matrices[found.table] = replace(matrix, table=True)
-        choice.left.pop(found.table, None)
+        choice.matrices[name] = replace(matrix, table=True)
+        choice.left.pop(name, None)
         return None
-    choice.left[found.table] = reason
-    return f"the token table {found.table} stays in floats: {reason}"
+    choice.left[name] = reason
+    return f"the token table {name} stays in floats: {reason}"
 
 
 def _count(model: HookedModel, choice: Choice) -> None:
@@ -162,34 +155,30 @@ def _count(model: HookedModel, choice: Choice) -> None:
                 choice.bytes_left += size
 
 
-def _refuse_unused(found: WeightUses, settings: Quantisation, choice: Choice) -> None:
+def _refuse_unused(uses: WeightUses, settings: Quantisation, choice: Choice) -> None:
     """Refuse a pattern of no weight that could be blocks."""
-    could = (
-        {one.weight for one in found.products}
-        | {one.weight for one in found.stacks}
-        | ({found.table} if found.table is not None else set())
-    )
+    weights = {one.weight for one in uses.products} | {one.weight for one in uses.stacks}
+    weights |= set() if uses.table is None else {uses.table}
     for what, patterns, names in (
-        ("keep", settings.keep, sorted(could)),
+        ("keep", settings.keep, sorted(weights)),
         ("in_8_bits", settings.in_8_bits, sorted([*choice.matrices, *choice.stacks])),
     ):
         for pattern in patterns:
-            only = replace(settings, keep=(pattern,), in_8_bits=())
-            if not any(only.keeps(name) for name in names):
+            if not any(fnmatchcase(name, pattern) for name in names):
                 near = nearest(pattern, names) or f"; weights are {names[0]!r} and {len(names) - 1} more"
                 raise ModelError(f"{what}={pattern!r} names no weight that becomes blocks{near}")
 
 
 def _warn(model: HookedModel, choice: Choice, unread: str | None) -> None:
     """Say what stays in floats without having been asked for."""
-    said = [unread] if unread else []
+    sentences = [unread] if unread else []
     left = {name: reason for name, reason in choice.left.items() if reason != ASKED}
     if choice.bytes_left > choice.bytes_in_blocks and left:
         most = next(iter(left))
-        said.append(
+        sentences.append(
             f"{count(len(left), 'weight')}, {choice.bytes_left:,} of "
             f"{choice.bytes_left + choice.bytes_in_blocks:,} bytes with those that were kept, stay in floats, "
             f"such as {most}: {left[most]}"
         )
-    if said:
-        warnings.warn(f"{model.name}: {'; '.join(said)}", FewBlocksWarning, stacklevel=caller_level())
+    if sentences:
+        warnings.warn(f"{model.name}: {'; '.join(sentences)}", FewBlocksWarning, stacklevel=caller_level())

@@ -4,7 +4,7 @@ A product is a MatMul or a Gemm whose second factor is a weight [in, out], or on
 router of a mixture of experts stays as it is: a rounded one chooses other experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,7 @@ from mionnx.graph.weight_value import product_of
 FLOAT_TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 PASSING_ON = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
 ROUTER = ".hook_router_logits"
-SCAN_STEPS = [
-    ("Slice", product, "Concat", "Sub", "Min", "Gather") for product in ("Gemm", "MatMul")
-]  # of a Scan of experts
+SCAN_STEPS = [("Slice", one, "Concat", "Sub", "Min", "Gather") for one in ("Gemm", "MatMul")]  # of a Scan of experts
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ class ExpertStack:
     """The products of rows with the matrices that they chose: a Scan over a stack of experts.
 
     Attributes:
-        weight: the initializer, [experts, out, in] or [experts, in, out].
-        turned: whether a matrix is [out, in].
-        count: of the experts.
+        turned: whether the weight is [experts, out, in], not [experts, in, out].
         rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the
             row of zeros.
     """
@@ -79,7 +75,8 @@ def find_weights(model: HookedModel) -> WeightUses:
     """The products and the table of a hooked model."""
     flow = Dataflow(model.proto)
     floats = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOAT_TYPES}
-    heads, routers = _heads(flow), _routers(flow, model)
+    heads = _products_before(flow, ["logits"])
+    routers = _products_before(flow, [name for name in model.metadata.hooks if name.endswith(ROUTER)])
     products = []
     for node in flow.nodes:
         product = _product(flow, node, floats)
@@ -91,15 +88,15 @@ def find_weights(model: HookedModel) -> WeightUses:
     return WeightUses(products, table, None if table is None else table.input[0], stacks)
 
 
-def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> ExpertStack | None:
+def _stack(node: onnx.NodeProto, floats: dict[str, onnx.TensorProto]) -> ExpertStack | None:
     """The stack of experts of a Scan, see `exporters.transformers.grouped`; None for others."""
-    if node.op_type != "Scan" or len(node.input) != 3 or len(getattr(held.get(node.input[0]), "dims", ())) != 3:
+    if node.op_type != "Scan" or len(node.input) != 3 or len(getattr(floats.get(node.input[0]), "dims", ())) != 3:
         return None
     body = next(entry.g for entry in node.attribute if entry.name == "body")
     if tuple(one.op_type for one in body.node) not in SCAN_STEPS:
         return None
     matrix, begin, end = (value.name for value in body.input)
-    cut, product, padded, count, picked, made = body.node
+    cut, product, padded, count, picked, entry_rows = body.node
     turned = product.op_type == "Gemm"
     fits = (
         list(cut.input[1:]) == [begin, end],
@@ -109,15 +106,15 @@ def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> ExpertSta
         padded.input[0] == product.output[0],
         list(count.input) == [end, begin],
         picked.input[1] == count.output[0],
-        list(made.input) == [padded.output[0], picked.output[0]],
-        body.output[0].name == made.output[0],
+        list(entry_rows.input) == [padded.output[0], picked.output[0]],
+        body.output[0].name == entry_rows.output[0],
     )
     outside = (cut.input[0], picked.input[0], padded.input[1])
-    count_of = held[node.input[0]].dims[0]
+    count_of = floats[node.input[0]].dims[0]
     return ExpertStack(node, node.input[0], turned, count_of, *outside) if all(fits) else None
 
 
-def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> tuple[str, bool] | None:
+def _product(flow: Dataflow, node: onnx.NodeProto, floats: dict[str, onnx.TensorProto]) -> tuple[str, bool] | None:
     """The weight of a product, and whether it is [out, in]."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain:
         return None
@@ -129,23 +126,13 @@ def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorPr
     if maker is not None and maker.op_type == "Transpose":
         order = next((list(entry.ints) for entry in maker.attribute if entry.name == "perm"), [1, 0])
         name, turned = maker.input[0], turned ^ (order == [1, 0])
-    return (name, turned) if name in held and len(held[name].dims) == 2 else None
+    return (name, turned) if name in floats and len(floats[name].dims) == 2 else None
 
 
-def _heads(flow: Dataflow) -> set[str]:
-    """The values of the products that logits come from."""
-    return {name for name in _before(flow, "logits") if _is_product(flow, name)}
-
-
-def _is_product(flow: Dataflow, name: str) -> bool:
-    node = flow.producer(name)
-    return node is not None and product_of(flow, node) is node
-
-
-def _routers(flow: Dataflow, model: HookedModel) -> set[str]:
-    """The products that are the logits of a router."""
-    hooks = [name for name in model.metadata.hooks if name.endswith(ROUTER)]
-    return {name for hook in hooks for name in _before(flow, hook) if _is_product(flow, name)}
+def _products_before(flow: Dataflow, values: Iterable[str]) -> set[str]:
+    """The products that values come from."""
+    producers = {name: flow.producer(name) for value in values for name in _before(flow, value)}
+    return {name for name, node in producers.items() if node is not None and product_of(flow, node) is node}
 
 
 def _before(flow: Dataflow, value: str) -> Iterator[str]:
@@ -171,11 +158,6 @@ def expert_of(name: str) -> tuple[str, int] | None:
     """The stack and the number of an expert's matrix; None of other weights."""
     stack, _, number = name.rpartition(EXPERT)
     return (stack, int(number)) if stack and number.isdigit() else None
-
-
-def shape_of(model: HookedModel, name: str) -> tuple[int, ...]:
-    """The shape of a weight."""
-    return onnx_file.weight(model.proto, model.folder, name).shape
 
 
 def rows_of(model: HookedModel, name: str, turned: bool) -> np.ndarray:

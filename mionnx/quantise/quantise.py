@@ -24,7 +24,7 @@ from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.choice import Choice, choose
 from mionnx.quantise.matrices import find_weights, rows_of
-from mionnx.quantise.quantised_graph import BlockNames, Matrix, with_blocks
+from mionnx.quantise.quantised_graph import BlockNames, Matrix, table_name, with_blocks
 from mionnx.quantise.settings import Quantisation
 
 BLOCK_WEIGHTS = "quantised.safetensors"
@@ -37,13 +37,8 @@ def quantise(model: HookedModel, target: Path, settings: Quantisation, progress:
     Runtime; norms, biases and routers stay as they are.
 
     Args:
-        model: of float32 or float16.
-        target: the folder to make.
-        settings: of the blocks.
-        progress: called as (stage, done, total) in bytes.
-
-    Returns:
-        the folder.
+        model: a hooked model whose weights are float32 or float16.
+        target: the folder to make, which is returned.
 
     Raises:
         ModelError: it exists, cannot be written, or the model is quantised already or has nothing to quantise.
@@ -132,8 +127,8 @@ def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[st
     Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
     """
     parts = [part for same in zip(*map(BlockNames.of, matrices), strict=True) for part in same if part in kinds]
-    held = {*parts}
-    others = [name for name in kinds if name not in held]
+    in_blocks = {*parts}
+    others = [name for name in kinds if name not in in_blocks]
     return {name: kinds[name] for name in (*others, *parts)}
 
 
@@ -163,17 +158,18 @@ def _point(
             if part in file.kinds and (matrix.product or part != BlockNames.of(name).packed):
                 proto.graph.initializer.append(_external(part, file, part))
         if matrix.table:
-            for part, view in matrix.views(name, file.kinds).items():
-                proto.graph.initializer.append(_external(view.name, file, part, view.shape))
+            packed = BlockNames.of(name).packed
+            rows, blocks, size = file.kinds[packed][1]  # a lookup reads the same bytes as [rows, bytes]
+            proto.graph.initializer.append(_external(table_name(name), file, packed, (rows, blocks * size)))
 
 
-def _external(name: str, file: StreamedFile, held: str, dims: Iterable[int] | None = None) -> onnx.TensorProto:
-    dtype, shape = file.kinds[held]
+def _external(name: str, file: StreamedFile, part: str, dims: Iterable[int] | None = None) -> onnx.TensorProto:
+    dtype, shape = file.kinds[part]
     tensor = onnx.TensorProto(name=name, dims=shape if dims is None else dims)
     tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(dtype)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     length = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    for key, value in (("location", BLOCK_WEIGHTS), ("offset", file.places[held]), ("length", length)):
+    for key, value in (("location", BLOCK_WEIGHTS), ("offset", file.places[part]), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 

@@ -26,22 +26,13 @@ CONTRIB_OPSET = 1  # of ONNX Runtime's operators
 BYTES, FLOAT, INT64_DTYPE = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.int64)
 
 
-class Reshaped(NamedTuple):
-    """Another shape of the same bytes, under another name."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Matrix:
     """A weight that becomes blocks.
 
     Attributes:
-        turned: whether it is held [out, in].
-        zero_points: whether they have some.
-        product: whether a product reads it.
-        table: whether tokens pick its rows.
+        turned: whether its numbers are [out, in].
+        product, table: whether a product reads it, whether tokens pick its rows.
         given: the checkpoint's own blocks; None where they are made of floats.
     """
 
@@ -87,12 +78,6 @@ class Matrix:
         }
         return {part: values for part, values in arrays_of_node.items() if values is not None}
 
-    def views(self, name: str, kinds: Mapping[str, Kind]) -> dict[str, Reshaped]:
-        """The shape in which a lookup reads its parts."""
-        packed = BlockNames.of(name).packed
-        rows, blocks, size = kinds[packed][1]
-        return {packed: Reshaped(table_name(name), (rows, blocks * size))}
-
 
 class BlockNames(NamedTuple):
     """Names of the parts of blocks: numbers, scales, zero points, offsets, order."""
@@ -125,20 +110,20 @@ def table_name(weight: str) -> str:
 
 
 def with_blocks(
-    proto: onnx.ModelProto, found: WeightUses, matrices: Mapping[str, Matrix], settings: Quantisation
+    proto: onnx.ModelProto, uses: WeightUses, matrices: Mapping[str, Matrix], settings: Quantisation
 ) -> onnx.ModelProto:
     """A copy of a graph in which products read blocks; the initializers of these are not in it."""
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     del result.graph.node[:]
-    read = [one for one in found.products if one.weight in matrices and matrices[one.weight].product]
+    read = [one for one in uses.products if one.weight in matrices and matrices[one.weight].product]
     products = {
         one.node.output[0]: one
         for one in read
         if settings.unembedding or not one.head or matrices[one.weight].given is not None
     }
-    stacks = {one.node.output[0]: one for one in found.stacks if one.experts[0] in matrices}
-    lookup = found.lookup.output[0] if found.lookup is not None and found.table in matrices else None
+    stacks = {one.node.output[0]: one for one in uses.stacks if one.experts[0] in matrices}
+    lookup = uses.lookup.output[0] if uses.lookup is not None and uses.table in matrices else None
     writer = _Writer(result.graph, settings, _ranks(proto, matrices))
     for node in proto.graph.node:
         name = node.output[0] if node.output else ""
@@ -146,8 +131,8 @@ def with_blocks(
             writer.multiply_chosen(stacks[name], matrices, proto)
         elif name in products:
             writer.multiply(node, products[name], matrices[products[name].weight], proto)
-        elif name and name == lookup and found.table is not None and matrices[found.table].table:
-            writer.look_up(node, found.table, matrices[found.table])
+        elif name and name == lookup and uses.table is not None and matrices[uses.table].table:
+            writer.look_up(node, uses.table, matrices[uses.table])
         else:
             result.graph.node.append(node)
     _drop_unread(result)
@@ -165,11 +150,7 @@ def _ranks(proto: onnx.ModelProto, matrices: Mapping[str, Matrix]) -> dict[str, 
 
 
 class _Writer:
-    """Appends nodes of blocks to a graph.
-
-    Attributes:
-        ranks: of the values, where blocks have offsets.
-    """
+    """Appends nodes of blocks to a graph; `ranks` are those of its values, where blocks have offsets."""
 
     def __init__(self, graph: onnx.GraphProto, settings: Quantisation, ranks: Mapping[str, int]) -> None:
         self.graph, self.settings, self.ranks = graph, settings, ranks
@@ -178,29 +159,17 @@ class _Writer:
     def multiply(self, node: onnx.NodeProto, product: Product, matrix: Matrix, proto: onnx.ModelProto) -> None:
         """A MatMul or Gemm as a MatMulNBits."""
         weight = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
-        outputs, inputs = weight.dims if matrix.turned else weight.dims[::-1]
+        sizes = weight.dims if matrix.turned else weight.dims[::-1]
         parts, given = BlockNames.of(product.weight), matrix.given
         x, y = node.input[0], node.output[0]
         read = x if given is None or given.order is None else self._in_order(x, parts.order, given.order)
-        reads = [read, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
-        if node.op_type == "Gemm" and len(node.input) > 2 and node.input[2]:
-            reads += ["", node.input[2]]
-        while not reads[-1]:
-            reads.pop()
-        sizes = {"K": matrix.places(inputs), "N": outputs, "bits": matrix.bits, "block_size": matrix.block_size}
-        level = self.settings.accuracy_level
-        offset = given is not None and given.offsets
-        result = self._add(
-            "MatMulNBits",
-            reads,
-            f"{y}.of_blocks" if offset else y,
-            DOMAIN,
-            **sizes,
-            **({"accuracy_level": level} if level else {}),
-        )
-        if offset:
-            sums = self._sums(read, matrix.block_size)
-            self._add("Add", [result, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
+        bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+        if given is None or not given.offsets:
+            self._product(product.weight, read, y, matrix, sizes, bias)
+            return
+        result = self._product(product.weight, read, f"{y}.of_blocks", matrix, sizes, bias)
+        sums = self._sums(read, matrix.block_size)
+        self._add("Add", [result, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
 
     def multiply_chosen(self, stack: ExpertStack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
         """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
@@ -208,9 +177,9 @@ class _Writer:
         Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
         """
         begin, end, y = stack.node.input[1], stack.node.input[2], stack.node.output[0]
-        begins, ends, made = self._apart(begin, stack.count), self._apart(end, stack.count), []
-        dims = next(tensor.dims for tensor in proto.graph.initializer if tensor.name == stack.weight)[1:]
-        outputs, inputs = dims if stack.turned else dims[::-1]
+        begins, ends = self._apart(begin, stack.count), self._apart(end, stack.count)
+        weight = next(tensor for tensor in proto.graph.initializer if tensor.name == stack.weight)
+        sizes, products = weight.dims[1:] if stack.turned else weight.dims[:0:-1], []
         order = order_of_all([matrices[name].given for name in stack.experts])
         read = stack.rows
         if order is not None:
@@ -219,18 +188,24 @@ class _Writer:
             matrix, rows = matrices[name], self._add("Slice", [read, begins[number], ends[number]], f"{y}.rows{number}")
             if order is None and matrix.given is not None and matrix.given.order is not None:
                 rows = self._in_order(rows, BlockNames.of(name).order, matrix.given.order)
-            made.append(self._product(name, rows, f"{y}.expert{number}", matrix, (outputs, inputs)))
-        joined = self._add("Concat", [*made, stack.nobody], f"{y}.joined", axis=0)
+            products.append(self._product(name, rows, f"{y}.expert{number}", matrix, sizes))
+        joined = self._add("Concat", [*products, stack.nobody], f"{y}.joined", axis=0)
         self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
-        dtype = next(tensor.data_type for tensor in proto.graph.initializer if tensor.name == stack.weight)
-        shapes = {name: [None, outputs] for name in (*made, joined)} | {y: [stack.count, None, outputs]}
-        names = {value.name for value in self.graph.value_info}
-        new = {name: shape for name, shape in shapes.items() if name not in names}
-        self.graph.value_info.extend(onnx.helper.make_tensor_value_info(name, dtype, new[name]) for name in new)
+        shapes = {name: [None, sizes[0]] for name in (*products, joined)} | {y: [stack.count, None, sizes[0]]}
+        described = {value.name for value in self.graph.value_info}
+        self.graph.value_info.extend(
+            onnx.helper.make_tensor_value_info(name, weight.data_type, shape)
+            for name, shape in shapes.items()
+            if name not in described
+        )
 
-    def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
+    def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: Sequence[int], bias: str = "") -> str:
+        """A MatMulNBits with a weight of sizes [out, in]."""
         parts, level = BlockNames.of(name), self.settings.accuracy_level
-        reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
+        reads = [x, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
+        reads += ["", bias] if bias else []
+        while not reads[-1]:
+            reads.pop()  # inputs left out at the end are not named
         facts = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
         return self._add("MatMulNBits", reads, y, DOMAIN, **facts, **({"accuracy_level": level} if level else {}))
 

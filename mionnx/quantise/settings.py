@@ -18,7 +18,7 @@ class Quantisation:
     """Settings of a model's blocks.
 
     Attributes:
-        bits: of a number, 4 or 8.
+        bits: 4 or 8.
         block_size: how many neighbouring numbers of a row share a scale: 16, 32, 64, 128 or 256.
         symmetric: the scale alone, and 0 is a number of the block; otherwise each block has a zero point too.
         accuracy_level: 0: products are computed in floats; 4: ONNX Runtime's kernel rounds what it reads to 8 bits,
