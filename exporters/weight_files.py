@@ -7,8 +7,6 @@
 """
 
 import json
-import os
-import shutil
 import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch import Tensor
 from exporters.checkpoint_tensors import DTYPES, StoredTensor
 from mionnx.errors import ExportError
 from mionnx.graph.without_weights import LOCATION
+from mionnx.machine.files import link_or_copy
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
@@ -113,18 +112,8 @@ def _link(in_place: dict[str, StoredTensor], folder: Path, progress: Progress) -
     for file in sorted({source.file for source in in_place.values()}):
         target = folder / file.name
         if not target.exists():
-            _link_or_copy(file.resolve(), target, progress)
+            link_or_copy(file.resolve(), target, progress)
     return {name: Placed(source.file.name, source.offset, source.length) for name, source in in_place.items()}
-
-
-def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
-    try:
-        os.link(file, target)
-    except OSError:  # another file system, or one without hard links
-        total = file.stat().st_size
-        progress(f"copying {file.name}", 0, total)
-        shutil.copyfile(file, target)
-        progress(f"copying {file.name}", total, total)
 
 
 def _write_converted(

@@ -1,7 +1,5 @@
 """Adoption in stages: read, name inputs, expand, recognise, name, probe, check, write."""
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
+from mionnx.machine.files import link_or_copy
 from mionnx.machine.progress import Progress
 
 OLDEST, WRITTEN = 13, 18  # from 13 on axes of Squeeze and Unsqueeze are inputs, from 18 on those of all reductions
@@ -168,12 +167,8 @@ def _link_weights(source: SourceFile, target: Path) -> None:
     """Hard-link the weight files into the folder, or copy them across file systems."""
     target.mkdir(parents=True, exist_ok=True)
     for name, path in source.weight_files.items():
-        if (target / name).exists():
-            continue
-        try:
-            os.link(path.resolve(), target / name)
-        except OSError:
-            shutil.copyfile(path, target / name)
+        if not (target / name).exists():
+            link_or_copy(path.resolve(), target / name)
 
 
 def _clean(model: ir.Model) -> onnx.ModelProto:

@@ -8,8 +8,6 @@
 5. It follows no symbolic link out of the graph's own folder: the weight files are linked into a temporary one.
 """
 
-import os
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from mionnx.engine.engine import Arrays, Engine, Input, Program, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.machine.files import link_or_copy
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
 SNIPPETS = "SNIPPETS_MODE"
@@ -124,7 +123,7 @@ class OpenVino(Engine):
                 if not (target.exists() and _same(source, target)):
                     target.unlink(missing_ok=True)
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    _link(source, target)
+                    link_or_copy(source, target)
             except OSError as error:
                 target.unlink(missing_ok=True)
                 raise ModelError(f"cannot copy {source} for OpenVINO: {error}") from error
@@ -158,11 +157,3 @@ def _declare_counts(proto: onnx.ModelProto) -> None:
 def _same(source: Path, target: Path) -> bool:
     one, other = source.stat(), target.stat()
     return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link; a copy where the two lie on different disks."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, SpecFileError
-from mionnx.machine.file_kinds import whose
-from mionnx.machine.tensor_file import read_tensors, write_tensors
+from mionnx.machine.tensor_file import read_tensors, whose, write_tensors
 
 CACHE_KEY = "mionnx_cache"
 

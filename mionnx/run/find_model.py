@@ -16,11 +16,11 @@ from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
+from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, temporary_folder
 from mionnx.machine.progress import Progress, silent
-from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write

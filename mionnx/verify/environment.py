@@ -8,7 +8,7 @@ from typing import Any
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import installed_providers
 from mionnx.graph import onnx_file
-from mionnx.machine import cpu
+from mionnx.machine.cache_keys import instruction_sets, processor_name
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Runtime
 
@@ -24,8 +24,8 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "versions": _versions(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": cpu.name(),
-        "features": cpu.features(),
+        "processor": processor_name(),
+        "features": instruction_sets(),
         "providers": installed_providers(),
     }
 

@@ -12,7 +12,7 @@ to_str_tokens, to_string      tokenizer.decode(ids)
 to_single_token               token_id(text)
 
 This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`) and nothing else speak that dialect;
-words that are written in another way here stand in `mionnx.machine.dialects`.
+words that are written in another way here stand in `mionnx/machine/DIALECTS.md`.
 """
 
 from __future__ import annotations
