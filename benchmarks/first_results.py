@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from tables import RESULTS, present
 
 from mionnx import HeadScores, MIModel
+from mionnx.cli.demos.methods import FRANCE, GERMANY
 from mionnx.cli.demos.real_model import ASKED, CITY, GIFT, LAYER, NEW, OTHER, SEA
-from mionnx.cli.demos.sweep import FRANCE, GERMANY
 from mionnx.machine.decimals import decimal
 from mionnx.view.figure import empty_figure, to_png
 

@@ -1,6 +1,5 @@
 """Files beside a hooked model: the checkpoint's config and tokenizer files."""
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import KEPT
-from mionnx.machine.progress import Progress, silent
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -28,14 +26,3 @@ def keep_files(files: Iterable[Path], target: Path) -> None:
     for file in files:
         if file.parent.resolve() != target.resolve():
             shutil.copyfile(file, target / file.name)
-
-
-def link_or_copy(file: Path, target: Path, progress: Progress = silent) -> None:
-    """Hard-link a file, or copy it across file systems and to those without hard links."""
-    try:
-        os.link(file.resolve(), target)
-    except OSError:
-        total = file.stat().st_size
-        progress(f"copying {file.name}", 0, total)
-        shutil.copyfile(file, target)
-        progress(f"copying {file.name}", total, total)

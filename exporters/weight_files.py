@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, StoredTensor
-from exporters.sidecar_files import link_or_copy
 from mionnx.errors import ExportError
 from mionnx.graph.onnx_file import WEIGHTLESS
+from mionnx.machine.files import link_or_copy
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"

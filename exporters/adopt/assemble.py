@@ -23,12 +23,13 @@ from exporters.adopt.self_check import LawResult, check_laws, compare, probe_poi
 from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
 from exporters.op_writer import OpWriter
 from exporters.probe import Probe, check_bounded, open_session, run
-from exporters.sidecar_files import find_files, keep_files, link_or_copy
+from exporters.sidecar_files import find_files, keep_files
 from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_check import Hashes, hashed_beside
+from mionnx.machine.files import link_or_copy
 from mionnx.machine.progress import Progress
 
 OLDEST, WRITTEN = 13, 18  # from 13 on axes of Squeeze and Unsqueeze are inputs, from 18 on those of all reductions

@@ -55,9 +55,8 @@ STRENGTHS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2)
 def compared(arguments: Arguments, pairs: Path | None, lacking: str) -> Arguments:
     """The arguments with the prompts of a file of pairs, or those of the command line.
 
-    Raises:
-        BadParameter: neither or both, no corrupted prompts where `lacking` says what they are needed for, or an answer
-            besides those of the file.
+    Args:
+        lacking: what corrupted prompts are needed for, if they are.
     """
     clean = arguments.get("clean", arguments.get("prompt"))
     if (clean is None) == (pairs is None):

@@ -31,14 +31,12 @@ class Command:
     """A command that calls a verb, or one of several, and shows its result.
 
     Attributes:
-        verbs: the verbs, whose parameters are the options.
-        examples: command lines.
+        verbs: their parameters are the options.
         more: words in the help below the verb's own.
         call: (open, arguments, ...) -> result, where `open()` opens the model; by default it calls the first verb.
             Further parameters are options of the command.
         show: (result, ...) -> texts and tables to print; further parameters are options of the command.
         facts: the values of a result that `--json` prints.
-        exit_code: the exit code by the result.
         positional, optional, words, without: see `options_of`.
         settings: parameters of `MIModel.from_pretrained` that are options; None for a command without a model.
         before: passed to the verb as `before`, except where JSON is printed.
@@ -64,7 +62,7 @@ class Command:
 
     def function(self) -> Function:
         """The command as a function with a signature that typer reads."""
-        call = self.call or self._call_first
+        call = self.call or (lambda open, arguments: self.verbs[0](open(), **arguments))
         groups = {
             "arguments": options_of(self.verbs, self.positional, self.optional, self.words, self.without),
             "of_call": own_options(call, 2),
@@ -80,18 +78,12 @@ class Command:
             output.check()
             if self.before and not output.as_json:
                 arguments["before"] = self.before
-            result = call(self._open(opening), arguments, **of_call)
+            result = call(opening and (opening.once if self.once else opening.model), arguments, **of_call)
             output.deliver(result, self.facts(result), self.show(result, **of_show))
             if code := self.exit_code(result):
                 sys.exit(code)
 
         return run
-
-    def _open(self, model: Opening | None) -> Any:
-        return model and (model.once if self.once else model.model)
-
-    def _call_first(self, open: Open, arguments: Arguments) -> Any:
-        return self.verbs[0](open(), **arguments)
 
     @property
     def help(self) -> str:

@@ -1,7 +1,9 @@
-"""Commands on files: activations and probes on them, quantised and compiled models, runtimes compared."""
+"""Commands on files: activations and probes on them, quantised and compiled models, playgrounds, runtimes compared."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -14,14 +16,19 @@ from mionnx.analysis.probes.probe import probe
 from mionnx.bind.hook_index import index_hooks
 from mionnx.cli.command import Arguments, Command, Open
 from mionnx.cli.files import Prompts, PromptsFile, read_text, texts_of
-from mionnx.cli.injection import with_groups
-from mionnx.cli.intervention_options import Captures, Interventions, intervention_group
+from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
+from mionnx.cli.interventions import Captures, Interventions, intervention_group
 from mionnx.compile.package import Packaging
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
+from mionnx.playground import playground as write_playground
+from mionnx.playground import serve
+from mionnx.playground.server import run
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Bisection, Verification
 from mionnx.verify.result import Beside
 from mionnx.verify.result_table import repeats_table
@@ -169,6 +176,58 @@ COMPILE = Command(
     settings=("dtype",),
     files=False,
 )
+
+
+@with_groups(opening=opening("dtype"), output=PRINTS)
+def playground(
+    opening: Opening,
+    output: Output,
+    folder: AnyFolder = None,
+    hooks: Annotated[Path | None, typer.Option(metavar="FILE", help="A saved HookSpec to begin with.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    examples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON; a shipped model has its own.")
+    ] = None,
+    points: Annotated[
+        list[str] | None, typer.Option("--points", metavar="HOOK", help="Also change this; globs allowed.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
+    serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
+    port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
+) -> None:
+    """Write a static folder: any file server serves it, GitHub Pages too.
+
+    Node's npm is needed the first time.
+
+    Example: mionnx playground models/world-llama -o site --title "Capitals"
+    """
+    if folder is None and not (open_ or serve_):
+        raise typer.BadParameter("give a folder with -o, or --open to see the page now")
+    if port is not None and not (open_ or serve_):
+        raise typer.BadParameter("--port is of the server, which --open or --serve starts")
+    model = opening.model()
+    spec = None if hooks is None else HookSpec.load(hooks)
+    with TemporaryDirectory() as scratch:
+        site = folder or Path(scratch) / "site"
+        site = write_playground(model, site, hooks=spec, title=title, examples=examples, points=points or ())
+        facts, line = _summary(site)
+        output.deliver(site, facts, [line])
+        if open_ or serve_:
+            server = serve(site, port or 0)
+            typer.echo(f"http://localhost:{server.server_address[1]}/ (Ctrl-C ends it)", err=output.as_json)
+            run(server, browser=open_)
+
+
+def _summary(site: Path) -> tuple[dict[str, Any], str]:
+    files = [path for path in site.rglob("*") if path.is_file()]
+    size, manifest = sum(path.stat().st_size for path in files), json.loads((site / "manifest.json").read_text())
+    download, bits, dtype = manifest["download"], manifest["model"]["bits"], manifest["model"]["source"]["dtype"]
+    facts = {"folder": str(site), "bytes": size, "files": len(files), "download": download, "bits": bits}
+    weights = f", {'- and '.join(map(str, bits))}-bit weights" if bits else ""
+    if dtype == "int8" and 4 in bits:
+        weights += " (int8 was asked for: blocks of the model's own file are kept)"
+    loaded, total = (decimal(count / 1e6, 1) for count in (download, size))
+    return facts, f"{site}: {loaded} MB to download{weights}; {len(files)} files, {total} MB"
 
 
 def _verify(open: Open, arguments: Arguments, prompt: Prompts = None, prompts: PromptsFile = None) -> Verification:

@@ -24,11 +24,7 @@ PromptsFile = Annotated[
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        InputError: it cannot be read, or is empty.
-    """
+    """The text of a file; it is an `InputError` that there is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,20 +35,12 @@ def read_text(path: Path) -> str:
 
 
 def lines_of(path: Path, blank: bool = False) -> list[str]:
-    """The lines of a file; those without a text too where `blank` is set.
-
-    Raises:
-        InputError: see `read_text`.
-    """
+    """The lines of a file; those without a text too where `blank` is set."""
     return [line for line in read_text(path).splitlines() if blank or line.strip()]
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Read prompts from a file: one text a line, or a JSON list of texts or of lists of ids.
-
-    Raises:
-        InputError: missing, empty, or no such list.
-    """
+    """Read prompts from a file: one text a line, or a JSON list of texts or of lists of ids."""
     if path.suffix != ".json":
         return lines_of(path)
     prompts = _json(str(path), read_text(path))
@@ -62,12 +50,7 @@ def read_prompts(path: Path) -> list[Any]:
 
 
 def texts_of(prompt: list[str] | None, prompts: Path | None, required: bool = True) -> list[Any]:
-    """The prompts of --prompt and of --prompts.
-
-    Raises:
-        BadParameter: there is none, where one is required.
-        InputError: see `read_prompts`.
-    """
+    """The prompts of --prompt and of --prompts."""
     texts = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
     if required and not texts:
         raise typer.BadParameter("give --prompt TEXT, or --prompts FILE")
@@ -79,9 +62,6 @@ def read_pairs(path: Path) -> dict[str, Any]:
 
     Returns:
         key -> a list with an entry a line; "positions": name -> such a list.
-
-    Raises:
-        InputError: a file that cannot be read, a line that is no object, other keys, or keys that not all lines have.
     """
     records = [_record(f"{path}, line {number}", line) for number, line in enumerate(lines_of(path), 1)]
     columns = _columns(str(path), records)

@@ -30,11 +30,7 @@ AnyFolder = Annotated[Path | None, typer.Option("--folder", "-o", help="Folder t
 
 
 def with_groups(**groups: Group) -> Callable[[Function], Function]:
-    """Put groups of options in the place of a command's parameters.
-
-    Args:
-        groups: parameter -> group. The model of `opening` is the first argument; all options follow the command's own.
-    """
+    """Put groups of options in the place of a command's parameters: parameter -> group."""
 
     def decorate(command: Function) -> Function:
         @wraps(command)
@@ -45,6 +41,7 @@ def with_groups(**groups: Group) -> Callable[[Function], Function]:
             }
             return command(*passed, **values, **arguments)
 
+        # The model is the first argument on the command line; options of groups follow the command's own.
         own = [option for name, option in signature(command).parameters.items() if name not in groups]
         model = groups["opening"].parameters if "opening" in groups else ()
         others = [group.parameters for name, group in groups.items() if name != "opening"]
@@ -56,34 +53,24 @@ def with_groups(**groups: Group) -> Callable[[Function], Function]:
 
 
 def own_options(function: Callable[..., Any], passed: int) -> Group:
-    """The parameters of a function as a group, except the first ones, which its caller passes.
-
-    Args:
-        function: its parameters are annotated as typer reads them.
-        passed: number of the first ones.
-    """
+    """The parameters of a function, annotated as typer reads them, except the first ones, which its caller passes."""
     options = [*signature(function).parameters.values()][passed:]
     return Group([option.replace(kind=Parameter.KEYWORD_ONLY) for option in options], lambda values: values)
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A model that is not open yet.
-
-    Attributes:
-        source: as for `MIModel.from_pretrained`.
-        settings: keyword arguments of `MIModel.from_pretrained`; those that are left out have its defaults.
-    """
+    """A model that is not open yet: arguments of `MIModel.from_pretrained`."""
 
     source: str
     settings: dict[str, Any]
 
     def model(self, check: str = "sampled") -> MIModel:
-        """Open the model."""
+        """Open it."""
         return MIModel.from_pretrained(self.source, check=check, **self.settings)
 
     def once(self) -> MIModel:
-        """Open a model whose graphs run once each: weights are not packed, except blocks."""
+        """Open it for graphs that run once each: weights are not packed, except blocks."""
         model = self.model()
         model.variants.settle(prepack=False)
         return model
@@ -95,14 +82,7 @@ class Opening:
 
 
 def opening(*names: str, argument: str = "model", help: str = SOURCE, required: bool = True) -> Group:
-    """The model as the first argument, and options with which it is opened.
-
-    Args:
-        names: parameters of `MIModel.from_pretrained`, besides `revision` and `subfolder`.
-        argument: the argument's name on the command line.
-        help: text on the argument.
-        required: whether the command needs one.
-    """
+    """The model as the first argument, and options with which it is opened: names of `MIModel.from_pretrained`'s."""
     settings = options_of([MIModel.from_pretrained], only=(*names, *VERSION), panel="The model")
     source = keyword(argument, str, typer.Argument(metavar=argument.upper(), help=help), ... if required else None)
     return Group([source, *settings.parameters], lambda values: Opening(values[argument], settings.argument(values)))
@@ -110,33 +90,21 @@ def opening(*names: str, argument: str = "model", help: str = SOURCE, required: 
 
 @dataclass(frozen=True)
 class Output:
-    """Files that a command writes, and whether it prints JSON.
+    """Files that a command writes, and whether it prints JSON in place of tables."""
 
-    Attributes:
-        files: (path, ending) of each form of a result.
-        as_json: print JSON in place of tables.
-    """
-
-    files: list[tuple[Path | None, str]]
+    files: list[tuple[Path | None, str]]  # the path and the ending of each form of a result
     as_json: bool
 
     def check(self) -> None:
-        """Refuse names of files with another ending.
-
-        Raises:
-            BadParameter: there is one.
-        """
+        """Refuse names of files with another ending, before any work."""
         for path, ending in self.files:
             if path is not None and path.suffix.lower() != ending:
                 raise typer.BadParameter(f"{path} should end in {ending}")
 
     def deliver(self, result: Any, facts: Any, pieces: Iterable[RenderableType]) -> None:
-        """Write the files of a result, then print it.
+        """Write the files of a result, then print its facts as JSON, or the pieces: texts as they are, and tables.
 
-        Args:
-            result: has `save` where files can be asked for.
-            facts: a dictionary, list or result that is printed as JSON.
-            pieces: texts, as they are, and tables; taken one after the other, and only if they are printed.
+        Pieces are taken one after the other, and only if they are printed.
         """
         for path, _ in self.files:
             if path is not None:
@@ -152,21 +120,16 @@ class Output:
                 Console().print(piece)
 
 
-def _file(name: str, help: str) -> Parameter:
-    return keyword(name, Path, typer.Option(metavar="FILE", help=help), None)
-
-
 NO_MODEL = Group([], lambda values: None)
 JSON = keyword("as_json", bool, typer.Option("--json", help="Print JSON instead of tables."), False)
 PRINTS = Group([JSON], lambda values: Output([], values["as_json"]))
+FORMS = {
+    "html": (".html", "Write an HTML page that works offline."),
+    "png": (".png", "Write a picture."),
+    "save": (ENDING, "Write a .safetensors file to load in Python."),
+}
+FILES = [keyword(name, Path, typer.Option(metavar="FILE", help=help), None) for name, (_, help) in FORMS.items()]
 WRITES = Group(
-    [
-        _file("html", "Write an HTML page that works offline."),
-        _file("png", "Write a picture."),
-        _file("save", "Write a .safetensors file to load in Python."),
-        JSON,
-    ],
-    lambda values: Output(
-        [(values["html"], ".html"), (values["png"], ".png"), (values["save"], ENDING)], values["as_json"]
-    ),
+    [*FILES, JSON],
+    lambda values: Output([(values[name], ending) for name, (ending, _) in FORMS.items()], values["as_json"]),
 )

@@ -23,7 +23,7 @@ COMMANDS = {
     "check": ("hooked_models.check", "Compare every byte of a model's weights with what was exported."),
     "hooks": ("hooked_models.hooks", "List a model's hook points with their axes; {i} stands for the layer."),
     "run": ("run.run", "Run a prompt without and with interventions, and compare the next tokens."),
-    "generate": ("generate.generate", "Continue a prompt with interventions in force at every step."),
+    "generate": ("run.generate", "Continue a prompt with interventions in force at every step."),
     "sweep": ("analyses.SWEEP", "Patch or ablate every layer, position or head; measure the effect on the answer."),
     "attribute-patch": ("analyses.ATTRIBUTE_PATCH", "Estimate a patching sweep from gradients, leading cells exactly."),
     "circuit": ("analyses.CIRCUIT", "Find the leading edges between heads and MLPs, and run the model on these alone."),
@@ -37,7 +37,7 @@ COMMANDS = {
     "probe": ("deployment.PROBE", "Fit a linear probe at each hook point of a harvest; scores are of texts held out."),
     "quantise": ("deployment.QUANTISE", "Write a model with its weights in blocks of 4 or 8 bits."),
     "compile": ("deployment.COMPILE", "Bake interventions into a plain ONNX model that runs without mionnx."),
-    "playground": ("playground.playground", "Write a page that runs the model in the browser, and changes it."),
+    "playground": ("deployment.playground", "Write a page that runs the model in the browser, and changes it."),
     "verify": ("deployment.VERIFY", "Run one model in several runtimes and compare them hook point by hook point."),
     "bisect": ("deployment.BISECT", "Find the smallest part at which two runtimes, or two models, disagree."),
     "demo": ("demos.tour.demo", "Run the worked examples on a model."),
@@ -73,11 +73,7 @@ app = typer.Typer(
 
 
 def load(name: str) -> Any:
-    """Import a command.
-
-    Args:
-        name: one of `COMMANDS`.
-    """
+    """Import one of `COMMANDS`."""
     place, sentence = COMMANDS[name]
     module, _, member = place.rpartition(".")
     command = getattr(import_module(f"mionnx.cli.{module}"), member)
@@ -116,7 +112,7 @@ def main() -> None:
 
 
 def _note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-    """Show a warning as a note, without the line of code that it came from."""
+    """Show a warning without the line of code that it came from."""
     _say("note:", "bold", str(message))
 
 

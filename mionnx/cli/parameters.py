@@ -39,21 +39,13 @@ WITHOUT = {"before", "cotangent", "resume", "resume_key", "scores", "shortcuts",
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a parameter on the command line.
+    """Form of a parameter on the command line."""
 
-    Attributes:
-        kind: the type that typer parses.
-        argument: (option, value) -> the verb's argument.
-        metavar: the value in the help.
-        remark: added to the help, or without an entry in `Args:` the help.
-        alone: the help is the remark, whatever the entry says.
-    """
-
-    kind: Any = str
-    argument: Callable[[str, Any], Any] = lambda option, value: value
+    kind: Any = str  # that typer parses
+    argument: Callable[[str, Any], Any] = lambda option, value: value  # of the verb
     metavar: str | None = None
-    remark: str = ""
-    alone: bool = False
+    remark: str = ""  # added to the help, or without an entry in `Args:` the help
+    alone: bool = False  # the help is the remark, whatever the entry says
 
     def described(self, entry: str) -> str:
         """The help of an entry of `Args:`, in Markdown."""
@@ -67,23 +59,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Group:
-    """Options that become one argument of a command.
+    """Options that become one argument of a command."""
 
-    Attributes:
-        parameters: the options, as typer reads them.
-        argument: the command's argument of their values by name.
-    """
-
-    parameters: Sequence[Parameter]
-    argument: Callable[[dict[str, Any]], Any]
+    parameters: Sequence[Parameter]  # as typer reads them
+    argument: Callable[[dict[str, Any]], Any]  # their values by name -> the command's argument
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    """Parse the comma-separated numbers of an option, ranges of integers such as 16-29 too.
-
-    Raises:
-        InputError: a part is not a number of this kind.
-    """
+    """Parse the comma-separated numbers of an option, ranges of integers such as 16-29 too."""
     try:
         return [number for part in text.split(",") for number in spread(part, kind)]
     except ValueError:
@@ -92,16 +75,12 @@ def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
 
 
 def spread(part: str, kind: type[Number]) -> list[Number]:
-    """The numbers of a part between commas: one, or all of a range of integers.
-
-    Raises:
-        ValueError: neither, or a range that ends before it begins or has more than `MOST`.
-    """
+    """The numbers of a part between commas: one, or all of a range of integers; otherwise a `ValueError`."""
     ends = re.fullmatch(r"\s*(\d+)-(\d+)\s*", part) if kind is int else None
     if ends is None:
         return [kind(part)]
     first, last = int(ends[1]), int(ends[2])
-    if not first <= last < first + MOST:
+    if not first <= last < first + MOST:  # it would end before it begins, or never
         raise ValueError(part)
     return [kind(number) for number in range(first, last + 1)]
 
@@ -170,12 +149,8 @@ def options_of(
         positional: parameters whose values stand without an option.
         optional: parameters that the command takes from elsewhere, where they are left out.
         words: parameter -> option, where the two differ.
-        without: parameters that are no option.
-        only: if there are any, the others are no options either.
+        only: if there are any, the others are no options.
         panel: heading of the options in the help.
-
-    Raises:
-        TypeError: a parameter without a form.
     """
     forms: dict[str, Form] = {}
     options: dict[str, Parameter] = {}
@@ -184,8 +159,8 @@ def options_of(
         for name, parameter in signature(verb).parameters.items():
             if name in {"self", "model", *WITHOUT, *without, *forms} or (only and name not in only):
                 continue
-            if parameter.kind is Parameter.VAR_KEYWORD:  # as of Ray's twin, whose other options the verb has
-                continue
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                continue  # as of Ray's twin, whose other options the verb has
             form, word = _form(name, hints[name]), words.get(name, name)
             required = parameter.default is Parameter.empty and name not in optional
             about: dict[str, Any] = {"help": form.described(helps.get(name, "")), "rich_help_panel": panel}
@@ -224,16 +199,15 @@ def _spellings(word: str, form: Form, default: Any) -> list[str]:
 
 def _default(default: Any) -> str | bool:
     """A default in the help; nothing where it is a value for "left out"."""
-    if default is Parameter.empty or default is None or default is False or default in ("", ()):
+    if default in (Parameter.empty, None, "", ()) or default is False:  # 0 is a default
         return False
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _members(hint: Any) -> list[Any]:
     """The types of a union, those of unions in it too."""
-    if get_origin(hint) in (Union, UnionType):
-        return [member for part in get_args(hint) for member in _members(part)]
-    return [hint]
+    union = get_origin(hint) in (Union, UnionType)
+    return [member for part in get_args(hint) for member in _members(part)] if union else [hint]
 
 
 def _form(name: str, hint: Any) -> Form:

@@ -8,8 +8,6 @@
 5. It follows no symbolic link out of the graph's own folder: the weight files are linked into a temporary one.
 """
 
-import os
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from mionnx.engine.engine import Arrays, Engine, Input, Program, graph_of, input
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.machine.files import link_or_copy
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
 SNIPPETS = "SNIPPETS_MODE"
@@ -115,7 +114,7 @@ class OpenVino(Engine):
                 if not (target.exists() and _state(source) == _state(target)):
                     target.unlink(missing_ok=True)
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    _link(source, target)
+                    link_or_copy(source, target)
             except OSError as error:
                 target.unlink(missing_ok=True)
                 raise ModelError(f"cannot copy {source} for OpenVINO: {error}") from error
@@ -148,11 +147,3 @@ def _declare_counts(proto: onnx.ModelProto) -> None:
 
 def _state(file: Path) -> tuple[int, int]:
     return file.stat().st_size, file.stat().st_mtime_ns
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link; a copy where the two lie on different disks."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)  # with its time of change, by which it is known again

@@ -18,9 +18,8 @@ from mionnx.errors import InputError, SpecFileError
 from mionnx.machine import memory
 from mionnx.machine.arrays import LARGE_ARRAY, to_array
 from mionnx.machine.brief import Brief, count, shape_of, spelled
-from mionnx.machine.file_kinds import whose
 from mionnx.machine.stored import Storable
-from mionnx.machine.tensor_file import read_tensors, write_tensors
+from mionnx.machine.tensor_file import read_tensors, whose, write_tensors
 from mionnx.machine.typed import refusal, typed
 
 CACHE_KEY = "mionnx_cache"

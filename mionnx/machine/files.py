@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.progress import Progress, silent
 
 
 @contextmanager
@@ -58,12 +59,15 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise SpecFileError(f"cannot write {path}: {error}") from error
 
 
-def link_or_copy(file: Path, target: Path) -> None:
-    """Hard-link a file, or copy it across file systems."""
+def link_or_copy(file: Path, target: Path, progress: Progress = silent) -> None:
+    """Hard-link a file, or copy it to another file system, or where there are no hard links."""
     try:
-        os.link(file, target)
+        os.link(file.resolve(), target)  # what a link points to: some systems would link the link
     except OSError:
-        shutil.copyfile(file, target)
+        size = file.stat().st_size
+        progress(f"copying {file.name}", 0, size)
+        shutil.copy2(file, target)  # with its times, as a link has them: they tell whether the two are still the same
+        progress(f"copying {file.name}", size, size)
 
 
 def make_folder(path: Path) -> None:

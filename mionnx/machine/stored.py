@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.file_kinds import RESULT_KEY, whose
-from mionnx.machine.tensor_file import read_metadata, read_tensors, told_of, write_tensors
+from mionnx.machine.tensor_file import RESULT_KEY, read_metadata, read_tensors, told_of, whose, write_tensors
 from mionnx.machine.typed import typed
 
 VERSION = "1"

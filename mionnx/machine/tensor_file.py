@@ -26,6 +26,13 @@ from mionnx.machine.files import is_no_file, write_atomic
 
 CHECKSUM = "mionnx_sha256"
 OWN_KEYS = "mionnx_"  # how metadata keys of mionnx begin
+RESULT_KEY = "mionnx_result"  # its class is in the metadata
+FILE_KINDS = {"mionnx_spec": "HookSpec", "mionnx_directions": "Directions"}
+CACHES = {"kv": "KVCache", "rwkv": "RWKVState"}
+OTHERS = {
+    "mionnx_run": "it is a recorded run, which verify(against=...) reads",
+    "mionnx_sweep": "it is the progress of a sweep, which the same sweep continues with resume=...",
+}
 
 
 def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -174,3 +181,16 @@ def told_of(path: str | Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def whose(metadata: Mapping[str, str]) -> str:
+    """Name the content and the reader of a file, in the message of another reader."""
+    for key, words in OTHERS.items():
+        if key in metadata:
+            return words
+    kind = metadata.get("kind") if RESULT_KEY in metadata else None
+    kind = CACHES.get(metadata.get("mionnx_cache", ""), kind)
+    kind = next((name for key, name in FILE_KINDS.items() if key in metadata), kind)
+    if kind is None:
+        return "it is not of a kind that mionnx writes"
+    return f"it is a saved {kind}, which {kind}.load reads"

@@ -17,11 +17,11 @@ from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
+from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress, silent
-from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.run import source_path

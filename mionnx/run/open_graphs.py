@@ -21,10 +21,10 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import KeyedLocks, once_property
-from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked

@@ -18,10 +18,10 @@ from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine import cpu, memory
+from mionnx.machine import memory
+from mionnx.machine.cache_keys import instruction_sets, processor_name, source_digest
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import once_property
-from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
 BASE_GRAPH, DATA = "base.onnx", "base.data"
@@ -88,7 +88,7 @@ def key_of(model: HookedModel, options: Options) -> str:
         "weights": [model.metadata.weights_sha256, stats],
         "engine": _engine_facts(options),
         "fast": options.fast,
-        "processor": [cpu.name(), *cpu.features()],
+        "processor": [processor_name(), *instruction_sets()],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

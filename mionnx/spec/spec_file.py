@@ -32,8 +32,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.file_kinds import whose
-from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of
+from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of, whose
 from mionnx.spec.intervention import Intervention, find_kind
 from mionnx.spec.metric import MetricSpec
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec

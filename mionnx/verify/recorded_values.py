@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.file_kinds import whose
 from mionnx.machine.files import atomic_path
-from mionnx.machine.tensor_file import open_tensors, read_header, sealed, told_of
+from mionnx.machine.tensor_file import open_tensors, read_header, sealed, told_of, whose
 
 RUN_KEY, RUN_VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}

@@ -20,7 +20,7 @@ from mionnx.errors import ExportError, InputError, MIError, ModelError, install,
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.machine import cpu
+from mionnx.machine.cache_keys import instruction_sets, processor_name
 from mionnx.run import exporting
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 
@@ -66,8 +66,8 @@ class Runtime(ABC):
             "versions": _versions(),
             "python": platform.python_version(),
             "system": platform.platform(),
-            "processor": cpu.name(),
-            "features": cpu.features(),
+            "processor": processor_name(),
+            "features": instruction_sets(),
             "providers": installed_providers(),
         }
 

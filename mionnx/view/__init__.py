@@ -1,9 +1,8 @@
 """Results as tables, frames, pictures and offline pages, drawn from panels that each result declares once."""
 
 from mionnx.view.page import card, readable
-from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Text, View
+from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Table, Text, View
 from mionnx.view.shown import Columns, Shown, long_form
-from mionnx.view.table import Table
 
 __all__ = [
     "Bars",

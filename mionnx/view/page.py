@@ -17,8 +17,7 @@ from rich.text import Text as Styled
 
 from mionnx.errors import InputError
 from mionnx.machine.memory import format_bytes
-from mionnx.view.panels import Panel, Patterns, Series, View
-from mionnx.view.table import Table
+from mionnx.view.panels import Panel, Patterns, Series, Table, View
 
 NO_NUMBER = "\u2013"  # a number that is not there
 DIGITS = 5  # significant digits of numbers on a page

@@ -20,9 +20,8 @@ from mionnx.machine.stored import ENDING, Stored
 from mionnx.machine.typed import typed
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain, readable, render_view
-from mionnx.view.panels import View
+from mionnx.view.panels import Table, View
 from mionnx.view.pictures import draw
-from mionnx.view.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

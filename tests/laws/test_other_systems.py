@@ -11,7 +11,7 @@ from repository import REPOSITORY
 
 from mionnx import HookSpec, InputError, Intervention, MIModel
 from mionnx.inputs import chat_sandbox
-from mionnx.machine import cpu, memory
+from mionnx.machine import cache_keys, memory
 
 AWAY = """
 import ctypes, os, sys
@@ -60,8 +60,8 @@ def test_memory_and_processor_are_known_without_proc(monkeypatch):
     monkeypatch.setattr(Path, "read_text", gone)
     assert memory.total() >= memory.available() > 2**20
     assert memory.anonymous() > 2**20
-    assert cpu.name()
-    assert cpu.features() == []
+    assert cache_keys.processor_name()
+    assert cache_keys.instruction_sets() == []
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory.release() is False
 

@@ -1,9 +1,12 @@
-"""Atomic writes: a file or folder appears complete, or the target is as it was."""
+"""Atomic writes: a file or folder appears complete, or the target is as it was. Links, and copies in their place."""
+
+import errno
+import os
 
 import pytest
 
 from mionnx.errors import ModelError, SpecFileError
-from mionnx.machine.files import atomic_path, make_folder, write_atomic
+from mionnx.machine.files import atomic_path, link_or_copy, make_folder, write_atomic
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -49,3 +52,23 @@ def test_what_cannot_be_written_is_said(tmp_path):
         atomic_path(tmp_path / "none" / "file", ModelError) as partial,
     ):
         partial.write_bytes(b"")
+
+
+def test_a_file_is_linked_or_copied_with_its_times(tmp_path, monkeypatch):
+    """A file system without hard links is one that refuses the call; the copy says how far it is."""
+    file, reports = tmp_path / "file", []
+    file.write_bytes(b"weights")
+    os.utime(file, ns=(1, 10**18))
+    link_or_copy(file, tmp_path / "link", lambda *report: reports.append(report))
+    assert (tmp_path / "link").samefile(file)
+    assert reports == []
+
+    def refuse(*names: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    link_or_copy(file, tmp_path / "copy", lambda *report: reports.append(report))
+    copy = tmp_path / "copy"
+    assert not copy.samefile(file)
+    assert (copy.read_bytes(), copy.stat().st_mtime_ns) == (b"weights", 10**18)
+    assert reports == [("copying file", 0, 7), ("copying file", 7, 7)]

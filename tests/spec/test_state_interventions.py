@@ -19,7 +19,7 @@ from mionnx import (
     StateKnockoutSpec,
     StateSteeringSpec,
 )
-from mionnx.cli.intervention_syntax import parse_state_knockout, parse_state_steering
+from mionnx.cli.interventions import parse_state_knockout, parse_state_steering
 from mionnx.machine import memory
 from mionnx.machine.files import write_atomic
 

@@ -1,7 +1,18 @@
 """Words of TransformerLens: sizes, hook points, matrices and tokens of a model.
 
-Each is a line or two in our words. This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`)
-and nothing else speak that dialect; words that are written in another way here stand in `mionnx.machine.dialects`.
+their word                    ours
+run_with_cache                forward(tokens, HookSpec().capture(...))
+run_with_hooks, model(tokens) forward(tokens, HookSpec().intervene(...)); of Python functions only this one
+cfg                           num_layers, num_heads, num_kv_heads, hidden_size, head_dim, vocab_size
+hook_dict                     hook_points()
+device                        options.provider
+W_E, W_U, b_U, W_O            embedding, unembedding, unembedding_bias, output_projections of mionnx.graph.matrices
+to_tokens                     tokenize(text).ids
+to_str_tokens, to_string      tokenizer.decode(ids)
+to_single_token               token_id(text)
+
+This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`) and nothing else speak that dialect;
+words that are written in another way here stand in `mionnx/machine/DIALECTS.md`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from mionnx.errors import HookError, InputError, InterventionError, SpecFileErro
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
-from mionnx.machine.file_kinds import whose
-from mionnx.machine.tensor_file import read_tensors, write_tensors
+from mionnx.machine.tensor_file import read_tensors, whose, write_tensors
 from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from mionnx.cli.demos import reading, sweep
-from mionnx.cli.demos.sweep import write
+from mionnx.cli.demos import methods
+from mionnx.cli.demos.methods import FRANCE, GERMANY, largest, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
@@ -26,18 +26,18 @@ NEW = 28  # tokens of an answer
 
 def answers(model: "MIModel", console: Console, folder: Path | None = None) -> None:
     """Continue two prompts by one token."""
-    for prompt in (sweep.FRANCE, GIFT):
+    for prompt in (FRANCE, GIFT):
         console.print(f"{prompt!r}: {model.generate(prompt, max_new_tokens=1).new_texts[0]!r}")
 
 
 def capital(model: "MIModel", console: Console, folder: Path | None = None) -> None:
     """Patch the stream of one country's prompt into another's, at each layer and position."""
-    result = model.patch_sweep(sweep.FRANCE, sweep.GERMANY, "resid_pre")
+    result = model.patch_sweep(FRANCE, GERMANY, "resid_pre")
     shares = result.normalized
     table = Table("layer", *result.labels["position"])
     for layer in layers_of_change(result):
         table.add_row(str(layer), *(decimal(share, 2) for share in shares[layer]))
-    console.print(f"The stream of {sweep.FRANCE!r}, patched into {sweep.GERMANY!r} before a layer; 1: ' Paris':")
+    console.print(f"The stream of {FRANCE!r}, patched into {GERMANY!r} before a layer; 1: ' Paris':")
     console.print(table)
     console.print(f"{result.facts()}.")
     write(result, folder, "patching", console)
@@ -54,8 +54,7 @@ def names(model: "MIModel", console: Console, folder: Path | None = None) -> Non
     """Patch each head by itself: which ones carry the name of who gets the drink."""
     result = model.patch_sweep(GIFT, OTHER, "z", ("layer", "head"))
     table = Table("head", "change of the logit difference", "share of it")
-    for flat in np.argsort(-np.abs(result.effect), axis=None)[:6]:
-        layer, head = map(int, np.unravel_index(flat, result.values.shape))
+    for layer, head in largest(result.effect, 6):
         effect, share = result.effect[layer, head], result.normalized[layer, head]
         table.add_row(f"{layer}.{head}", decimal(effect, 2, sign=True), decimal(share, 2, sign=True))
     console.print(f"Each head of {GIFT!r}, patched into {OTHER!r}:")
@@ -78,8 +77,8 @@ def steering(model: "MIModel", console: Console, folder: Path | None = None) -> 
 EXAMPLES = (
     ("Two answers", answers, HookPoint.Embed),
     ("Where it knows the capital", capital, HookPoint.ResidPre(0)),
-    ("Logit lens over the residual stream", reading.lens, HookPoint.ResidPost(0)),
+    ("Logit lens over the residual stream", methods.lens, HookPoint.ResidPost(0)),
     ("Heads that carry the name", names, HookPoint.AttnZ(0)),
-    ("Induction heads", sweep.induction, HookPoint.AttnZ(0)),
+    ("Induction heads", methods.induction, HookPoint.AttnZ(0)),
     ("A chat, steered to the sea", steering, HookPoint.ResidPost(0)),
 )

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
-from mionnx.cli.demos import reading, real_model, steering, sweep
-from mionnx.cli.demos.sweep import quoted, write
+from mionnx.cli.demos import methods, real_model
+from mionnx.cli.demos.methods import FRANCE, largest, quoted, write
 from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
@@ -28,7 +27,6 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.view import Table
 
-CAPITAL = "The capital of France is"
 SHIPPED = ("world-llama", "world-rwkv7")
 Example = Callable[[MIModel, Console, Path | None], None]
 Examples = Sequence[tuple[str, Example, HookPoint]]
@@ -67,26 +65,26 @@ def run_all(models: Sequence[MIModel], console: Console, folder: Path | None, ex
 @example("Attention patterns", HookPoint.AttnPattern)
 def attention_patterns(model: MIModel, console: Console, folder: Path | None) -> None:
     """Show the attention of the head that attends most to the country, at the last token."""
-    tokens = model.tokenize(CAPITAL)
+    tokens = model.tokenize(FRANCE)
     (country,) = tokens.positions_of("France")
     cache = model.forward(tokens, HookSpec().capture("blocks.*.attn.hook_pattern"))
     weights = cache.stack("pattern")[:, 0, :, -1, country]  # [layer, head]
-    layer, head = map(int, np.unravel_index(weights.argmax(), weights.shape))
+    ((layer, head),) = largest(weights, 1)
     shape = list(cache["pattern", layer].shape)
-    console.print(f"{CAPITAL!r}: blocks.{layer}.attn.hook_pattern is {shape} (batch, n_heads, seq_q, seq_k).")
+    console.print(f"{FRANCE!r}: blocks.{layer}.attn.hook_pattern is {shape} (batch, n_heads, seq_q, seq_k).")
     table = Table("key", *tokens.pieces, title=f"attention of the last token, layer {layer}, head {head}")
     table.add_row("weight", *(decimal(weight, 2) for weight in cache["pattern", layer][0, head, -1]))
     console.print(table)
     write(model.attention(tokens), folder, "attention", console)
 
 
-example("Logit lens over the residual stream", HookPoint.ResidPost)(reading.lens)
+example("Logit lens over the residual stream", HookPoint.ResidPost)(methods.lens)
 
 
 @example("Attention knockout", HookPoint.AttnScores)
 def attention_knockout(model: MIModel, console: Console, _: Path | None) -> None:
     """Cut the edge from the last token to the country, layer by layer and in all layers."""
-    tokens = model.tokenize(CAPITAL)
+    tokens = model.tokenize(FRANCE)
     (country,) = tokens.positions_of("France")
     edge = KnockoutSpec().edge(len(tokens) - 1, country)
     mask = create_knockout_mask(edge, model.num_heads, len(tokens))
@@ -100,22 +98,22 @@ def attention_knockout(model: MIModel, console: Console, _: Path | None) -> None
         where = f"layer {layers[0]}" if len(layers) == 1 else "every layer"
         best = quoted(model, int(result.ablated_logits.argmax()))
         table.add_row(where, best, decimal(result.kl_divergence(), 4))
-    console.print(f"The last token of {CAPITAL!r} can no longer attend to {'France'!r}:")
+    console.print(f"The last token of {FRANCE!r} can no longer attend to {'France'!r}:")
     console.print(table)
 
 
-example("Activation patching, France into Germany", HookPoint.ResidMid)(sweep.patching)
-example("Head ablation", HookPoint.AttnZ)(sweep.heads_of_the_answer)
-example("Induction heads", HookPoint.AttnZ)(sweep.induction)
-example("Direct logit attribution", HookPoint.AttnZ)(reading.attribution)
-example("Gradients: heads, and a circuit of edges", HookPoint.AttnZ)(sweep.heads_and_edges)
-example("Steering from France to Germany", HookPoint.ResidPost)(steering.show)
+example("Activation patching, France into Germany", HookPoint.ResidMid)(methods.patching)
+example("Head ablation", HookPoint.AttnZ)(methods.heads_of_the_answer)
+example("Induction heads", HookPoint.AttnZ)(methods.induction)
+example("Direct logit attribution", HookPoint.AttnZ)(methods.attribution)
+example("Gradients: heads, and a circuit of edges", HookPoint.AttnZ)(methods.heads_and_edges)
+example("Steering from France to Germany", HookPoint.ResidPost)(methods.steering)
 
 
 @example("RWKV state knockout", HookPoint.RwkvState)
 def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
     """Drop the country's writes to the recurrent state, layer by layer and in all layers."""
-    tokens = model.tokenize(CAPITAL)
+    tokens = model.tokenize(FRANCE)
     (country,) = tokens.positions_of("France")
     baseline = model.forward(tokens).output()[0, -1]
     answer = int(baseline.argmax())
@@ -129,15 +127,15 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
         where = "every layer" if layer is None else f"layer {layer}"
         top, probability = quoted(model, int(ablated.argmax())), softmax(ablated)[answer]
         table.add_row(where, top, decimal(result.kl_divergence(), 4), decimal(probability, 3))
-    console.print(f"{'France'!r} in {CAPITAL!r} no longer writes to the state:")
+    console.print(f"{'France'!r} in {FRANCE!r} no longer writes to the state:")
     console.print(table)
 
 
 @example("Agreement of runtimes", HookPoint.ResidPost)
 def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
-    result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], points="blocks.*.hook_resid_post")
-    console.print(f"{CAPITAL!r} in each runtime: every layer's residual stream, and the logits:")
+    result = model.verify([FRANCE], ["ort-cpu", "ort-cpu:none", "reference"], points="blocks.*.hook_resid_post")
+    console.print(f"{FRANCE!r} in each runtime: every layer's residual stream, and the logits:")
     console.print(result.table())
     console.print(result.summary(), highlight=False)
     write(result, folder, "verify", console)

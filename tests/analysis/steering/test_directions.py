@@ -29,7 +29,7 @@ from mionnx import (
     SpecFileError,
 )
 from mionnx.analysis.steering.dose_response import DoseTrial, brackets
-from mionnx.cli.demos import steering
+from mionnx.cli.demos import methods
 from mionnx.cli.main import app
 
 FRAMES = (
@@ -483,7 +483,7 @@ def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
 
 def test_the_demo_says_what_happened(model, tmp_path):
     console = Console(record=True, width=100, file=(tmp_path / "out.txt").open("w"))
-    steering.show(model, console, tmp_path)
+    methods.steering(model, console, tmp_path)
     said = console.export_text()
     assert "Berlin" in said
     assert "Paris" in said

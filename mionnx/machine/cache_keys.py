@@ -1,6 +1,7 @@
-"""Digest of Python sources, for cache keys: a changed program does not serve entries of an older one."""
+"""What keys of the cache depend on besides their own subject: the program's sources, and the processor."""
 
 import hashlib
+import platform
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,3 +33,22 @@ def _sources(module: str) -> list[tuple[str, Path]]:
         return [("", Path(spec.origin or ""))]
     folders = [Path(folder) for folder in spec.submodule_search_locations]
     return sorted((file.relative_to(folder).as_posix(), file) for folder in folders for file in folder.rglob("*.py"))
+
+
+def processor_name() -> str:
+    """Name of the processor, or its architecture."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Instruction sets, sorted, by their Linux names; empty on other systems."""
+    info = _cpuinfo()
+    return sorted({*(info.get("flags") or info.get("Features") or "").split()})
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

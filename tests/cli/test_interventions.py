@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mionnx import InterventionError, MIError, SpecFileError
-from mionnx.cli.intervention_syntax import parse
+from mionnx.cli.interventions import parse
 
 
 class TestGrammar:

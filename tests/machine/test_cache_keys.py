@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mionnx.machine.source_digest import source_digest
+from mionnx.machine.cache_keys import source_digest
 from mionnx.run import find_model, open_graphs, prepacked
 
 

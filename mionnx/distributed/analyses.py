@@ -1,16 +1,23 @@
-"""`patch_sweep` on a cluster: pairs of prompts are swept by workers, each of them whole."""
+"""`harvest` and `patch_sweep` on a cluster: workers make shards, or sweep pairs of prompts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.harvest.harvest import open_writer
+from mionnx.analysis.harvest.rows import HarvestRow
+from mionnx.analysis.harvest.settings import Settings
+from mionnx.analysis.harvest.shard_maker import FinishedShard, Groups, ShardMaker
+from mionnx.analysis.harvest.texts import Source
 from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compares
 from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
@@ -18,15 +25,74 @@ from mionnx.analysis.sweep.patching import patching_sweep
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep, SweepSetting, run_sweep
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
+from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
+from mionnx.spec.hook_choice import Hooks
+from mionnx.spec.hook_spec import HookSpec
 
-Numbers = NDArray[np.float64]
-Cells = NDArray[np.int64]
+
+@typed(leave=["texts", "points", "options"])
+def harvest(
+    model: MIModel,
+    texts: Source,
+    points: Hooks | None,
+    folder: str | Path,
+    *,
+    hooks: HookSpec | None = None,
+    address: str = LOCAL,
+    workers: int | None = None,
+    cpus: int = 1,
+    progress: bool | None = None,
+    **options: Any,
+) -> Activations:
+    """Write the activations of a dataset to disk, by the processes of a Ray cluster.
+
+    A worker makes one shard at a time and notes it. What a lost worker had not finished Ray gives to another; a harvest
+    whose own process was lost is called again, and goes on. The folder has the same bytes as that of `MIModel.harvest`.
+
+    Args:
+        model: the model; workers open its folder, which on a cluster lies on shared storage.
+        texts, points, folder, hooks, progress: as for `MIModel.harvest`. Texts are a list, or a file or folder, which
+            on a cluster lies on shared storage as `folder` does.
+        address: "local" begins a cluster on this machine; "auto" is the one that this machine belongs to, "HOST:PORT"
+            another. Where this process is connected already, that cluster is used.
+        workers: number of processes; as many as the cluster has room for if left out.
+        cpus: of each process, and threads of its model; on CUDA each has one GPU besides.
+        options: `context`, `dtype` and all others of `MIModel.harvest`.
+
+    Raises:
+        RuntimeMissingError: Ray is not installed.
+        InputError: no such cluster, texts of an iterator, or as `MIModel.harvest`.
+        HookError, SpecFileError: as `MIModel.harvest`.
+
+    Example:
+        made = mionnx.distributed.harvest(model, "texts.jsonl", "blocks.*.hook_resid_post", "activations", workers=2)
+    """
+    writer = open_writer(model, texts, points, hooks, folder, Settings(**options))
+    if not writer.rows.texts.again:
+        raise InputError("texts of an iterator stay in this process: give a file, a folder or a list to workers")
+    with cluster(address, model, workers, cpus) as processes:
+        return writer.write(partial(_by_workers, processes), progress)
+
+
+def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
+    maker = replace(maker, model=workers.model(maker.model))
+    return workers.map(groups.__iter__, _ShardWork, maker)
+
+
+class _ShardWork:
+    """Makes shards in a worker."""
+
+    def __init__(self, maker: ShardMaker) -> None:
+        self.maker = maker
+
+    def __call__(self, task: tuple[int, Sequence[HarvestRow]]) -> FinishedShard:
+        return self.maker.shard(*task)
 
 
 @compares
@@ -91,9 +157,9 @@ class _SharedSweep(Sweep):
         pieces = [(pair, stored.missing(pair)) for pair in range(count)]
         work = _PairWork, self.workers.model(self.model), self.compared, self.setting
         try:
-            for one in self.workers.map(pieces.__iter__, *work):
-                stored.store(one.pair, one.cells, one.values)
-                unpatched[:, one.pair], idle = one.unpatched, idle + one.idle
+            for pair, cells, (values, runs, without) in self.workers.map(pieces.__iter__, *work):
+                stored.store(pair, cells, values)
+                unpatched[:, pair], idle = runs, idle + without
                 progress("cells", count * grid.cells - int(np.isnan(stored.values).sum()), count * grid.cells)
         finally:
             stored.write()
@@ -102,28 +168,12 @@ class _SharedSweep(Sweep):
         return self.result(stored.values.reshape(count, *grid.sizes), unpatched, cost)
 
 
-@dataclass(frozen=True)
-class _SweptPair:
-    """A pair that was swept.
-
-    Attributes:
-        cells, values: the cells, and the metric at each.
-        unpatched: the metric of the run that is patched and of the one patched in.
-    """
-
-    pair: int
-    cells: Cells
-    values: Numbers
-    unpatched: tuple[float, float]
-    idle: int
-
-
 class _PairWork:
     """Sweeps pairs in a worker."""
 
     def __init__(self, model: Runner, compared: Pairs, setting: SweepSetting) -> None:
         self.sweep = Sweep(model, compared, setting)
 
-    def __call__(self, piece: tuple[int, Any]) -> _SweptPair:
-        pair, cells = piece
-        return _SweptPair(pair, cells, *self.sweep.compute_pair(pair, cells))
+    def __call__(self, piece: tuple[int, NDArray[np.int64]]) -> tuple[int, NDArray[np.int64], tuple[Any, ...]]:
+        """The piece, and what `Sweep.compute_pair` returns for it."""
+        return *piece, self.sweep.compute_pair(*piece)

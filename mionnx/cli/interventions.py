@@ -1,4 +1,4 @@
-"""The syntax of interventions on the command line.
+"""Interventions on the command line: their syntax, and the options of `run`, `generate` and `compile`.
 
 HOOK[=VALUE][@LIMITS]
 
@@ -19,36 +19,89 @@ State interventions of RWKV name no hook point:
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
-from mionnx.cli.parameters import spread
+from mionnx.cli.parameters import Group, keyword, spread
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.machine.tensor_file import open_tensors
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention, find_kind
-from mionnx.spec.kinds.kind import Kind
+from mionnx.spec.kinds import KINDS
 from mionnx.spec.limits import LIMITS, PHASES
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
+PANEL = "Interventions"
+WRITTEN = [kind for kind in KINDS.values() if kind.spelling is not None]  # others need a spec saved in Python
+Captures = Annotated[list[str] | None, typer.Option("--capture", metavar="HOOK", help="Capture; globs allowed.")]
+Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
 _FILE = re.compile(r"(?P<file>.+\.safetensors):(?P<key>.+?)(?:\*(?P<factor>[-+.\deE]+))?")
 
 
+@dataclass(frozen=True)
+class Interventions:
+    """The interventions of a command line: option -> its texts, and "hooks" -> a saved spec, which comes first."""
+
+    options: dict[str, Any]
+
+    def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
+        """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
+
+        Raises:
+            InterventionError: an intervention is not understood.
+            SpecFileError: a file or a tensor in it is missing.
+        """
+        saved = self.options["hooks"]
+        spec = HookSpec.load(str(saved)) if saved else HookSpec()
+        for kind in WRITTEN:
+            for text in self.options[kind.name] or ():
+                spec.intervene(*parse(kind.name, text, num_heads, seq_len))
+        for text in self.options["state_knockout"] or ():
+            spec.set_state_knockout(parse_state_knockout(text))
+        for text in self.options["state_steering"] or ():
+            spec.set_state_steering(parse_state_steering(text))
+        return spec
+
+
+def intervention_group(prompt: bool = True) -> Group:
+    """One option a kind; the argument is `Interventions`.
+
+    Args:
+        prompt: whether the command has a prompt; without one, edges are of positions that every text has.
+    """
+    anywhere = " Positions count from 0, as 4>2; from a text's end (-1) or of all (*) they are refused."
+    options = []
+    for kind in WRITTEN:
+        value = f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
+        options.append(_option(kind.name, value, kind.help + anywhere * (kind.of_prompt and not prompt)))
+    options.append(_option("state_knockout", "LIMITS", "RWKV: drop writes to the state."))
+    options.append(_option("state_steering", "SCALE@LIMITS", "RWKV: scale writes to the state."))
+    options.append(_option("hooks", "FILE", "A saved HookSpec to begin with.", Path))
+    return Group(options, Interventions)
+
+
+def _option(name: str, metavar: str, help: str, kind: Any = list[str]) -> Parameter:
+    return keyword(name, kind, typer.Option(metavar=metavar, help=help, rich_help_panel=PANEL), None)
+
+
+@dataclass
 class Reader:
     """Reads values; the model's heads and the prompt's length shape knockout masks."""
 
-    def __init__(self, n_heads: int, seq_len: int | None) -> None:
-        self.n_heads, self.seq_len = n_heads, seq_len
+    n_heads: int
+    seq_len: int | None
 
     def array(self, text: str) -> NDArray[Any]:
         """A number, or FILE.safetensors:KEY[*FACTOR].
 
         Raises:
             InterventionError: neither of the two.
-            SpecFileError: a file or key that is not there.
         """
         try:
             return np.array(float(text))
@@ -60,37 +113,31 @@ class Reader:
         return tensor * float(match["factor"]) if match["factor"] else tensor
 
 
-def spelling(kind: Kind) -> str:
-    """The argument of a kind's option, such as HOOK=VALUE[@LIMITS]."""
-    return f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
-
-
 def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list[str], Intervention]:
-    """Parse an intervention option: the names and globs of hook points, and the intervention.
-
-    Args:
-        kind: name of a kind that has a spelling.
-        text: HOOK[=VALUE][@LIMITS], see the module's text.
-        n_heads, seq_len: of the model and the prompt, None if there is none; they shape knockout masks.
+    """Parse HOOK[=VALUE][@LIMITS]: the names and globs of hook points, and the intervention.
 
     Raises:
         InterventionError: the text is not understood.
-        SpecFileError: a file or key is missing.
     """
     rules = find_kind(kind)
     if rules.spelling is None:
-        raise InterventionError(f"{kind} has no spelling on the command line; save a spec in Python, and give --spec")
+        raise InterventionError(
+            f"{kind} is not written on the command line: save a spec in Python, and give --hooks FILE"
+        )
     body, _, limits = text.partition("@")
     hook, equals, value = body.partition("=")
     if bool(equals) != bool(rules.values):
         expected = "HOOK=VALUE[@LIMITS]" if rules.values else "HOOK[@LIMITS]"
         raise InterventionError(f"--{kind} takes {expected}, got {text!r}")
-    chosen = _limits(limits, text)
+    chosen = {
+        name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, text)
+        for name, numbers in _parts(limits, text, LIMITS).items()
+    }
     return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:
-    """Parse a state knockout; see the module's text."""
+    """Parse LIMITS of a state knockout."""
     parts = _parts(text, text, ("positions", "layers", "terms"))
     knockout = _target(StateKnockoutSpec(), parts, text)
     named = parts.get("terms", "write").split(",")
@@ -98,7 +145,7 @@ def parse_state_knockout(text: str) -> StateKnockoutSpec:
 
 
 def parse_state_steering(text: str) -> StateSteeringSpec:
-    """Parse a state steering; see the module's text."""
+    """Parse SCALE@LIMITS of a state steering."""
     scale, at, limits = text.partition("@")
     if not at:
         raise InterventionError(f"--state-steering takes SCALE@positions=..., got {text!r}")
@@ -110,37 +157,27 @@ def parse_state_steering(text: str) -> StateSteeringSpec:
     return steering.heads(_integers(parts["heads"], text)) if "heads" in parts else steering
 
 
-Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
+def _target(spec: Target, parts: dict[str, str], option: str) -> Target:
+    if positions := parts.get("positions"):
+        spec.positions([positions] if positions in PHASES else _integers(positions, option))
+    return spec.layers(_integers(parts["layers"], option)) if "layers" in parts else spec
 
 
-def _target(spec: Target, parts: dict[str, str], whole: str) -> Target:
-    positions = parts.get("positions", "")
-    spec.positions([positions] if positions in PHASES else _integers(positions, whole) if positions else [])
-    return spec.layers(_integers(parts["layers"], whole)) if "layers" in parts else spec
-
-
-def _limits(text: str, whole: str) -> dict[str, Any]:
-    return {
-        name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, whole)
-        for name, numbers in _parts(text, whole, LIMITS).items()
-    }
-
-
-def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:
+def _parts(text: str, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
     parts: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         name, _, value = part.partition("=")
         if name not in allowed:
-            raise InterventionError(f"{whole!r}: no limit {name!r}, only {', '.join(allowed)}{nearest(name, allowed)}")
+            raise InterventionError(f"{option!r}: no limit {name!r}, only {', '.join(allowed)}{nearest(name, allowed)}")
         parts[name] = value
     return parts
 
 
-def _integers(text: str, whole: str) -> list[int]:
+def _integers(text: str, option: str) -> list[int]:
     try:
         return [number for part in text.split(",") for number in spread(part, int)]
     except ValueError:
-        raise InterventionError(f"{whole!r}: {text!r} is no integer, nor several such as 0,3 or 2-5") from None
+        raise InterventionError(f"{option!r}: {text!r} is no integer, nor several such as 0,3 or 2-5") from None
 
 
 def load_tensor(path: Path, key: str) -> NDArray[Any]:
