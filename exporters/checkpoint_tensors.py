@@ -20,7 +20,7 @@ from mionnx.errors import ExportError, ModelError, nearest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.folder_file import inside, read_json
 
-DTYPES: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -160,7 +160,7 @@ def _read_header(file: Path, with_bytes: bool) -> list[StoredTensor]:
     except (SafetensorError, ValueError, struct.error) as error:
         raise ExportError(f"{file} is no intact safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    dtypes = DTYPES | BYTES if with_bytes else DTYPES
+    dtypes = TORCH_DTYPES | BYTES if with_bytes else TORCH_DTYPES
     return [_stored(name, entry, file, 8 + length, dtypes) for name, entry in header.items()]
 
 

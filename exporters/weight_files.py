@@ -19,14 +19,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporters.checkpoint_tensors import DTYPES, StoredTensor
+from exporters.checkpoint_tensors import TORCH_DTYPES, StoredTensor
 from mionnx.errors import ExportError
 from mionnx.graph.onnx_file import WEIGHTLESS
 from mionnx.machine.files import link_or_copy
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
-_SAFETENSORS_NAME = {dtype: name for name, dtype in DTYPES.items()}
+_SAFETENSORS_NAME = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _IR_DTYPE = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporters.checkpoint_tensors import DTYPES, StoredTensor, export_dtype, read_tensors
+from exporters.checkpoint_tensors import TORCH_DTYPES, StoredTensor, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
 from exporters.rwkv.checkpoint import UNREAD, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.network import build_network
@@ -137,7 +137,7 @@ def _starts(file: Path) -> set[int]:
 
 
 def _stored(name: str, tensor: Tensor, file: Path, base: int, starts: set[int]) -> StoredTensor:
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in TORCH_DTYPES.values():
         raise ExportError(f"{file.name}: tensor {name} is {tensor.dtype}; quantised checkpoints are not supported")
     start = tensor.untyped_storage().data_ptr() - base
     if start not in starts or not tensor.is_contiguous():

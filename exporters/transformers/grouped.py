@@ -54,7 +54,7 @@ sorted (int64[n] chosen) => (int64[m] order, int64[stack, 1] starts, int64[stack
 }}
 """
 # What the texts say where every row chose a matrix, and where some chose none ("partial").
-ALL = {
+EVERY_ROW = {
     "known": "",
     "limit": "",
     "choice": "chosen",
@@ -63,7 +63,7 @@ ALL = {
     "place": "places = Add(block, rank)",
     "pick": "y = Gather<axis = 0>(stacked, places)",
 }
-SOME = {
+SOME_ROWS = {
     "known": ", bool[n, 1] known",
     "limit": "limit = Constant<value_int = {stack}>() bucket = Min(chosen, limit)",
     "choice": "bucket",
@@ -140,7 +140,7 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
         "out": out,
         "multiply": "MatMul" if rows else "Gemm<transB = 1>",
         "buckets": stack + partial,
-        **{name: text.format(stack=stack) for name, text in (SOME if partial else ALL).items()},
+        **{name: text.format(stack=stack) for name, text in (SOME_ROWS if partial else EVERY_ROW).items()},
     }
 
 

@@ -16,7 +16,7 @@ import typer
 
 from mionnx.errors import InputError
 
-KEYS = ("clean", "corrupted", "answer", "versus", "positions")
+PAIR_KEYS = ("clean", "corrupted", "answer", "versus", "positions")
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated.")]
 PromptsFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Many prompts: a text a line, or a JSON list of texts or ids.")
@@ -81,8 +81,8 @@ def _json(where: str, text: str) -> Any:
 
 def _record(where: str, line: str) -> dict[str, Any]:
     record = _json(where, line)
-    if not isinstance(record, dict) or not {"clean"} <= record.keys() <= {*KEYS}:
-        raise InputError(f"{where}: an object with clean, and as needed {', '.join(KEYS[1:])}")
+    if not isinstance(record, dict) or not {"clean"} <= record.keys() <= {*PAIR_KEYS}:
+        raise InputError(f"{where}: an object with clean, and as needed {', '.join(PAIR_KEYS[1:])}")
     return record
 
 

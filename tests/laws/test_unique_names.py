@@ -13,8 +13,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted(path for room in ("mionnx", "exporters") for path in (REPOSITORY / room).rglob("*.py"))
 MANY = 5
-# Double still: a name goes from this list when it is renamed, and none comes.
-DOUBLE = {*(Path(__file__).parent / "double_names.txt").read_text().split()}
 
 
 @cache
@@ -48,11 +46,9 @@ def test_the_names_of_classes_and_of_constants_that_files_share_are_unique() -> 
             modules[name].add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"))
     met = {*imported()}
     double = {
-        name
+        name: sorted(places)
         for name, places in modules.items()
         if len(places) > 1
         and (not name.isupper() or len(places) >= MANY or any((place, name) in met for place in places))
     }
-    new = {name: sorted(modules[name]) for name in double - DOUBLE}
-    assert not new, f"choose other names: {new}"
-    assert not DOUBLE - double, f"double no more, take them from the list: {sorted(DOUBLE - double)}"
+    assert not double, f"choose other names: {double}"

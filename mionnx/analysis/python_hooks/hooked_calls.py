@@ -288,12 +288,7 @@ def _forward(model: Runner, request: ListRequest) -> HookCache:
 def _run(
     model: Runner, request: ListRequest, batch: TokenBatch, functions: StepFunctions, state: bool = False
 ) -> HookCache:
-    """Run a list with functions, which act after the interventions at their hook point, and before captures there.
-
-    Args:
-        batch: all rows of the request.
-        state: whether the state that an RWKV model ends with is returned to the user.
-    """
+    """Run a list with functions, which act after the interventions at their hook point, and before captures there."""
     if not functions.names:
         return _forward(model, request)
     hooked, logits, size = model.hooked, bool(request.logits), request.batch_size
@@ -390,10 +385,8 @@ def convert_logits(return_type: str | None, cache: HookCache, batch: TokenBatch)
     if return_type == "logits":
         return logits
     losses = loss_per_token(logits, batch)
-    if return_type == "loss per token":
-        return losses
     mean = np.nanmean(losses)
-    return mean if return_type == "loss" else (logits, mean)
+    return {"loss per token": losses, "loss": mean, "both": (logits, mean)}[return_type]
 
 
 def check_return_type(return_type: str | None) -> None:
