@@ -4,6 +4,8 @@ A saved cache is one `.safetensors` file: a tensor `{layer}.{part}` for each par
 in its metadata `mionnx_cache`, its kind.
 """
 
+from __future__ import annotations
+
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +74,7 @@ class LazyLayers(Sequence[Layer]):
     def __repr__(self) -> str:
         return f"<{len(self)} layers>"
 
-    def replaced(self, number: int, layer: Layer) -> "LazyLayers[Layer]":
+    def replaced(self, number: int, layer: Layer) -> LazyLayers[Layer]:
         """The same layers but for one."""
         new = LazyLayers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
         new._copied = {**self._copied, number: layer}
