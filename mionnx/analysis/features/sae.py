@@ -46,7 +46,7 @@ class SAE:
             raise ModelError(f"{where}: weights must be arrays of numbers: {error}") from error
         check(config, arrays, where)
         self.config, self.weights = config, arrays
-        self._fragment = cache(lambda error: autoencoder(config, arrays, error == "kept"))
+        self._fragment = cache(self._build)  # a method, which a pickle can name
 
     @classmethod
     def load(cls, path: str | Path, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
@@ -104,6 +104,9 @@ class SAE:
         if error not in ERROR:
             raise InputError(f"error={error!r}; one of {', '.join(ERROR)}{nearest(str(error), ERROR)}")
         return self._fragment(error)
+
+    def _build(self, error: str) -> Fragment:
+        return autoencoder(self.config, self.weights, error == "kept")
 
     def splice(self, error: str = "kept", positions: Positions | None = None) -> Intervention:
         """The SAE as an intervention at `hook`.
