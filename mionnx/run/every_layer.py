@@ -42,6 +42,11 @@ class EveryLayer:
     lent: Mapping[str, str]
     copies: int
 
+    def cuts(self, cuts: Iterable[str]) -> tuple[str, ...]:
+        """The hook points at which a graph is cut, at every layer."""
+        kinds = {_of_any(CaptureNode(cut)) for cut in cuts}
+        return tuple(node.hook for node in self.plan.captures if _of_any(node) in kinds)
+
 
 def every_layer(plan: Plan, model: HookedModel) -> EveryLayer | None:
     """How a graph of every layer serves a plan; None where only the plan's own does."""

@@ -98,7 +98,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self._unbased = 0  # rewritten graphs that were opened without a base
         self._loops: dict[str, set[str]] | None = defaultdict(set)  # plan without the layer -> with it; None once said
         self._layers: dict[Plan, EveryLayer | None] = {}
-        self._structures: dict[Plan, Plan] = {}  # plan of every layer -> the first of its plans that was asked for
+        self._structures: dict[Plan | Cut, Plan] = {}  # that of every layer -> the first plan that was asked for
 
     @once_property
     def weights(self) -> int:
@@ -117,22 +117,33 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         """
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
-    def every_layer(self, plan: Plan) -> EveryLayer | None:
+    def every_layer(self, plan: Plan, cuts: tuple[str, ...] = ()) -> EveryLayer | None:
         """How the graph of every layer serves a plan; None where its own does: open, or the first of its structure."""
-        if plan in self.open:
+        if _keyed(plan, cuts) in self.open:
             return None
-        if plan not in self._layers:
+        try:
+            layers = self._layers[plan]
+        except KeyError:
             if len(self._layers) >= REMEMBERED:
                 self._layers.clear()
                 self._structures.clear()
-            self._layers[plan] = every_layer(plan, self.model)
-        layers = self._layers[plan]
-        first = layers is None or self._structures.setdefault(layers.plan, plan) == plan
-        return None if layers is None or (first and layers.plan not in self.open) else layers
+            layers = self._layers[plan] = every_layer(plan, self.model)
+        if layers is None:
+            return None
+        wide = _keyed(layers.plan, layers.cuts(cuts))
+        first = self._structures.setdefault(wide, plan) == plan
+        return None if first and wide not in self.open else layers
 
-    def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
+    def chain(self, plan: Plan, cuts: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
-        return self._of((plan, hooks), lambda: open_segments(self._opening_of(plan), plan, hooks, self.engine), tokens)
+        layers = self.every_layer(plan, cuts)
+        if layers is None:
+            return self._chain(plan, cuts, tokens)
+        chain = self._chain(layers.plan, layers.cuts(cuts), tokens)
+        return replace(chain, acting=frozenset(cuts), feeds=layers.switches, lent=layers.lent)
+
+    def _chain(self, plan: Plan, cuts: tuple[str, ...], tokens: int) -> SegmentChain:
+        return self._of((plan, cuts), lambda: open_segments(self._opening_of(plan), plan, cuts, self.engine), tokens)
 
     def _of(self, key: Plan | Cut, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
@@ -264,6 +275,10 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
             LayerLoopWarning,
             stacklevel=caller_level(),
         )
+
+
+def _keyed(plan: Plan, cuts: tuple[str, ...]) -> Plan | Cut:
+    return (plan, cuts) if cuts else plan
 
 
 def _one_call(plan: Plan, cuts: tuple[str, ...]) -> str:

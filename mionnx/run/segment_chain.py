@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,11 +58,19 @@ class OpenSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """A graph cut at hook points, open."""
+    """A graph cut at hook points, open.
+
+    Attributes:
+        acting: hooked values that a call changes; None for all.
+        feeds, lent: see `OpenGraph`.
+    """
 
     plan: Plan
     segments: tuple[OpenSegment, ...]
     cost: int
+    acting: frozenset[str] | None = None
+    feeds: Mapping[str, Value] = field(default_factory=dict)
+    lent: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, outputs: Collection[str], feeds: Mapping[str, Value], between: Between) -> dict[str, NDArray[Any]]:
         """Run all segments in order.
@@ -70,14 +78,15 @@ class SegmentChain:
         Args:
             between: called for each hooked value when it is there; what it returns is what later nodes read.
         """
-        values: dict[str, Any] = dict(feeds)
+        values: dict[str, Any] = {**self.feeds, **{name: feeds[source] for name, source in self.lent.items()}, **feeds}
         results: dict[str, Any] = {}
         for segment, program, done in self.segments:
             names = (*segment.inputs, *(name for name in segment.defaults if name in feeds))
             # On another device than the CPU values stay where they were computed; only hooked ones are fetched.
             computed = program.compute(segment.outputs, {name: values[name] for name in names})
             for hook in segment.hooks:
-                computed[hook] = between(hook, np.asarray(computed[hook]))
+                if self.acting is None or hook in self.acting:
+                    computed[hook] = between(hook, np.asarray(computed[hook]))
             results |= {name: computed[name] for name in computed.keys() & outputs}
             values |= computed
             for name in done:

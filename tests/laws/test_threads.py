@@ -17,6 +17,12 @@ from mionnx.machine.once import once_property
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
 THREADS = 8
+DIFFERENT = [
+    HookPoint.ResidPost(0),
+    HookPoint.MlpOut(1),
+    HookPoint.AttnZ(2),
+    HookPoint.AttnPattern(3),
+]  # no graph serves two
 Job = Callable[[MIModel], Any]
 
 
@@ -157,7 +163,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_threads_open_a_graph_once(opened: list[object]) -> None:
     model = fresh()
-    specs = [HookSpec().capture(HookPoint.ResidPost(layer)) for layer in range(4)]
+    specs = [HookSpec().capture(hook) for hook in DIFFERENT]
     crowd(lambda number: [model.forward(TEXT, specs[(number + n) % 4]) for n in range(4)])
     assert len(opened) == len({*map(bytes, opened)}) == len(model.compiled) == 4
     crowd(lambda number: hooked_call(model))
@@ -172,7 +178,7 @@ def test_different_graphs_open_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
         return real(self, *given, **named)
 
     monkeypatch.setattr(OnnxRuntime, "open", met)
-    crowd(lambda number: model.warm(HookSpec().capture(HookPoint.ResidPost(number))), 2)
+    crowd(lambda number: model.warm(HookSpec().capture(DIFFERENT[number])), 2)
 
 
 def test_a_failure_to_open_is_each_thread_s_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def pair() -> Iterator[Callable[[str], tuple[MIModel, MIModel]]]:
         @cache
         def find(name: str) -> tuple[MIModel, MIModel]:
             wide, narrow = (MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1) for _ in range(2))
-            patch.setattr(narrow.variants, "every_layer", lambda plan: None)
+            patch.setattr(narrow.variants, "every_layer", lambda plan, cuts=(): None)
             return wide, narrow
 
         yield find
@@ -123,6 +123,29 @@ def test_generation(pair) -> None:
         one, other = (model.generate(TEXTS, spec, max_new_tokens=6) for model in (wide, narrow))
         assert one.texts == other.texts
     assert len(wide.variants.open) == before + 2
+
+
+@pytest.mark.parametrize("name", ["world-gpt2", "world-llama"])
+def test_python_functions(pair, name: str) -> None:
+    wide, narrow = pair(name)
+    before = len(wide.variants.open)
+
+    def double(value, hook):
+        value[:, -1] *= 2
+
+    for layer in range(4):
+        hooks = [(f"blocks.{layer}.attn.hook_z", double), (HookPoint.ResidPost(layer), double)]
+        spec = zero_heads(wide, layer)
+        one, other = (model.run_with_hooks(TEXTS, hooks, hooks=spec) for model in (wide, narrow))
+        np.testing.assert_array_equal(one, other)
+    assert len(wide.variants.open) == before + 2
+    for layer in range(3):
+        one, other = (
+            model.generate(TEXTS, fwd_hooks=[(HookPoint.MlpOut(layer), double)], max_new_tokens=4)
+            for model in (wide, narrow)
+        )
+        assert one.texts == other.texts
+    assert len(wide.variants.open) == before + 4
 
 
 def test_what_costs_much_at_every_layer_stays_at_its_own(pair, monkeypatch) -> None:

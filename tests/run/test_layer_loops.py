@@ -38,7 +38,9 @@ def told(loop: Callable[[], object]) -> list[str]:
 
 
 LOOPS = {
-    "run_with_hooks": lambda model, layer: model.run_with_hooks(IDS, [(f"blocks.{layer}.attn.hook_z", mute)]),
+    "run_with_hooks": lambda model, layer: model.run_with_hooks(
+        IDS, [(f"blocks.{layer}.attn.hook_z", mute)], return_type=None
+    ),
     "forward": lambda model, layer: model.forward(  # without logits a graph ends at its last capture
         IDS,
         HookSpec().capture("*.hook_resid_post").intervene(f"blocks.{layer}.attn.hook_z", Intervention.Scale(0.5)),
