@@ -226,7 +226,7 @@ def _check(hint: Any) -> Check | None:
         return None
     if issubclass(kind, os.PathLike):
         return _path
-    if issubclass(kind, Mapping):
+    if kind in (dict, Mapping):
         return partial(_mapping, *(_check(arg) for arg in args or (Any, Any)))
     if kind is tuple and args and args[-1] is not Ellipsis:
         return partial(_record, [_check(arg) for arg in args])
