@@ -181,3 +181,17 @@ def test_blocks_of_a_file_keep_their_bits_and_are_called_so():
     assert graph.bits == [4, 8]
     (name,) = graph.weights
     assert graph.weights[name] <= (model.hooked.folder / name).stat().st_size
+
+
+def test_the_page_is_busy_from_the_first_key_whatever_an_earlier_run_answers(page: Page):
+    """A test, or a reader, who waits for it reads the answers to what is typed."""
+    idle(page)
+    typed = """async () => {
+        const box = document.querySelector("#prompt");
+        const { answered } = await import("./state.js");
+        box.dispatchEvent(new Event("input"));
+        answered("idle");
+        return document.body.dataset.state;
+    }"""
+    assert page.evaluate(typed) == "busy"
+    idle(page)

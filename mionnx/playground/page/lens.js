@@ -4,7 +4,7 @@ import { patch, place, scale, zero } from "./entries.js";
 import { fillGrid, focusCell } from "./grid.js";
 import { openMenu } from "./menu.js";
 import { theEngine, tokenText } from "./runs.js";
-import { addEntry, answers, change, shownInside, state, waiting } from "./state.js";
+import { addEntry, answers, change, shownInside, state, whenTyped } from "./state.js";
 
 export const title = "Lens";
 let table, secondTable, second, note, thinned;
@@ -16,8 +16,7 @@ export function build(box) {
   second = element("textarea", { id: "second", rows: 1, spellcheck: "false", placeholder: "The capital of Germany is" });
   second.value = state.second;
   thinned = element("p", { class: "faint small", hidden: true }, element("span"), button("Show all layers", () => change({ allLayers: true })));
-  let pause;
-  second.addEventListener("input", () => { waiting(); clearTimeout(pause); pause = setTimeout(() => change({ second: second.value }), 250); });
+  second.addEventListener("input", () => whenTyped("second", 250, () => change({ second: second.value })));
   box.replaceChildren(
     element("p", { class: "faint small" }, "Each cell: the token that the model would say next if this layer were its last. The deeper the colour, the surer. Point at a cell for more; press it to change what is there."),
     element("div", { class: "scroll" }, table), thinned,

@@ -13,7 +13,7 @@ import * as parts from "./parts.js";
 import { refresh, setEngine, theEngine, tokenText } from "./runs.js";
 import { drawExport, listenShare } from "./share.js";
 import { asPrompt, drawTyped, listenStarts, showStarts } from "./starts.js";
-import { answers, change, forgetPast, onAnswer, onChange, state, waiting } from "./state.js";
+import { answers, change, forgetPast, isTyping, onAnswer, onChange, state, waiting, whenTyped } from "./state.js";
 import * as steering from "./steering.js";
 import { listenTheme } from "./theme.js";
 
@@ -84,7 +84,7 @@ onAnswer((kind) => {
   if (kind === "tokens") { drawTokens(); drawChanges(); }
   if (kind === "next") { next.drawNext(); drawChanges(); drawExport(); drawView(); }
   if (kind === "inside") drawView();
-  document.body.dataset.state = kind === "idle" ? "idle" : "busy";
+  document.body.dataset.state = kind === "idle" && !isTyping() ? "idle" : "busy";
   if (kind === "idle") follow();
 });
 
@@ -165,8 +165,7 @@ async function begin({ examples, manifest }) {
   return forgetPast();
 }
 
-let typing;
-find("prompt").addEventListener("input", () => { waiting(); clearTimeout(typing); typing = setTimeout(() => change({ prompt: asPrompt(find("prompt").value) }), 200); });
+find("prompt").addEventListener("input", () => whenTyped("prompt", 200, () => change({ prompt: asPrompt(find("prompt").value) })));
 find("tabs").addEventListener("keydown", tabKeys);
 for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
 addEventListener("hashchange", () => { if (theEngine()) readAddress(); });

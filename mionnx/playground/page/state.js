@@ -61,3 +61,14 @@ export function shownInside() {
 
 // The page does not yet show what was typed or pressed; `idle` follows with the last answer.
 export function waiting() { document.body.dataset.state = "busy"; }
+
+const typing = new Map(); // a box -> the timer after its last key
+
+// Apply what is typed into a box after a pause; until then the page is busy, whatever an earlier run answers meanwhile.
+export function whenTyped(box, milliseconds, apply) {
+  waiting();
+  clearTimeout(typing.get(box));
+  typing.set(box, setTimeout(() => { typing.delete(box); apply(); }, milliseconds));
+}
+
+export function isTyping() { return typing.size > 0; }
