@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from random_specs import Call, draw
 
 from mionnx import HookCache, HookPoint, HookSpec, InputError, Intervention, Logits, MIError, MIModel
-from mionnx.bind import bound_spec
-from mionnx.bind.bound_spec import Binder
+from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine import memory
 from mionnx.run import forward_batches
@@ -281,9 +280,9 @@ def test_memory_chooses_the_batch(shipped, monkeypatch):
 def test_a_spec_is_resolved_once_a_call(models, monkeypatch):
     """`forward` binds it once, and selects its positions once, whether rows run together or in batches."""
     model, bound, selected = models("llama"), [], []
-    bind, select = Binder.bind, bound_spec.selections_of
+    bind, select = Binder.bind, BoundSpec.selections
     monkeypatch.setattr(Binder, "bind", lambda self, *rest, **named: bound.append(1) or bind(self, *rest, **named))
-    monkeypatch.setattr(bound_spec, "selections_of", lambda *rest: selected.append(1) or select(*rest))
+    monkeypatch.setattr(BoundSpec, "selections", lambda *rest: selected.append(1) or select(*rest))
     spec = HookSpec().capture(HookPoint.ResidPost(0)).intervene(HookPoint.ResidPost(1), Intervention.Scale(2.0))
     model.forward([[3, 4, 5], [6, 7, 8]], spec)
     assert (len(bound), len(selected)) == (1, 1)
