@@ -213,7 +213,7 @@ def test_absurd_tables_are_refused(llama, tmp_path, file, content):
         exporting.export(llama, tmp_path / "hooked", "float32", silent)
 
 
-def test_what_is_thrown_in_an_export_is_one_sentence(llama, tmp_path):
+def test_what_is_thrown_in_an_export_is_one_sentence(llama, tmp_path, monkeypatch):
     """Of the config alone too, where no weight contradicts it; Ctrl-C is no damage."""
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}
     for changes in ({"rope_parameters": linear}, {"pad_token_id": 10**9}):
@@ -225,5 +225,6 @@ def test_what_is_thrown_in_an_export_is_one_sentence(llama, tmp_path):
     def stopped(*given: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(exporting.exporter_for(llama), "export", stopped)
     with pytest.raises(KeyboardInterrupt):
-        exporting._called(stopped, llama)
+        exporting.export(llama, tmp_path / "hooked", "float32", silent)
