@@ -22,7 +22,10 @@ from typing import Any
 from tables import present
 
 REPOSITORY = Path(__file__).parent.parent
-CASES = ("forward 16", "forward 64", "captured 64", "everything 16", "steered 64", "generate 24", "generate steered 24")
+CASES = (
+    *("forward 16", "forward 64", "captured 64", "everything 16", "steered 64", "generate 24", "generate steered 24"),
+    *("streams swept 16", "opened and steered 16"),
+)
 COLUMNS = ("model", "case", "before, ms", "now, ms", "ratio")
 
 WORKER = """
@@ -30,7 +33,10 @@ import hashlib, json, sys, time
 import numpy as np
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
 
-model = MIModel.from_pretrained(sys.argv[1], threads=int(sys.argv[2]))
+def opened():
+    return MIModel.from_pretrained(sys.argv[1], threads=int(sys.argv[2]))
+
+model = opened()
 rng = np.random.default_rng(0)
 ids = {length: rng.integers(3, model.vocab_size, (1, length)) for length in (16, 24, 64)}
 middle = HookPoint.ResidPost(model.num_layers // 2)
@@ -43,6 +49,10 @@ def run(case):
     if kind.startswith("generate"):
         spec = steer if "steered" in kind else None
         return model.generate(tokens[:, :8], spec, max_new_tokens=int(length), eos_token_id=[]).new_ids[0]
+    if kind == "streams swept":
+        return model.patch_sweep(tokens, ids[64][:, :16], "resid_pre", answer=5, versus=6).values
+    if kind == "opened and steered":
+        return opened().forward(tokens, steer).output()
     spec = {"forward": None, "captured": streams, "everything": all_points, "steered": steer}[kind]
     return model.forward(tokens, spec).output()
 

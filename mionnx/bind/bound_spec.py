@@ -38,7 +38,7 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec
 
 ALL_LOGITS = Logits()
-REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
+REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers, and sizes whose estimate a spec does
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,17 @@ class BoundSpec:
 
     def estimate(self, batch: int, seq: int, total: int) -> Estimate:
         """Bytes of the captures of a pass; `total` counts past and new tokens."""
-        return estimate_of((*self.captures, *self.gradients), dynamic_sizes(batch, seq, total))
+        memo = self._estimates  # a call asks several times, and the next call again
+        if (batch, seq, total) not in memo:
+            if len(memo) >= REMEMBERED:
+                memo.clear()
+            captures = (*self.captures, *self.gradients)
+            memo[batch, seq, total] = estimate_of(captures, dynamic_sizes(batch, seq, total))
+        return memo[batch, seq, total]
+
+    @cached_property
+    def _estimates(self) -> dict[tuple[int, int, int], Estimate]:
+        return {}
 
 
 class Binder:

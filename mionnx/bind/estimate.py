@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from mionnx.bind.plan import BoundCapture
@@ -28,12 +29,12 @@ class Estimate(Brief):
     passing: int = field(default=0, kw_only=True)
     opening: float = field(default=0.0, kw_only=True)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All captures together."""
         return sum(self.captures.values())
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """The peak while they are computed: a value gathered token by token exists twice."""
         gathered = [size for name, size in self.captures.items() if HookPoint.parse(name).on_request]

@@ -1,6 +1,7 @@
 """Numbers of other libraries as numpy arrays. None of them is imported: their tensors are known by their methods."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -62,12 +63,18 @@ def is_tensor(given: Any) -> bool:
     return all(callable(getattr(given, method, None)) for method in ("detach", "cpu", "numpy"))
 
 
+@cache
+def _is_tensors(kind: type) -> bool:
+    # Not by hasattr: a class of this package answers a name that it lacks with the nearest one, which takes 0.3 ms.
+    return any("detach" in vars(base) for base in kind.__mro__)
+
+
 def scalar(given: Any) -> Any:
     """The number that an array or a tensor without axes holds; anything else as it is.
 
     Such arrays look like something to go through, and are nothing of the kind.
     """
-    array = type(given) is np.ndarray or hasattr(type(given), "detach")  # the class: an attribute may be an error's
+    array = type(given) is np.ndarray or _is_tensors(type(given))
     alone = array and getattr(given, "ndim", 1) == 0 and not getattr(given, "is_meta", False)
     return to_array(given)[()] if alone else given
 

@@ -83,29 +83,17 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
     checks: dict[str, Check] = {}
     placed: list[Check | None] = []
 
-    def refuse(name: str, value: Any) -> MIError:
-        return error(refusal(name, _hints(function)[name], value))
-
-    def fit(given: list[Any], named: dict[str, Any]) -> None:
-        """Put what an annotation makes of an argument in its place."""
-        given[:] = map(scalar, given)
-        named.update((name, one) for name, value in named.items() if (one := scalar(value)) is not value)
-        for name, value in (*zip(names, given, strict=False), *named.items()):
-            if type(value) is range and abs((value.stop - value.start) // value.step) > MOST_ENTRIES:
-                raise error(f"{name} has more than {MOST_ENTRIES:,} entries, got {value}: give fewer")
-        for place, check in enumerate(placed[: len(given)]):
-            if check is not None and (fitted := check(given[place])) is not given[place]:
-                if fitted is REFUSED:
-                    raise refuse(names[place], given[place])
-                given[place] = fitted
-        for name, value in named.items():
-            check = checks.get(name)
-            if check is None and name not in parameters and not takes_any:
-                raise unknown_keyword(function.__name__, name, names)
-            if check is not None and (fitted := check(value)) is not value:
-                if fitted is REFUSED:
-                    raise refuse(name, value)
-                named[name] = fitted
+    def fit(name: str, check: Check | None, value: Any) -> Any:
+        """What an annotation makes of an argument."""
+        value = scalar(value)
+        if type(value) is range and abs((value.stop - value.start) // value.step) > MOST_ENTRIES:
+            raise error(f"{name} has more than {MOST_ENTRIES:,} entries, got {value}: give fewer")
+        if check is None and name not in parameters and not takes_any:
+            raise unknown_keyword(function.__name__, name, names)
+        fitted = value if check is None else check(value)
+        if fitted is REFUSED:
+            raise error(refusal(name, _hints(function)[name], value))
+        return fitted
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -113,10 +101,9 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
             found = _checks(function, leave)
             placed[:] = map(found.get, names)
             checks.update(found)
-        given = list(args)
         try:
-            fit(given, named)
-            return function(*given, **named)
+            given = [*map(fit, names, placed, args), *map(scalar, args[len(names) :])]
+            return function(*given, **{name: fit(name, checks.get(name), value) for name, value in named.items()})
         except RecursionError as problem:
             if deep := [name for name, value in (*zip(names, args, strict=False), *named.items()) if _is_deep(value)]:
                 said = f"{deep[0]} must not hold lists in lists more than {DEEPEST} deep, nor hold itself"

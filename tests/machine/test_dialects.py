@@ -7,9 +7,11 @@ import re
 from inspect import signature
 
 import pytest
+from repository import REPOSITORY
 
 import mionnx
 from mionnx import HookCache, HookPoint, HookSpec, KVCache, MIError, MIModel
+from mionnx.machine import dialects
 from mionnx.machine.dialects import PAGE, dialect_lines
 
 OWNERS = {"MIModel": MIModel, "HookCache": HookCache, "HookSpec": HookSpec, "KVCache": KVCache, "mionnx": mionnx}
@@ -111,3 +113,13 @@ def test_copies_and_pickles_are_not_asked_for_words(shipped: MIModel) -> None:
     spec = HookSpec().capture("hook_embed")
     assert copy.deepcopy(spec) == spec == pickle.loads(pickle.dumps(spec))
     assert not hasattr(shipped, "__array__")
+
+
+def test_a_call_asks_no_class_for_what_it_lacks(monkeypatch):
+    """The nearest name takes longer to find than a small model's pass."""
+    model = MIModel.from_pretrained(REPOSITORY / "models" / "world-llama")
+    asked = []
+    monkeypatch.setattr(dialects, "unknown_name", lambda *word: asked.append(word[1]) or AttributeError())
+    model.forward(PROMPT, HookSpec().capture("blocks.0.hook_resid_post"))
+    model.generate(PROMPT, max_new_tokens=1)
+    assert asked == []
