@@ -14,6 +14,7 @@ DIFFERENTIABLE = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.
 
 def activity(nodes: Sequence[NodeProto], facts: Facts, sources: Iterable[str], ends: Iterable[str]) -> set[str]:
     """The floating-point values that follow from sources and lead to ends."""
+    # nodes are in execution order: one pass forwards and one backwards find all
     after, before = {*sources}, {*ends}
     for node in nodes:
         if not after.isdisjoint(reads(node)):
@@ -77,6 +78,7 @@ def _renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     copy.name = ""
     copy.input[:] = [names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
+    # an inner graph sees the names around it: those it takes from outside must follow the renaming
     for attribute in copy.attribute:
         if attribute.type == AttributeProto.GRAPH:
             graph, own = attribute.g, made_in(attribute.g)
