@@ -47,7 +47,7 @@ class Estimate(Brief):
             yield f"a graph of {format_bytes(self.graph)}, opened in {decimal(self.opening, 1)} s"
 
     def _lines(self) -> Iterator[str]:
-        for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):
+        for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):  # largest first
             yield f"{format_bytes(size):>10}  {name}"
 
 
@@ -57,6 +57,7 @@ def estimate_of(captures: Iterable[BoundCapture], sizes: Mapping[str, int]) -> E
 
 
 def _bytes(capture: BoundCapture, sizes: Mapping[str, int]) -> int:
+    # an axis inside a splice may have a length that only the run knows: it counts as 1
     shape = [axis if isinstance(axis, int) else sizes.get(axis, 1) for axis in capture.dims]
     request = capture.request
     if request.positions is not None:
