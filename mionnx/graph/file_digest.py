@@ -68,7 +68,7 @@ def start(files: Iterable[Path]) -> None:
     with _lock:
         for file in files:
             key = identity(file)
-            if key not in _digests or _digests[key].error is not None:
+            if key not in _digests or _digests[key].error is not None:  # what failed once is tried again
                 _digests[key] = _Digest(file)
                 begun.append(_digests[key])
     waiting = [digest for digest in begun if not digest.ready.is_set()]

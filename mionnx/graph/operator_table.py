@@ -95,6 +95,7 @@ def _rows(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None]:
         return (None,)
     blocks, size = scales[-1], int(attributes.get("block_size", 128))
     width = table[-1]
+    # the attributes do not say whether two numbers share an element: the number of blocks in a row of scales does
     if width is not None and blocks is not None and width < blocks * size and attributes.get("bits", 4) == 4:
         width = min(2 * width, blocks * size) if 2 * width > (blocks - 1) * size else width
     return ((*indices, *table[1:-1], width),)
