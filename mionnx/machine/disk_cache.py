@@ -154,6 +154,7 @@ class DiskCache:
             otherwise: what is done without it.
             subject: what cannot be stored, where it is said apart from the rest.
         """
+        # by number: two messages of one reason differ in the path
         number = getattr(error, "errno", None)
         key = f"{self.root} {number} {subject}" if number else ""
         _say(f"the store {self.root} cannot be used ({error}): {otherwise}", key)
@@ -238,6 +239,7 @@ class DiskCache:
         self.tidy()
         stats = {entry: entry.stats for entry in self.all()}
         removed = []
+        # removed one by one until the rest fits: files that two entries share come free with the second
         for entry in [*stats]:
             if bytes_kept(chain(*stats.values())) <= limit:
                 break

@@ -71,6 +71,7 @@ class Stored(Storable):
         """
         name = cls.__name__
         problem = f"{path} is no saved {name}"
+        # the kind first: another result's file is refused by name before its arrays are hashed
         metadata = read_metadata(path, problem)
         if RESULT_KEY not in metadata or metadata.get("kind") != name:
             raise SpecFileError(f"{problem}: {whose(metadata)}")
@@ -115,6 +116,7 @@ class _Writer:
         if isinstance(value, Storable) and self.classes.get(type(value).__name__) is type(value):
             return {type(value).__name__: self.members(value, f"{place}.")}
         if hasattr(value, "__array__"):  # of numpy, or on the device that computed it
+            # keys of a dictionary may make two places one name
             while place in self.tensors:
                 place += "'"
             self.tensors[place] = np.asarray(value)
