@@ -68,7 +68,7 @@ class Builder:
         base = self._unique(name or operator)
         typed_as = tensors[1 if operator == "Where" else 0]  # the first input of a Where is its condition
         dtypes = [dtype or OUTPUT_DTYPES.get(operator) or typed_as.dtype] * outputs
-        if operator == "TopK":  # the indices
+        if operator == "TopK":  # its second output, the indices
             dtypes[1:] = [np.int64]
         variables = tuple(
             Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes)

@@ -104,5 +104,6 @@ def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, d
             progress("hashing weights", digest.done, digest.identity[2])
         if digest.value is not None:
             return digest.value
+        # an error of another path to the same file, gone meanwhile, is none of this one: it is read anew
         if digest.file == file:
             raise digest.error or OSError(f"{file} cannot be read")

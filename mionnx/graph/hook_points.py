@@ -107,6 +107,7 @@ class HookPoint:
 
     def _of_string(self) -> "HookPoint":
         point, row = HookPoint.parse(self.variant), VARIANTS.get(str(self.variant))
+        # HookPoint("AttnPattern", 5) looks like a call of the dataclass' fields: the spelling of the variant is named
         if self.layer is not None or row is not None:
             layer = "" if isinstance(row, Single) else f"({self.layer or 0})"
             spelling = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"

@@ -139,7 +139,7 @@ def _packed(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None, ...]:
     if x is None or len(x) != 3 or weight is None or weight[-1] is None:
         return None, None
     sizes, heads = attributes.get("qkv_hidden_sizes"), int(attributes["num_heads"])
-    width = int(sizes[2]) if sizes else weight[-1] // 3
+    width = int(sizes[2]) if sizes else weight[-1] // 3  # queries, keys, values: of one width unless it says others
     total = None if past is None or past[3] is None or x[1] is None else past[3] + x[1]
     return (*x[:-1], width), None if total is None else (2, x[0], heads, total, width // heads)
 

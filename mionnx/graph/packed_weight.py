@@ -43,6 +43,7 @@ def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[
         packed.reshape(count, blocks, -1),
         scale.reshape(count, blocks),
         None if zero is None else zero.reshape(count, -1),
+        # the graph multiplies by [blocks, N]
         None if offsets is None else onnx_file.weight(flow.proto, folder, offsets).T,
     )
     return in_order(numbers_of(as_held, bits, width), order_of(flow, folder, node))

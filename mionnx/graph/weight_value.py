@@ -146,7 +146,7 @@ def _scaled(flow: Dataflow, folder: Path, name: str, integers: Matrix) -> Matrix
             scale = _input(flow, folder, following[0], 1) if following else None
             if scale is not None and scale.size == 1:  # rows of one scale: it holds for the whole table
                 return dequantise(integers, scale, _input(flow, folder, following[0], 2))
-            if following:
+            if following:  # rows of several scales: none of them holds for the table
                 break
         if node.op_type == "QLinearMatMul" and place == 3:
             scale, zero = (onnx_file.weight(flow.proto, folder, one) for one in node.input[4:6])
@@ -232,6 +232,7 @@ def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
     if node.op_type == "Reshape":
         before = flow.producer(node.input[0])
         return None if before is None else product_of(flow, before)
+    # MatMulInteger: its product is a number only with the scale behind it, so the Mul is the linear map
     for entry in node.input if node.op_type == "Mul" else ():
         before = flow.producer(entry)
         before = flow.producer(before.input[0]) if before is not None and before.op_type == "Cast" else before

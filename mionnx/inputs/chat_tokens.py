@@ -87,6 +87,7 @@ class ChatTokens(Tokens):
             has = ", ".join(f"{number} {self.roles[number]!r}" for number in numbers)
             near = nearest(str(role), self.roles)
             raise InputError(f"no message of the role {role!r}; the chat has {has}{near}")
+        # some templates leave reasoning or a system message out
         shown = [number for number in chosen if self.spans[number]]
         if not shown:
             raise TokenizerError(f"{self._named(chosen)}: the chat template does not show it as it is")

@@ -82,6 +82,8 @@ class TokenBatch:
         Raises:
             LookupError: the row has no such position, or it lies in the past.
         """
+        # in a generation the text has its final length from the beginning: later steps have the positions not yet
+        # computed
         length = int((self.lengths if self.final_lengths is None else self.final_lengths)[row])
         # negative positions count from the end of the prompt, which does not move while a text is generated
         end = length if self.prompt_lengths is None else int(self.prompt_lengths[row])

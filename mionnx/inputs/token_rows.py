@@ -37,7 +37,7 @@ class TokenRows:
     @property
     def mask(self) -> NDArray[np.int64]:
         """[batch, seq]: 1 for what was given, 0 for padding of ours."""
-        if min(self.widths, default=0) == self.ids.shape[1]:
+        if min(self.widths, default=0) == self.ids.shape[1]:  # nothing was padded
             return np.ones(self.ids.shape, np.int64)
         columns = np.arange(self.ids.shape[1])
         return (columns >= self.ids.shape[1] - np.array(self.widths)[:, None]).astype(np.int64)

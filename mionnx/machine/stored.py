@@ -120,6 +120,7 @@ class _Writer:
             while place in self.tensors:
                 place += "'"
             self.tensors[place] = np.asarray(value)
+            # a number of numpy and an array of no axes are two things
             return {"scalar" if isinstance(value, np.generic) else "array": place}
         if type(value) in (type(None), bool, int, float, str):
             return value
@@ -127,7 +128,7 @@ class _Writer:
             entries = [self.told(one, f"{place}.{i}") for i, one in enumerate(value)]
             return {"tuple": entries} if isinstance(value, tuple) else entries
         if isinstance(value, Mapping):
-            pairs = value.items()
+            pairs = value.items()  # pairs, since keys of JSON are texts alone
             return {"dict": [[self.told(key, place), self.told(one, f"{place}.{key}")] for key, one in pairs]}
         raise SpecFileError(f"{place} is a {type(value).__name__}, which no file can hold")
 
@@ -151,7 +152,7 @@ class _Reader:
         if tag in self.classes:
             return self.made(self.classes[tag], inner)
         if tag in ("array", "scalar"):
-            array = self.tensors.pop(inner)
+            array = self.tensors.pop(inner)  # taken out: what is left in the end is refused
             return array if tag == "array" else array[()]
         if tag == "tuple":
             return tuple(self.value(one) for one in inner)

@@ -58,6 +58,7 @@ def copy_of(graph: GraphProto, names: FreshNames, outer: Facts, inputs: Mapping[
     Args:
         inputs: its inputs -> what they are called in the copy.
     """
+    # what the subgraph declares of its values holds for the copy too, under the new names
     own, renaming = Facts(graph, outer), dict(inputs or {})
     made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]
     renaming |= {name: names.fresh(name) for name in made if name and name not in renaming}
@@ -82,6 +83,7 @@ def _renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     for attribute in copy.attribute:
         if attribute.type == AttributeProto.GRAPH:
             graph, own = attribute.g, made_in(attribute.g)
+            # an inner value of the same name hides the outer one
             visible = {old: new for old, new in names.items() if old not in own}
             inner = [_renamed(one, visible) for one in graph.node]
             del graph.node[:]
