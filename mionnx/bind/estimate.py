@@ -47,7 +47,7 @@ class Estimate(Brief):
             yield f"a graph of {format_bytes(self.graph)}, opened in {decimal(self.opening, 1)} s"
 
     def _lines(self) -> Iterator[str]:
-        for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):  # largest first
+        for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):
             yield f"{format_bytes(size):>10}  {name}"
 
 

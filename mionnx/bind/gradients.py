@@ -49,8 +49,7 @@ def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
 
 def _leading(of: str, hooks: HookIndex) -> set[str]:
     flow = Dataflow(hooks.model.proto)
-    # splices are no part of this graph: what is inside one is taken to lead on, and differentiation refuses it
-    # otherwise
+    # splices are no part of this graph: hook points in them are taken to lead on, and refused later if they do not
     return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
 
 

@@ -86,7 +86,8 @@ class Influence:
             return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)
-        # later positions read keys and values, so all behind them spreads; the first changed layer has none behind any
+        # later positions read keys and values, so all behind these can change there; those of the first changed layer
+        # have nothing changed before them, and change at their own positions alone
         first = min(layer_of(name) or 0 for name in mixing)
         return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))
 

@@ -184,7 +184,7 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
     if node.op_type == "OneHot" and inputs[1] is not None and inputs[1].data is not None and counts[0] is not None:
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
-        # an index for each axis; 64 is more than any runtime's
+        # an index for each axis, of which numpy has 64 at most
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
     elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, made, inputs)) is not None:
         most = tighter

@@ -61,7 +61,7 @@ def tojson(
 def environment() -> ImmutableSandboxedEnvironment:
     """Make the sandbox, with the functions, filters and tags that chat templates know."""
     sandbox = ImmutableSandboxedEnvironment(
-        # as transformers sets them: a template's spaces around tags are the model's
+        # as transformers sets them: they decide which white space around tags becomes tokens
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationTag, "jinja2.ext.loopcontrols"],

@@ -236,7 +236,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         if tensors.keys() != {"attention_mask", *(name for names in layers for name in names)} or not layers:
             raise InputError(f"{path} is damaged: it lacks or has too many of its parts ({len(tensors)} tensors)")
         for name, value in tensors.items():
-            if np.isnan(value.astype(np.float32)).any():  # bfloat16 has no isnan of its own
+            if np.isnan(value.astype(np.float32)).any():
                 raise InputError(f"{path}: {name} has NaN")
         mask = tensors["attention_mask"]
         if mask.ndim != 2 or mask.dtype != np.int64 or not np.isin(mask, (0, 1)).all():

@@ -139,7 +139,7 @@ def is_one_prompt(value: Any) -> bool:
 
 def _is_encoding(value: Any) -> bool:
     """Whether a value is an encoding: `Tokens`, `tokenizers.Encoding`, a World one."""
-    # by its attributes: neither tokenizer library is imported
+    # by its attributes: neither tokenizer library is imported here
     return isinstance(value, Tokens) or (hasattr(value, "ids") and hasattr(value, "offsets"))
 
 

@@ -161,8 +161,7 @@ class CacheEntry:
         faults += [f"{name} does not belong to it" for name in names - files.keys()]
         for name in names & files.keys():
             fact, at = files[name], (self.path / name).stat()
-            # a large file is hashed only if something speaks for a change: hashing gigabytes would take longer than the
-            # work saved
+            # rule 3 of `disk_cache`: a large file is hashed only where its size or time says that it has changed
             untouched = at.st_mtime_ns == fact["changed"] and at.st_size > LARGE_FILE and not thorough
             if at.st_size != fact["size"] or not (untouched or sha256(self.path / name) == fact["sha256"]):
                 faults.append(f"{name} was changed")
