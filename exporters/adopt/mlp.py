@@ -62,7 +62,7 @@ def _around(
 def _between_two_maps(flow: Flow, layer: int, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> Mlp:
     down = maps[-1]  # the last linear map leads back to the stream
     pre, act, post = input_of(flow, maps[0]), input_of(flow, down), output_of(flow, down)
-    # the map's output is scaled or split before it is added: then what is added counts
+    # not all that is added goes through this map's output: then what is added counts
     if post not in flow.chain(out, top):
         post = out
     ups = [output_of(flow, node) for node in maps if input_of(flow, node) is pre]

@@ -55,7 +55,7 @@ def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[s
             f"{name}: checkpoint_format {kind!r} is a layout of one kernel; save it as gptq or gptq_v2, which are read"
         )
     (rows, outputs), (groups, columns) = parts["qweight"].shape, parts["qzeros"].shape
-    # from qzeros, packed along the outputs, whose number scales tell: qweight has the inputs in question
+    # from qzeros, packed along the outputs, whose number is known: that of the inputs follows from the bits
     bits = check_bits(name, columns * 32 / outputs if outputs else 0)
     inputs = rows * 32 // bits
     size = _group_size(name, settings.get("group_size"), inputs, groups)
