@@ -175,7 +175,7 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
     if dtype.is_floating_point and not tensor.is_floating_point():
         raise ExportError(f"{value.name} is {tensor.dtype} in the checkpoint, where the model has fractions")
     converted = tensor.to(dtype)
-    # what was infinite in the checkpoint stays so; only numbers that the cast makes infinite are refused
+    # what was infinite in the checkpoint itself may stay so
     if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
     file.seek(place.offset)

@@ -151,7 +151,7 @@ def write_weights(
                 for piece in _pieces(header, tensor):
                     with np.errstate(over="ignore"):
                         converted = piece.astype(numpy_dtype, copy=False)
-                    # what was infinite in the file stays so; only numbers that the cast makes infinite are refused
+                    # what was infinite in the file itself may stay so
                     if dtype == "float16" and np.isinf(converted).any() and np.isfinite(piece).all():
                         raise ExportError(
                             f"{tensor.info.name} has values beyond float16's range; use bfloat16 or float32"
