@@ -156,6 +156,7 @@ def _read_header(file: Path, with_bytes: bool) -> list[StoredTensor]:
             pass
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
+            # safe_open does not tell offsets in the file, so the header is read once more
             header = json.loads(stream.read(min(length, MAX_HEADER, size)))
     except (SafetensorError, ValueError, struct.error) as error:
         raise ExportError(f"{file} is no intact safetensors file: {error}") from error

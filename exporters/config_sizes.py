@@ -25,11 +25,12 @@ FRACTIONS: dict[str, tuple[float, float]] = {  # above the first, up to the seco
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Refuse a config with a size that no model has."""
-    tables = [config, *(inner for inner in config.values() if isinstance(inner, dict))]
+    tables = [config, *(inner for inner in config.values() if isinstance(inner, dict))]  # text_config and the like
     for table in tables:
         for key, (least, largest) in SIZE_LIMITS.items():
             entries = table[key] if isinstance(table.get(key), list) else [table.get(key)]
             for value in entries:
+                # `type`, not isinstance: True is an int
                 if value is not None and (type(value) is not int or not least <= value <= largest):
                     raise _wrong(file, key, value, f"an integer of {least} to {largest:,}")
         for key, (above, most) in FRACTIONS.items():

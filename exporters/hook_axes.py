@@ -29,4 +29,5 @@ def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads |
         raise ExportError(
             f"{name} has the shape {[*shape]}, expected {[sizes_of_axes.get(axis, axis) for axis in names]}"
         )
+    # a run had some batch and length: their axes stay names
     return [axis if dim is None or axis in DYNAMIC else dim for axis, dim in zip(names, shape, strict=True)]

@@ -79,7 +79,7 @@ class OpWriter:
             outputs: names, types and shapes that its outputs get.
             write: called as (writer of the subgraph, *inputs); returns the outputs.
         """
-        op = OpWriter(self.graph, self._constants)
+        op = OpWriter(self.graph, self._constants)  # constants go to the outermost graph, shared by all bodies
         values = list(write(op, *inputs))
         for value, declared in zip(values, outputs, strict=True):
             value.name, value.type, value.shape = declared.name, declared.type, declared.shape or value.shape
@@ -95,5 +95,5 @@ def node_like(operator: str, inputs: Sequence[ir.Value], like: ir.Value, **attri
 
 def move(reads: Iterable[tuple[ir.Node, int]], value: ir.Value) -> None:
     """Let nodes read a value, each in the place of one of its inputs."""
-    for node, place in list(reads):
+    for node, place in list(reads):  # a list: reads of a value change while nodes get others
         node.replace_input_with(place, value)

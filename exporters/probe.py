@@ -66,10 +66,11 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: Sequence[str] = (
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     outputs = {entry.name for entry in shown.graph.output}
+    # without a dtype: ONNX Runtime infers it, and tells it
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in outputs)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # fatal ones alone: what fails is said by the error
     options.add_session_config_entry("session.disable_prepacking", "1")  # longer than the one run that follows
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
@@ -118,6 +119,7 @@ def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: 
         ExportError: an input that no decoder has.
     """
     if entry.name == "input_ids":
+        # ids that differ within a row and between rows, small enough for any vocabulary, and not the first special ones
         return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3
     if entry.name == "attention_mask":
         return np.ones((batch, past + seq), np.int64)

@@ -99,6 +99,7 @@ def _fits(value: ir.Value, source: StoredTensor) -> bool:
     return (
         source.packed is None
         and _TORCH_DTYPE[value.dtype] == source.dtype
+        # a runtime maps the bytes as numbers of the dtype: they have to lie at a multiple of its width
         and source.offset % source.dtype.itemsize == 0
     )
 
@@ -106,7 +107,7 @@ def _fits(value: ir.Value, source: StoredTensor) -> bool:
 def _link(in_place: dict[str, StoredTensor], folder: Path, progress: Progress) -> dict[str, Placed]:
     for file in sorted({source.file for source in in_place.values()}):
         target = folder / file.name
-        if not target.exists():
+        if not target.exists():  # there already: the checkpoint that a GGUF file was made into
             link_or_copy(file, target, progress)
     return {name: Placed(source.file.name, source.offset, source.length) for name, source in in_place.items()}
 
@@ -161,9 +162,9 @@ def begin_safetensors(
         places[name] = total, prod(shape) * width
         entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [total, total := total + places[name][1]]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the values begin aligned
     start = file.write(struct.pack("<Q", len(text)) + text)
-    file.truncate(start + total)
+    file.truncate(start + total)  # its whole length at once: tensors are put at their places
     return {name: (start + offset, length) for name, (offset, length) in places.items()}
 
 
@@ -174,10 +175,11 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
     if dtype.is_floating_point and not tensor.is_floating_point():
         raise ExportError(f"{value.name} is {tensor.dtype} in the checkpoint, where the model has fractions")
     converted = tensor.to(dtype)
+    # what was infinite in the checkpoint itself may stay so
     if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
     file.seek(place.offset)
-    file.write(converted.contiguous().view(torch.uint8).numpy().data.cast("B"))
+    file.write(converted.contiguous().view(torch.uint8).numpy().data.cast("B"))  # bfloat16 has no numpy dtype: as bytes
 
 
 def locations(parameters: Iterable[ir.Value]) -> set[str]:

@@ -1,7 +1,7 @@
 """Foreign ONNX files of decoder-only language models as hooked models, without torch.
 
 Files of optimum, transformers.js, onnxruntime-genai, torch's exporter, ONNX Runtime's optimizer and quantiser. Hook
-points are recognised by dataflow (`flow`, `stream`, `attention`, `mlp`), fused operators expanded so that a hook can
+points are recognised by dataflow (`flow`, `recognise`, `attention`, `mlp`), fused operators expanded so that a hook can
 stand inside (`operators`), and the result is run once against laws that need no reference (`self_check`).
 """
 

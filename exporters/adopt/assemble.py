@@ -85,10 +85,11 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     tokens = name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
+    # after the expansion, which may put other values in the places of outputs
     ends = dict(zip(stock_outputs, source.model.graph.outputs, strict=True))
     positions = supply_positions(source.model)
     decoder = recognise(source.model.graph)
-    stock_logits = str(decoder.flow.logits.name)
+    stock_logits = str(decoder.flow.logits.name)  # before `name_points` calls it "logits"
     padding = all(heeds_mask(source.model, attention.scores) for attention in decoder.attention)
     cached = name_caches(decoder)
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
@@ -101,10 +102,12 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
         check_bounded(proto, target)
         probed = probe_points(proto, target, names)
     except ExportError as error:
+        # the probe has two rows: a file exported for one fails for that reason, and is told how to mend it
         if not isinstance(rows.get(tokens), int):
             raise
         batch = f"{stock_inputs[tokens]} has a batch of {rows[tokens]}; export with a dynamic batch"
         raise ExportError(f"{file}: {batch} (an example of two rows): {error}") from error
+    # put back, that operator reads an added mask, where other fused attention takes lengths or booleans
     adds = any(one.name == "MultiHeadAttention" for one in fused)
     plain = Plain(source.model, proto, target, decoder, probed, windows, lacks, positions is not None, adds=adds)
     progress("checking", 3, STAGES)
@@ -117,7 +120,7 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     refuse_broken(laws, f"{file} was")
     progress("writing", 4, STAGES)
     decoder.notes.extend(other_windows(decoder.windows or [], windows or []))
-    same, runs = proto is plain.proto, any(law.law == AS_STOCK for law in laws)
+    same, runs = proto is plain.proto, any(law.law == AS_STOCK for law in laws)  # nothing was added
     add_metadata(proto, source, decoder, probed, same and "mask" in lacks, hashes())
     keep_fused(proto, target, probed, fused if same else map(moved, fused), len(decoder.attention), decoder.notes)
     keep_stock(proto, target, replace(source, stock=own), interface, probed, bool(expanded), runs, decoder.notes)
@@ -187,6 +190,7 @@ def _as_stock(
     except ExportError as error:
         decoder.notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
+    # roundings add up, layer by layer
     return [compare(AS_STOCK, None, probed.values[LOGITS], expected, len(decoder.attention) * rounding)]
 
 
@@ -194,7 +198,7 @@ def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     """A feed in the dtype that the file's own input has."""
     if entry.name not in feeds:
         raise ExportError(f"its input {entry.name} is not one of the adopted graph")
-    kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+    kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_}  # a file's own ids may be int32, and its flag is bool
     return feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
 
 
@@ -215,5 +219,6 @@ def _modernise(model: ir.Model) -> None:
             node.resize_inputs(2)
             node.replace_input_with(1, axes)
         elif node.domain == "" and node.op_type == "Split" and len(node.inputs) == 1:
+            # opset 18 asks for one of the number and the sizes
             node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
     model.opset_imports[""] = WRITTEN

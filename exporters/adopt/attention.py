@@ -121,8 +121,10 @@ def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Nod
     value = weights = softmax.outputs[0]
     reshaped = False
     while True:
+        # four axes before a reshape are the pattern; what follows has batch and heads merged for the product
         reshaped |= rank(weights) == MERGED + 1 and value.producer().op_type == "Reshape"
         weights = weights if reshaped else value
+        # an exported softmax may be tested for NaN: that reader is no product
         users = [user for user in flow.readers(value) if flow.is_text(user.outputs[0]) and user.op_type != "IsNaN"]
         product = next((user for user in users if user.op_type == "MatMul"), None)
         if product is not None:
@@ -139,6 +141,7 @@ def _scores(flow: Flow, softmax: ir.Node) -> ir.Value:
     while (node := value.producer()) is not None:
         text, others = flow.text(node), flow.others(node)
         shift = node.inputs[1].producer() if node.op_type == "Sub" and node.inputs[1] is not None else None
+        # x - max(x), written out against overflow: it changes no pattern
         if shift is not None and shift.op_type == "ReduceMax" and shift.inputs[0] is node.inputs[0]:
             value = node.inputs[0]
         # a column of constants, made as long as the call
@@ -162,6 +165,7 @@ def _product_of_scores(flow: Flow, layer: int, top: ir.Value, scores: ir.Value) 
             raise ExportError(f"layer {layer}: the scores follow from the input {value.name}")
         if multiplies(node):
             return node
+        # a mask may depend on the text too: the way goes up to the product of two values of text
         inner = [one for one in flow.text(node) if any(map(multiplies, flow.between(top, one)))]
         if not inner or node.op_type not in AFTER_SCORES:
             raise ExportError(f"layer {layer}: the scores come from {node.op_type}, no product of queries and keys")
@@ -196,6 +200,7 @@ def _heads_of(flow: Flow, value: ir.Value | None) -> Heads:
             joined, value = node, text[0]
         elif node.op_type == "Transpose" and perm_of(node) == HEADS_FIRST:
             merge = climb(text[0], CONTENT_KEEPING | ROUNDING_OPERATORS).producer()
+            # a rotation may come before the heads are brought ahead
             if merge is None or perm_of(merge) != HEADS_FIRST:
                 unrotated = _rotated_from(flow, climb(text[0], KEEPING))
                 return Heads(value, unrotated, joined, unrotated is not None)
@@ -265,6 +270,6 @@ def _weighs_values(flow: Flow, softmax: ir.Node) -> bool:
         if not users:
             return False
         if users[0].op_type == "MatMul":
-            return len(flow.text(users[0])) > 1
+            return len(flow.text(users[0])) > 1  # values follow from the text, as the pattern does
         value = users[0].outputs[0]
     return False

@@ -91,6 +91,7 @@ def complete(
         proto = clean(plain.model)
         probed = probe_points(proto, plain.folder, [name for name, _ in plain.found.points])
         laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
+        # where the file's own graph did not run, the graph without what was added stands for it
         if not any(law.law == AS_STOCK for law in laws):
             with_, without = probed.values["logits"], plain.probed.values["logits"]
             laws.append(compare("logits with what was added = without", None, with_, without, layers * probed.rounding))
@@ -102,6 +103,7 @@ def complete(
     except ExportError as error:
         why = str(error)
     lacks = sorted(plain.lacks or {"chunks"})
+    # what the failed attempt has noted goes
     notes[:] = [*before, *(f"{LACKING[lack]}; {NOT_ADDED.get(lack, 'it')} cannot be added: {why}" for lack in lacks)]
     return plain.proto, plain.probed, checked(plain.proto, plain.probed)
 
@@ -134,6 +136,7 @@ def extend(plain: Plain) -> bool:
     windows = _windows(plain, masked, masks)
     op = DecoderWriter(model)
     op.begin()
+    # before the mask gets new readers: these took its length for that of the text, which a past makes longer
     reads = [(node, place) for node, place in op.inputs[MASK_INPUT].uses()] if MASK_INPUT in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
     for layer, masking in enumerate(masks):
@@ -236,7 +239,7 @@ def _read_joined(
                 raise ExportError(f"{node.op_type} {node.name!r} multiplies keys or values with {sizes}")
             replayed.append(node)
         elif node.op_type == "Transpose":
-            turned ^= perm_of(node) in TURNED
+            turned ^= perm_of(node) in TURNED  # turned twice is not turned
         elif node.op_type in WIDENING:
             widened = True
         elif node.op_type not in CONTENT_KEEPING:

@@ -140,6 +140,7 @@ def windows_of(config: Mapping[str, Any], layers: int) -> list[int | None] | Non
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or config.get("use_sliding_window") is False:
         return [None] * layers if config else None
+    # without a list all layers slide, as in mistral
     sliding = [not isinstance(kinds, list) or kinds[layer] == "sliding_attention" for layer in range(layers)]
     return [window if slides else None for slides in sliding]
 

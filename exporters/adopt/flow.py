@@ -50,6 +50,7 @@ class Flow:
         self.origin: dict[ir.Value, Origin] = dict.fromkeys(graph.initializers.values(), Origin.CONSTANT)
         for value in graph.inputs:
             floating = value.dtype is not None and value.dtype.is_floating_point()
+            # ids, masks and positions are integers or booleans; only keys and values come as fractions
             self.origin.setdefault(value, Origin.PAST if floating else Origin.CALL)
         self._above: dict[ir.Value, ir.Value | None] = {}
         self._depth: dict[ir.Value, int] = {}
@@ -62,7 +63,7 @@ class Flow:
         read = (self.origin.get(value, Origin.CONSTANT) for value in present(node.inputs))
         origin = max(read, default=Origin.CONSTANT)
         if node.op_type in SIZE_OPERATORS:
-            origin = min(origin, Origin.CALL)
+            origin = min(origin, Origin.CALL)  # the size of a text says nothing of its content
         self.origin.update(dict.fromkeys(node.outputs, origin))
         if self.embedding in node.outputs:
             self.origin[self.embedding], self._above[self.embedding] = Origin.TEXT, None
@@ -70,6 +71,7 @@ class Flow:
         elif origin == Origin.TEXT:
             top, *others = self.text(node)
             for other in others:
+                # the last value on the ways to all inputs of text (Cooper, Harvey, Kennedy 2001)
                 top = self._meet(top, other)
             for value in node.outputs:
                 self._above[value], self._depth[value] = top, self._depth[top] + 1
@@ -80,6 +82,7 @@ class Flow:
         outputs = [value for value in outputs if value.producer() is not None]
         if not outputs:
             raise ExportError("no output with three axes follows from the embedding: there are no logits")
+        # hidden states have three axes as well, and are made earlier
         return max(outputs, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
@@ -181,6 +184,7 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
                 lookups.append((static(table, rows), source, node))
     if not lookups:
         raise ExportError("no integer input picks rows of a matrix: the graph has no token embedding")
+    # positions and token types pick rows too: the table with a row for each logit is that of the tokens
     wide = [entry for entry in lookups if entry[0] in vocabularies] or lookups
     named = [entry for entry in wide if entry[1].name == "input_ids"] or wide
     sources = {entry[1] for entry in named}
@@ -194,7 +198,7 @@ def table_of(value: ir.Value) -> tuple[ir.Value, int]:
     """The stored matrix of a look-up, and the axis of its rows: 1 where it is turned first."""
     rows = 0
     while (node := value.producer()) is not None and node.op_type in TABLES and node.inputs[0] is not None:
-        rows ^= node.op_type == "Transpose"
+        rows ^= node.op_type == "Transpose"  # turned twice is not turned
         value = node.inputs[0]
     return value, rows
 
@@ -254,6 +258,7 @@ def output_of(flow: Flow, node: ir.Node) -> ir.Value:
 def _belongs(flow: Flow, node: ir.Node, value: ir.Value, user: ir.Node) -> bool:
     """Whether the only reader of a linear map's value is part of the map."""
     if user.op_type in SHAPE_OPERATORS | ROUNDING_OPERATORS:
+        # a reshape to four axes splits heads: the map ends before it
         return user.op_type != "Reshape" or rank(user.outputs[0]) in (3, None)
     constant = flow.constant(other for other in present(user.inputs) if other is not value)
     if user.op_type == "Add":

@@ -55,11 +55,13 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
             f"the input {value.name} has the shape {value.shape}: a mask of another form than [batch, total]"
         )
     kind = value.dtype
+    # a value inside may have the name already, and names are unique in a graph
     for inner in [inner for node in graph for inner in node.outputs if inner.name == name]:
         inner.name = f"stock.{name}"
     value.name, value.shape = name, ir.Shape(INPUT_AXES[name])
     if kind not in (ir.DataType.INT64, None):
         reads = list(value.uses())
+        # readers keep the file's own dtype, int32 for one, as their operators may ask for it
         cast = ir.node("Cast", [value], attributes={"to": int(kind)})
         cast.outputs[0].type = ir.TensorType(kind)
         move(reads, cast.outputs[0])
@@ -80,6 +82,7 @@ def _feeds_angles(value: ir.Value) -> bool:
             rotates = expansion is not None and place in expansion.angles
             if node.op_type in ("Cos", "Sin") or rotates or (place == 1 and _is_table_look_up(node)):
                 return True
+            # beyond a softmax nearly everything follows from any input
             if "Softmax" not in (expansion.nodes if expansion is not None else (node.op_type,)):
                 waiting += node.outputs
     return False

@@ -53,6 +53,7 @@ class Masking:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
             return value == 1 if np.all((value == 0) | (value == 1)) else None
+        # other numbers added are biases by distance (ALiBi), which another mask would lose
         return value == 0 if np.all((value == 0) | (value <= MASKED_SCORE)) else None
 
 
@@ -97,6 +98,7 @@ class MaskProbe:
 
         None if more than a mask is added to the scores.
         """
+        # layers share masks: each is run once for a length
         key = (*((one.operand.name, one.shown) for one in masks), seq, past)
         if key not in self._known:
             self._known[key] = self._run(masks, seq, past)
@@ -171,6 +173,7 @@ def window_of(
     Raises:
         ExportError: it is neither, or more than a mask.
     """
+    # longer than the window, so that its edge shows
     length = min(max(2 * (window or 0), SHORT) + 3, LONGEST_PROBE + 3, longest)
     seen = probe.seen(masks, length, 0)
     if seen is None:
@@ -229,6 +232,7 @@ def replace_masks(
     seen = op.visible(window)
     if adds:
         _add_mask(op, seen, kind)
+    # the lowest number, not -inf: a row of padding alone would be NaN
     lowest = op.number(float(np.finfo(kind.numpy()).min), kind)
     masked = op.Where(seen, bare, lowest)
     reads = [(node, place) for node, place in scores.uses() if node is not masked.producer()]
@@ -242,6 +246,7 @@ def _add_mask(op: DecoderWriter, seen: ir.Value, kind: ir.DataType) -> None:
     """Make an added mask unless there is one: 0 for a key that is seen, else a number near the lowest of its dtype."""
     masks = [node for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
     if not any(one.inputs[1].is_initializer() for one in masks):
+        # half of the lowest: added to a score it must not go beyond the range
         op.Where(seen, op.number(0, kind), op.number(float(np.finfo(kind.numpy()).min) / 2, kind))
 
 

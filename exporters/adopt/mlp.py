@@ -60,8 +60,9 @@ def _around(
 
 
 def _between_two_maps(flow: Flow, layer: int, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> Mlp:
-    down = maps[-1]
+    down = maps[-1]  # the last linear map leads back to the stream
     pre, act, post = input_of(flow, maps[0]), input_of(flow, down), output_of(flow, down)
+    # not all that is added goes through this map's output: then what is added counts
     if post not in flow.chain(out, top):
         post = out
     ups = [output_of(flow, node) for node in maps if input_of(flow, node) is pre]
@@ -78,6 +79,7 @@ def _neurons(layer: int, ups: list[ir.Value], act: ir.Value) -> tuple[list[tuple
     product = act.producer()
     if len(ups) == 2 and product is not None and product.op_type == "Mul":
         factors = [climb(value, SHAPE_OPERATORS) for value in present(product.inputs)]
+        # gate and up are multiplied: up as it is, gate behind its activation
         linear = [value for value in ups if climb(value, SHAPE_OPERATORS) in factors]
         if len(linear) == 1:
             gate = next(value for value in ups if value is not linear[0])
@@ -128,6 +130,7 @@ def _flat(value: ir.Value) -> int | None:
 
 def _logits_of(flow: Flow, choice: ir.Node, maps: Collection[ir.Value]) -> ir.Value | None:
     """The output of the linear map before the node that chooses experts; None if anything else lies between."""
+    # operators of experts read the logits beside the stream
     value = choice.inputs[0 if choice.op_type == "TopK" else 1]
     while value is not None and value not in maps and (node := value.producer()) is not None:
         text = flow.text(node)
@@ -159,6 +162,7 @@ def _normalised(flow: Flow, value: ir.Value) -> ir.Value:
         quotient = next((user for user in users if user.op_type == "Div" and user.inputs[0] is value), None)
         if len(users) == 1 and (users[0].op_type in ("Softmax", "Cast") or _scales(flow, users[0])):
             value = users[0].outputs[0]
+        # one reader sums, the other divides by the sum
         elif len(users) == 2 and quotient is not None and _is_sum(quotient.inputs[1], value):
             value = quotient.outputs[0]
         else:

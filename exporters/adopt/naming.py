@@ -25,8 +25,10 @@ def name_points(decoder: Recognised) -> list[str]:
             _name_logits(graph, value)
             continue
         within = decoder.within.get(name, set())
+        # of a parallel block: attention reads the same normed value, and is not to be changed by the MLP's hook
         if within and any(node not in within for node in decoder.flow.readers(value)):
             value = _identity(graph, value, within)
+        # a hook point is made by a node: an input, an output or a value with a name already gets an Identity
         elif value in taken or value.producer() is None or value.is_graph_output():
             value = current[origin] = _identity(graph, value)
         value.name = name
@@ -65,6 +67,7 @@ def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()
 
 def _insert(graph: ir.Graph, value: ir.Value, nodes: list[ir.Node], within: Collection[ir.Node] = ()) -> None:
     """Put nodes between a value and its readers, or some of these; the last one makes what they read then."""
+    # readers of the size alone stay with the value itself, which may be there earlier
     reads = [(node, place) for node, place in value.uses() if node.op_type not in SIZE_OPERATORS and node not in nodes]
     if value.producer() is not None:
         graph.insert_after(value.producer(), nodes)
@@ -83,6 +86,7 @@ def _free(graph: ir.Graph, names: set[str]) -> None:
 
 def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     """Name the value before the output of logits, in the model's own dtype."""
+    # a file may cast its logits to float32 at the end: the hook point stands before that
     place, inner = graph.outputs.index(value), climb(value, KEEPING)
     node = node_like("Identity", [inner], inner)
     graph.insert_after(inner.producer(), node)

@@ -15,6 +15,7 @@ from mionnx.graph.folder_file import inside
 from mionnx.graph.metadata import PREFIX
 
 SUBFOLDER = "onnx"  # of the Hub's layout
+# merged before separate decoders: one with a past serves prompts as well, one without cannot go on
 PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
 
 

@@ -111,8 +111,10 @@ def _layer(decoder: Recognised, step: Step) -> None:
     attends = {branch: bool(attention_patterns(flow, top, branch)) for branch in step.branches}
     if not decoder.attention and not any(attends.values()):
         raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
+    # an MLP belongs to the layer whose attention came last
     layer = len(decoder.attention) - (not any(attends.values()))
     points = [("hook_resid_pre", top)] if any(attends.values()) else []
+    # attention first, as a layer's points are in order
     for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
         if attends[branch]:
             decoder.attention.append(find_attention(flow, layer, top, branch))
@@ -142,6 +144,7 @@ def _residual_steps(flow: Flow) -> list[Step]:
     steps, stream, norms = list[Step](), flow.above(sums[0]), set[str]()
     for value in sums:
         added = _summands(flow, value, stream)
+        # the next addition does not read the last sum itself: a norm stands between, as in a post-norm stream
         if added is None and steps:
             stream, added = _normed(flow, stream, value)
             steps[-1] = replace(steps[-1], after=stream)
@@ -192,7 +195,7 @@ def _parts(flow: Flow, stream: ir.Value, branch: ir.Value) -> list[ir.Value]:
         return [branch]
     inputs = flow.text(inner.producer())
     attends = [bool(attention_patterns(flow, stream, value)) for value in inputs]
-    return inputs if sorted(attends) == [False, True] else [branch]
+    return inputs if sorted(attends) == [False, True] else [branch]  # one of the two attends, the other is the MLP
 
 
 def _separate_heads(graph: ir.Graph) -> None:
@@ -211,7 +214,7 @@ def _before_merging(graph: ir.Graph, softmax: ir.Node) -> None:
     if merge is None or merge.op_type != "Reshape" or rank(merged) != 3 or last not in (-1, 2):
         return
     scores = merge.inputs[0]
-    if rank(scores) != 4 or scores.shape[-1] != merged.shape[-1]:
+    if rank(scores) != 4 or scores.shape[-1] != merged.shape[-1]:  # the softmax is to run over the same axis
         return
     if softmax.outputs[0].is_graph_output() or softmax.inputs[0] is not merged:  # a rounding between them is kept
         return

@@ -118,7 +118,7 @@ def keep_stock(
     try:
         stock = StockGraph(_by_hooked_names(source, names, proto), expanded, max(1, layers) * rounding(proto, probed))
         check_stock(stock, proto, folder)
-        if not runs:
+        if not runs:  # it has not run yet: at least once, with one row
             session = open_session(stock.proto, folder)
             run(session, [LOGITS], {entry.name: feed_of(entry, 1) for entry in session.get_inputs()})
     except (ExportError, ModelError) as error:
@@ -190,6 +190,7 @@ def _take_outputs(
     del graph.output[:]
     for value in shared:
         graph.output.add().CopyFrom(own[names[value.name]])
+        # no Cast behind the logits: whoever reads them casts, and bits are those of the file
         if names[value.name] == LOGITS:
             graph.output[-1].type.tensor_type.elem_type = value.type.tensor_type.elem_type
     return added
@@ -200,7 +201,7 @@ def _has_past(flag: onnx.ValueInfoProto, inputs: Mapping[str, onnx.ValueInfoProt
     past, name = KEYS_AND_VALUES.layer_inputs(0)[0], flag.name
     if past not in inputs:
         raise ExportError(f"its flag {name} asks for a past, which the adopted graph does not take")
-    node, numbers = onnx.helper.make_node, (("axis", 2), ("none", 0))
+    node, numbers = onnx.helper.make_node, (("axis", 2), ("none", 0))  # the past's length is axis 2 of its keys
     constants = [
         node("Constant", [], [f"{name}.{what}"], f"{name}.{what}", value_ints=[number]) for what, number in numbers
     ]
@@ -220,6 +221,7 @@ def _rename(proto: onnx.ModelProto, names: dict[str, str]) -> None:
         for node in graph.node:
             node.input[:] = [names.get(name, name) for name in node.input]
             node.output[:] = [names.get(name, name) for name in node.output]
+        # the outermost outputs are renamed already, by what the hooked model calls them
         inside = [] if graph is proto.graph else graph.output
         for one in (*graph.initializer, *graph.value_info, *inside):
             one.name = names.get(one.name, one.name)

@@ -74,6 +74,7 @@ def worst_of(results: Iterable[LawResult]) -> list[LawResult]:
     """Of each law the result that is farthest from it; NaN is farther than any number."""
     worst = dict[str, LawResult]()
     for one in results:
+        # `not <=`, since every comparison with NaN is false
         if one.law not in worst or not one.difference <= worst[one.law].difference:
             worst[one.law] = one
     return [*worst.values()]
@@ -89,6 +90,7 @@ def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers:
     prefix = f"{KEYS_AND_VALUES.present}."
     presents = [entry.name for entry in session.get_outputs() if entry.name.startswith(prefix)]
     if presents:
+        # a value of four axes is a past
         early = {name: value if value.ndim == 4 else value[:, :half] for name, value in probed.feeds.items()}
         first, *cache = run(session, [LOGITS, *presents], early)
         pasts = (f"{KEYS_AND_VALUES.past}.{name.removeprefix(prefix)}" for name in presents)
@@ -139,7 +141,9 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
 
     pattern, v, z = get("attn.hook_pattern"), get("attn.hook_v"), get("attn.hook_z")
     q, k = (values.get(f"blocks.{layer}.attn.hook_rot_{x}", get(f"attn.hook_{x}")) for x in "qk")
+    # in float64, then in the pattern's dtype: a float16 sum over keys rounds at each step
     sums = pattern.sum(-1, dtype=np.float64).astype(pattern.dtype)
+    # a sink takes a share of each row: rows sum to at most 1
     yield ("pattern rows sum to 1", np.maximum(sums, 1) if sinks else sums, np.ones_like(sums))
     yield ("pattern is causal", np.triu(pattern, 1), np.zeros_like(pattern))
     groups = pattern.shape[1] // v.shape[1]
@@ -180,6 +184,7 @@ def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
 def _rise(products: Array, scores: Array) -> tuple[Array, Array]:
     """The seen scores of each query in the order of some products, and sorted."""
     products = products.copy()
+    # later keys come last in the order, and count as equal
     products[..., ~np.tri(products.shape[-1], dtype=bool)] = np.inf
     shown = np.where(np.isinf(products), 0, scores)
     order = np.argsort(products, axis=-1)

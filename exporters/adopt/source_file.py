@@ -88,6 +88,7 @@ def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None
     entry = {item.key: item.value for item in tensor.external_data}
     location = entry["location"]
     path = inside(file.parent, location)
+    # weights inside the graph file: the adopted folder has a model.onnx of its own
     name = f"{file.stem}.weights" if location == file.name else path.name
     files[name] = path
     length = entry.get("length", str(ir.serde.deserialize_tensor(tensor).nbytes))
@@ -114,6 +115,7 @@ def _inline_branch(model: ir.Model) -> str | None:
     graph, flag = model.graph, None
     for node in [node for node in graph if node.op_type == "If"]:
         condition = None if node.inputs[0] is None else climb(node.inputs[0], RESHAPING)
+        # an If on anything else chooses by what is computed, and stays
         if condition is None or not condition.is_graph_input() or condition.dtype != ir.DataType.BOOL:
             continue
         if flag is not None and flag is not condition:
@@ -142,6 +144,7 @@ def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
     for old, new in zip(node.outputs, ends, strict=True):
         name, old.name = old.name, None
         new.type, new.shape = new.type or old.type, new.shape or old.shape
+        # a branch may hand an outer value on: that keeps its name, and the output needs a value of its own
         if new.producer() is None or new.is_graph_output():
             copy = ir.node("Identity", [new])
             copy.outputs[0].type, copy.outputs[0].shape = new.type, new.shape

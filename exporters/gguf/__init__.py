@@ -41,7 +41,7 @@ def wide_weights(folder: Path, file: str | None = None) -> list[str]:
 
     tensors = rename(header, config_of(header))
     names = [one.name for one in tensors if one.info.kind.name.startswith(WIDE)]
-    tied = UNEMBEDDING not in {one.name for one in tensors}
+    tied = UNEMBEDDING not in {one.name for one in tensors}  # one table is both: its bits hold for the unembedding too
     return [*names, UNEMBEDDING] if tied and TOKEN_TABLE in names else names
 
 

@@ -49,6 +49,7 @@ class Architecture:
 
 def _llama(facts: ModelFacts, config: Config) -> Config:
     names = facts.header.tensors
+    # no key says it: transformers' config has to, and the tensors tell
     biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     return {key: name in names for key, name in biased.items()}
 
@@ -70,6 +71,7 @@ def _starcoder2(facts: ModelFacts, config: Config) -> Config:
 
 def _gemma2(facts: ModelFacts, config: Config) -> Config:
     return {
+        # llama.cpp's own defaults, where an older file has no key
         "attn_logit_softcapping": facts.maybe("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": facts.maybe("final_logit_softcapping", 30.0),
         "sliding_window": facts.size("attention.sliding_window", 4096),
@@ -79,6 +81,7 @@ def _gemma2(facts: ModelFacts, config: Config) -> Config:
 
 
 def _gemma3(facts: ModelFacts, config: Config) -> Config:
+    # layers that slide rotate by a base of their own, without the scaling of the others
     local = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base_swa", 10000.0)}
     return {
         "attn_logit_softcapping": facts.maybe("attn_logit_softcapping"),
@@ -158,7 +161,7 @@ def architecture_of(header: Header) -> Architecture:
 def _architecture(header: Header) -> Architecture:
     metadata, file = header.metadata, header.file
     name, kind = (str(metadata.get(f"general.{key}", "")) for key in ("architecture", "type"))
-    for what in (name, kind):
+    for what in (name, kind):  # adapters bear the architecture of their model, and say their kind beside
         if what in OTHERS:
             raise ExportError(f"{file} holds {OTHERS[what]}")
     if metadata.get("split.count", 0) not in (0, 1):
@@ -207,6 +210,7 @@ def _common(facts: ModelFacts) -> Config:
         "max_position_embeddings": context,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "rope_parameters": rope(facts, head_dim, context),
+        # llama.cpp writes no second table where the two are one
         "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
         **{name: special.get(key) for name, key in SPECIAL_IDS.items()},

@@ -92,11 +92,12 @@ def rename(header: Header, config: Config) -> list[Renamed]:
     for gguf_name, info in header.tensors.items():
         path, _, leaf = gguf_name.rpartition(".")
         module, module_name = _module(path, architecture)
-        if gguf_name in FACTORS:
+        if gguf_name in FACTORS:  # they go into the config's rotation
             continue
         if module_name is None or leaf not in ("weight", "bias"):
             unknown.append(gguf_name)
             continue
+        # Gemma multiplies by 1 + weight; llama.cpp's converter adds the 1 to the stored weight
         offset = architecture.norm_offset if module.endswith("_norm") and leaf == "weight" else 0.0
         turned = heads.get(module, 0) if architecture.interleaved else 0
         renamed.append(Renamed(f"{module_name}.{leaf}", info, turned, offset))
@@ -121,6 +122,7 @@ def own_dtype(header: Header, dtype: str) -> str:
     """The dtype to write; "auto" is that of the matrices, float32 if they are quantised."""
     if dtype == "auto":
         kinds = {info.kind.name for info in header.tensors.values() if len(info.shape) > 1}
+        # matrices alone: llama.cpp writes all norms in float32
         return OWN.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
     if dtype not in STORED_DTYPES:
         choices = [*STORED_DTYPES, "auto"]
@@ -149,6 +151,7 @@ def write_weights(
                 for piece in _pieces(header, tensor):
                     with np.errstate(over="ignore"):
                         converted = piece.astype(numpy_dtype, copy=False)
+                    # what was infinite in the file itself may stay so
                     if dtype == "float16" and np.isinf(converted).any() and np.isfinite(piece).all():
                         raise ExportError(
                             f"{tensor.info.name} has values beyond float16's range; use bfloat16 or float32"
@@ -159,7 +162,7 @@ def write_weights(
 
 def _pieces(header: Header, tensor: Renamed) -> Iterator[NDArray[np.float32]]:
     if tensor.heads:
-        yield in_order(read_tensor(header, tensor.info), tensor)
+        yield in_order(read_tensor(header, tensor.info), tensor)  # read whole, since its rows change places
     else:
         for piece in read_pieces(header, tensor.info):
             yield piece - np.float32(tensor.offset) if tensor.offset else piece
@@ -170,5 +173,6 @@ def in_order(weight: NDArray[Any], tensor: Renamed) -> NDArray[Any]:
     rows = weight.shape[0]
     if rows % (2 * tensor.heads):
         raise ExportError(f"{tensor.info.name} has {rows} rows, no whole pairs for {tensor.heads} heads")
+    # stored as [pair, half] for llama.cpp's rotation of neighbours; transformers rotates [half, pair]
     pairs = weight.reshape(tensor.heads, rows // tensor.heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(weight.shape)

@@ -44,21 +44,24 @@ def _float(data: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _q4_0(data: NDArray[np.uint8]) -> Integers:
+    # d float16, then 16 bytes: the lower halves are the first 16 numbers of the block, the upper the last
     return Integers(_halves(data[:, 2:], SIZE // 2), _float(data[:, :2]))
 
 
 def _q4_1(data: NDArray[np.uint8]) -> Integers:
     scales = _float(data[:, :2])
+    # q d + m = (q - 8) d + (m + 8 d)
     return Integers(_halves(data[:, 4:], SIZE // 2), scales, _float(data[:, 2:4]) + MIDDLE * scales)
 
 
 def _q8_0(data: NDArray[np.uint8]) -> Integers:
+    # signed to unsigned: the zero point of blocks of 8 bits is 128
     return Integers(data[:, 2:] ^ np.uint8(128), _float(data[:, :2]))
 
 
 def _q4_k(data: NDArray[np.uint8]) -> Integers:
-    steps, offsets = Q4_K.get_scale_min(data[:, 4:16])
-    scales = _float(data[:, :2]) * steps.astype(np.float32)
+    steps, offsets = Q4_K.get_scale_min(data[:, 4:16])  # d and dmin float16, 12 bytes of 6-bit numbers, then 128 bytes
+    scales = _float(data[:, :2]) * steps.astype(np.float32)  # exact in float32: 11 bits times 6
     lowest = _float(data[:, 2:4]) * offsets.astype(np.float32)
     return Integers(_halves(data[:, 16:], SIZE), scales, MIDDLE * scales - lowest)
 

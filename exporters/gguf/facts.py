@@ -146,6 +146,7 @@ def _scaled(facts: ModelFacts, context: int) -> dict[str, Any]:
     kind = facts.header.metadata.get(f"{facts.architecture}.rope.scaling.type", "linear")
     if not isinstance(kind, str):
         raise facts.wrong("rope.scaling.type", kind, "a text")
+    # scale_linear is the older key
     factor = facts.maybe("rope.scaling.factor") or facts.maybe("rope.scale_linear") or 1.0
     if not 0 < factor <= LARGEST_FACTOR:
         raise ExportError(f"{facts.header.file} scales its rotation by a factor of {factor:g}, which no model has")
@@ -159,6 +160,7 @@ def _scaled(facts: ModelFacts, context: int) -> dict[str, Any]:
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": facts.size("rope.scaling.original_context_length", context),
+        # YaRN's mscale, 0.1 ln(s) + 1 (Peng et al. 2023, arXiv:2309.00071), times what the file states
         "attention_factor": facts.maybe("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(factor)),
         "beta_fast": facts.maybe("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.maybe("rope.scaling.yarn_beta_slow", 1.0),
@@ -170,6 +172,7 @@ def _divided(facts: ModelFacts, context: int, factors: dict[str, list[float]]) -
     one = factors.get(EVERY)
     if one is None and not {SHORT, LONG_FACTORS} <= factors.keys():
         raise ExportError(f"{facts.header.file} has one of {SHORT} and {LONG_FACTORS}: both are needed")
+    # one list, as Llama 3's, holds for every length: it stands in both places
     original = context if one else facts.size("rope.scaling.original_context_length")
     return {
         "rope_type": "longrope",

@@ -100,6 +100,7 @@ class _Reader:
         if magic != MAGIC:
             raise ExportError(f"{self.file} is no GGUF file: it begins with {magic!r}, not with {MAGIC!r}")
         version = self._number("I")
+        # a small number read in the wrong order of bytes has its bits in the upper half
         if version & 0xFFFF == 0:
             raise ExportError(f"{self.file} is a GGUF file of big-endian machines; gguf-convert-endian turns it round")
         if version not in VERSIONS:
@@ -134,7 +135,7 @@ class _Reader:
         if dims > MAX_DIMS:
             raise self._damaged(f"a tensor of {dims} axes")
         shape = tuple(self._number("Q") for _ in range(dims))
-        return shape[::-1], self._number("I"), self._number("Q")
+        return shape[::-1], self._number("I"), self._number("Q")  # innermost first in the file
 
     def _info(self, name: str, start: int, shape: tuple[int, ...], number: int, offset: int) -> TensorInfo:
         try:
@@ -185,6 +186,7 @@ def read_pieces(header: Header, info: TensorInfo) -> Iterator[NDArray[np.float32
     width = info.shape[-1]
     block, size = GGML_QUANT_SIZES[info.kind]
     row = width // block * size
+    # whole rows: blocks of a type never go over the end of one
     rows, most = info.length // row if row else 0, max(1, PIECE // max(1, width))
     with header.file.open("rb") as file:
         file.seek(info.offset)

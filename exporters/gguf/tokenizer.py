@@ -135,6 +135,7 @@ def _byte_level(facts: dict[str, Any]) -> tuple[Tokenizer, bool]:
     tokens = facts["tokens"]
     kinds = facts.get("token_type", [NORMAL] * len(tokens))
     vocabulary = {
+        # tokens that match a text as they are stand outside of the alphabet of bytes
         _bytes_spelled(token) if kind == NORMAL else token: index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
     }
@@ -159,7 +160,7 @@ def _bytes_spelled(token: str) -> str:
 
 
 def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
-    cuts = ((merge, merge.index(" ", 1)) for merge in merges)
+    cuts = ((merge, merge.index(" ", 1)) for merge in merges)  # from 1 on: the left piece may itself begin with a space
     return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
 
 
@@ -175,7 +176,7 @@ def _sentence_piece(facts: dict[str, Any]) -> tuple[Tokenizer, bool]:
     prefixed = bool(facts.get("add_space_prefix", True))
     spaces = [normalizers.Prepend(SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
-    ends = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    ends = [decoders.Strip(" ", 1, 0)] if prefixed else []  # the space that the normalizer has put ahead
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )

@@ -36,5 +36,5 @@ def bits_of(table: dict[str, Any]) -> int | None:
         schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
         bits = [weights.get("num_bits") for weights in schemes if isinstance(weights, dict)]
         return next((count for count in bits if type(count) is int), None)
-    bits = table.get("bits", table.get("w_bit"))
+    bits = table.get("bits", table.get("w_bit"))  # AutoAWQ's own key is w_bit
     return bits if type(bits) is int else None

@@ -51,11 +51,13 @@ def layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[str, A
     """One layer, of tensors that fit together."""
     packed = "weight_packed" in parts
     integers = parts["weight_packed" if packed else "weight"]
+    # packed words are filled up at the end of a row: only weight_shape says how many inputs there are
     outputs, inputs = (int(size) for size in parts["weight_shape"].load()) if packed else integers.shape
     bits = check_bits(name, _width(integers.shape[1], inputs) if packed else 8)
     scale = _rows(parts["weight_scale"], outputs)
     groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], settings)
     sizes = [size for size in _stated(settings, "group_size") if type(size) is int and size > 0]
+    # one config may have groups of several sizes: the one that gives this layer's number of groups, else an even share
     size = next((size for size in sizes if -(-inputs // size) == groups), -(-inputs // groups))
     if len(scale) != outputs or integers.shape[0] != outputs or -(-inputs // size) != groups:
         raise ExportError(f"{name}: weight_scale {list(scale.shape)} does not fit a weight {[outputs, inputs]}")
@@ -93,7 +95,7 @@ def _groups(
             raise ExportError(f"{name} has no weight_g_idx, and actorder says that its groups are out of order")
         return None
     of_input = parts["weight_g_idx"].load().numpy().astype(np.int64)
-    if (of_input == -1).all():
+    if (of_input == -1).all():  # registered and never set: groups are in order
         return None
     return check_groups(f"{name}: weight_g_idx", of_input, inputs, groups)
 
@@ -105,10 +107,10 @@ def _zeros(parts: Mapping[str, StoredTensor], outputs: int, bits: int, shape: tu
     stored = parts["weight_zero_point"]
     values = stored.load().numpy()
     if stored.dtype == torch.int32:
-        return split_words(values.T, bits)[:, :outputs].T
+        return split_words(values.T, bits)[:, :outputs].T  # packed along the outputs
     points = _unsigned(values.astype(np.int8), bits)
     return np.broadcast_to(points.reshape(1, 1), shape) if points.size == 1 else points.reshape(shape)
 
 
 def _unsigned(values: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    return (values.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+    return (values.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)  # int8 has no room for the sum

@@ -67,8 +67,10 @@ class Linear:
         def read() -> Blocks:
             integers, scales = self.parts()
             count = -(-self.inputs // size)
+            # a group of several blocks: each has the group's scale once more
             spread = self.group_size // size if scales.shape[1] > 1 else count
             zeros = None if self.zeros is None else np.repeat(self.zeros, spread, axis=1)[:, :count]
+            # group by group: inputs of one group side by side
             integers = integers if order is None else integers[:, order]
             return of_integers(integers, np.repeat(scales, spread, axis=1)[:, :count], zeros, self.bits, size)
 
@@ -82,6 +84,7 @@ class Linear:
     def _block_size(self) -> int:
         """The largest size of blocks that make up a group, or the row of a single group."""
         if self.group_size >= self.inputs:
+            # a single group may be cut anywhere: by the largest size that leaves no filled-up block
             return next((size for size in SIZES if self.inputs % size == 0), min(SIZES))
         fitting = [size for size in SIZES if self.group_size % size == 0]
         if not fitting:
@@ -95,6 +98,7 @@ class Linear:
         """The inputs, group by group; None where they are so already."""
         if self.groups is None:
             return None
+        # stable: inputs of a group stay in order
         order, regular = np.argsort(self.groups, kind="stable"), np.arange(self.inputs) // self.group_size
         if np.array_equal(self.groups, regular):
             return None
@@ -128,7 +132,7 @@ class Stack:
         """The numbers of the parameter."""
         stack = np.empty(self.shape, np.float32)
         for matrix, layers in zip(stack, self.experts, strict=True):
-            rows = matrix.T if self.turned else matrix
+            rows = matrix.T if self.turned else matrix  # a view: what is written to it lands in the stack
             begin = 0
             for layer in layers:
                 rows[begin : begin + layer.outputs] = layer.numbers()

@@ -78,6 +78,7 @@ class Expert(Linear):
 
         def read() -> Blocks:
             integers, scales = self.parts()
+            # integers from -4 to 20, 8 more than twice the numbers: what 4 bits hold, and the rest as a second integer
             first = np.clip(integers, 0, 15)
             halves = np.stack([first, integers - first + MIDDLE]).reshape(2, *scales.shape, SIZE).astype(np.uint8)
             both = np.moveaxis(halves, 0, 2).reshape(*scales.shape, 2 * SIZE)
@@ -105,6 +106,7 @@ def _expert(name: str, packed: StoredTensor, exponents: StoredTensor) -> Expert:
                 f"numbers of exponents up to {LARGEST}"
             )
         integers = (DOUBLED + MIDDLE)[unpack(packed.load().numpy(), 4)].reshape(outputs, inputs)
+        # one less in the exponent, since the integers are twice the numbers
         return integers, np.ldexp(np.float32(1), powers.astype(np.int32) - BIAS - 1)
 
     return Expert(name, inputs, outputs, 4, SIZE, None, None, read)

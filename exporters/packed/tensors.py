@@ -55,6 +55,7 @@ def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[s
             f"{name}: checkpoint_format {kind!r} is a layout of one kernel; save it as gptq or gptq_v2, which are read"
         )
     (rows, outputs), (groups, columns) = parts["qweight"].shape, parts["qzeros"].shape
+    # from qzeros, packed along the outputs, whose number is known: that of the inputs follows from the bits
     bits = check_bits(name, columns * 32 / outputs if outputs else 0)
     inputs = rows * 32 // bits
     size = _group_size(name, settings.get("group_size"), inputs, groups)
@@ -62,7 +63,7 @@ def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[s
         raise ExportError(f"{name}: scales {list(parts['scales'].shape)} do not fit qzeros {[groups, columns]}")
     zeros = split_words(parts["qzeros"].load().numpy(), bits)
     if kind == "gptq":
-        zeros = zeros + np.uint8(1) & np.uint8(2**bits - 1)
+        zeros = zeros + np.uint8(1) & np.uint8(2**bits - 1)  # one less is stored; all ones stand for 0
     if settings.get("desc_act") and "g_idx" not in parts and groups > 1:
         raise ExportError(f"{name} has no g_idx, and desc_act says that its {groups} groups of inputs are out of order")
     of_input = parts["g_idx"].load().numpy().astype(np.int64) if "g_idx" in parts else None
@@ -189,6 +190,7 @@ def _weight(name: str, parts: Mapping[str, StoredTensor], kind: Format, settings
             linear = kind.layer(name, parts, settings)
         except KeyError as error:
             raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
+    # place and length of the integers, for who asks in which file a weight lies
     first = next(parts[part] for part in (*FIRST, "weight") if part in parts)
     shape = (linear.outputs, linear.inputs)
     return StoredTensor(f"{name}.weight", first.file, torch.float32, shape, first.offset, first.length, linear)

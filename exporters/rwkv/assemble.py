@@ -22,7 +22,7 @@ from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
-_LOCAL_HEADER = 30
+_LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
 
 CONFIGS = ("config.json", "generation_config.json")
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
@@ -128,8 +128,9 @@ def _starts(file: Path) -> set[int]:
         for info in archive.infolist():
             if "/data/" not in info.filename or info.file_size == 0:
                 continue
-            if info.compress_type != zipfile.ZIP_STORED:
+            if info.compress_type != zipfile.ZIP_STORED:  # weights are referenced in place
                 raise ExportError(f"{file} is a compressed archive; save the checkpoint with torch.save as it is")
+            # the lengths of name and extra field stand in the local header; the archive's table may have others
             stream.seek(info.header_offset + 26)
             name, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
             starts.add(info.header_offset + _LOCAL_HEADER + name + extra)

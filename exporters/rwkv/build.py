@@ -59,6 +59,7 @@ class Build:
     def project(self, value: ir.Value, canonical: str) -> ir.Value:
         """The product with a weight [in, out]."""
         weight = self.weight(canonical)
+        # turned by a node, not in the file: the checkpoint's bytes are referenced as they are
         matrix = self.op.Transpose(weight, perm=[1, 0]) if self.layout.turned(canonical) else weight
         return self.op.MatMul(value, matrix)
 
@@ -100,7 +101,7 @@ class Build:
 
     def hook(self, name: str, value: ir.Value) -> ir.Value:
         """Name a value as a hook point; later nodes read the value returned."""
-        if value.producer() is None or value.name in self.hooks:
+        if value.producer() is None or value.name in self.hooks:  # a hook point is made by a node, and bears one name
             value = self.op.Identity(value)
         value.name = name
         self.hooks.append(name)

@@ -78,6 +78,7 @@ _FLA7 = (
     (r"\.ln0\.", ".pre_norm."),
     (r"\.ln1\.", ".attn_norm."),
     (r"\.ln2\.", ".ffn_norm."),
+    # torch's Sequential(Linear, activation, Linear): 0 and 2 are its linear layers, the second one has the bias
     (r"\.att\.([wavg])0$", r".attn.\1_lora.lora.2.bias"),
     (r"\.att\.([wavg])1$", r".attn.\1_lora.lora.0.weight"),
     (r"\.att\.([wavg])2$", r".attn.\1_lora.lora.2.weight"),
@@ -217,6 +218,7 @@ def shape_of(shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout, config
         head_dim,
         hidden_size,
         vocab_size,
+        # a setting of Hugging Face's RWKV-6 alone
         rescale_every=int(config.get("rescale_every") or 0) if layout.version == 6 else 0,
         norm_eps=float(config.get("layer_norm_epsilon", config.get("norm_eps", LAYER_NORM_EPS))),
         group_norm_eps=_group_norm_eps(config, layout.version, head_dim),

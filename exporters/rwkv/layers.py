@@ -10,7 +10,7 @@ from exporters.rwkv.recurrence import Length, Reads, recurrence
 
 # The exponent of RWKV-7's strongest decay: exp(-1/2).
 SLOWEST = 0.6065306597126334
-TINY = 1e-12
+TINY = 1e-12  # torch's F.normalize divides by at least this
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ def time_mix6(
         for which, weight in (("r", "receptance.weight"), ("k", "key.weight"), ("v", "value.weight"))
     )
     gate = build.project(mixes["g"], f"{name}.gate.weight")
-    gate = op.Mul(gate, op.Sigmoid(gate))
+    gate = op.Mul(gate, op.Sigmoid(gate))  # SiLU
     speed = build.project(op.Tanh(build.project(mixes["w"], f"{name}.time_decay_w1")), f"{name}.time_decay_w2")
     speed = op.Add(build.exact(speed), build.exact(build.weight(f"{name}.time_decay")))
+    # exp(-exp(w)): between 0 and 1 for every w
     decay = build.hook(f"blocks.{layer}.rwkv.hook_decay", op.Exp(op.Neg(op.Exp(build.to_heads(speed)))))
     reads = _gated(build, layer, Reads(r, k, v, decay), shared)
-    first = build.exact(build.weight(f"{name}.time_faaaa"))
+    first = build.exact(build.weight(f"{name}.time_faaaa"))  # the bonus u of the token itself
     bonus = op.ReduceSum(op.Mul(op.Mul(r, k), first), [-1], keepdims=1)
     bonus.name = f"blocks.{layer}.rwkv.bonus"
     y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
@@ -117,10 +118,13 @@ def time_mix7(
     if first is None:
         first = v
     else:
+        # mixed with layer 0's values, by a gate of each channel
         v = op.Add(v, op.Mul(op.Sub(first, v), op.Sigmoid(_low_rank(build, name, "v", mixed["v"]))))
+    # kappa: the key by which the state is read and taken from, of length 1 in each head
     removal = build.to_heads(op.Mul(k, build.weight(f"{name}.k_k")))
     length = op.Sqrt(op.ReduceSumSquare(removal, [-1], keepdims=1))
     removal = op.Div(removal, op.Max(length, build.constant("tiny", np.float32(TINY))))
+    # the replacement key, k (1 + (rate - 1) k_a)
     k = op.Mul(k, op.Add(op.Mul(op.Sub(rate, 1.0), build.weight(f"{name}.k_a")), 1.0))
     slowest = build.constant("slowest", np.float32(-SLOWEST))
 
@@ -128,11 +132,14 @@ def time_mix7(
         return build.hook(f"blocks.{layer}.rwkv.hook_{which}", one)
 
     r, k, v = hook("r", build.to_heads(r)), hook("k", build.to_heads(k)), hook("v", build.to_heads(v))
+    # b a S = -rate kappa (kappa S): takes out what is stored for kappa, as far as the rate goes
     a, b = hook("a", op.Neg(removal)), hook("b", op.Mul(removal, build.to_heads(rate)))
+    # exp(-exp(-1/2) sigmoid(w)), so not below exp(-0.61)
     decay = hook("decay", op.Exp(op.Mul(build.to_heads(speed), slowest)))
     reads = _gated(build, layer, Reads(r, k, v, decay, a, b), shared)
     y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
     y = hook("wkv", y)
+    # the token's own value once more, r_k times the product of its receptance and key, outside the recurrence
     own = op.ReduceSum(op.Mul(op.Mul(r, k), build.exact(build.weight(f"{name}.r_k"))), [-1], keepdims=1)
     own = build.plain(op.Reshape(op.Mul(own, v), [0, 0, -1]))
     out = op.Mul(op.Add(_normed(build, name, y), own), gate)
@@ -162,6 +169,7 @@ def _normed(build: Build, name: str, y: ir.Value) -> ir.Value:
     """The heads' outputs, each normalised by itself: [batch, seq, hidden]."""
     op = build.op
     ones = build.constant("norm_scale", np.ones(build.shape.head_dim, np.float32))
+    # torch's GroupNorm with a group a head: normed by itself, scaled and shifted by channel
     alone = op.LayerNormalization(y, ones, axis=-1, epsilon=build.shape.group_norm_eps)
     flat = build.plain(op.Reshape(alone, [0, 0, -1]))
     return op.Add(op.Mul(flat, build.weight(f"{name}.ln_x.weight")), build.weight(f"{name}.ln_x.bias"))
@@ -174,7 +182,7 @@ def channel_mix(build: Build, layer: int, value: ir.Value, last: ir.Value, share
     six = build.shape.version == 6
     mixed = op.Add(value, op.Mul(change, build.weight(f"{name}.time_maa_k" if six else f"{name}.x_k")))
     neurons = op.Relu(build.project(mixed, f"{name}.key.weight"))
-    neurons = build.hook(f"blocks.{layer}.mlp.hook_act", op.Mul(neurons, neurons))
+    neurons = build.hook(f"blocks.{layer}.mlp.hook_act", op.Mul(neurons, neurons))  # squared ReLU
     out = build.project(neurons, f"{name}.value.weight")
     if six:
         mixed = op.Add(value, op.Mul(change, build.weight(f"{name}.time_maa_r")))

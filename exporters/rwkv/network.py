@@ -85,7 +85,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     def per_layer(value: ir.Value, perm: list[int]) -> list[ir.Value]:
         turned = op.Transpose(value, perm=perm)
         parts = op.Split(turned, axis=-1, num_outputs=layers, outputs=layers)
-        return [parts] if isinstance(parts, ir.Value) else list(parts)
+        return [parts] if isinstance(parts, ir.Value) else list(parts)  # one output comes alone
 
     ones, by_head = np.ones(layers, np.float32), ["batch", "seq", "n_heads"]
     write = per_layer(gate("state_write", ones, by_head), [1, 2, 3, 0])
@@ -93,6 +93,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     keep = per_layer(gate("state_decay", ones.astype(bool), by_head), [1, 2, 3, 0])
     distance = gate("shift_distance", ones.astype(np.int64), ["batch", "seq"])
     entries = op.Range(0, op.Squeeze(op.Add(tokens, [1])), 1)
+    # token t stands at place t + 1 of the chain; `distance` before it, at the farthest the last of the call before
     reached = op.Max(op.Sub(op.Add(entries, [1]), distance), [0])
     everywhere = op.Expand(reached, op.Concat([layers], batch, op.Add(tokens, [1]), axis=0))
     shift = per_layer(everywhere, [1, 2, 0])
@@ -124,6 +125,7 @@ def _block(
     stream = op.Add(stream, build.hook(f"{where}.hook_mlp_out", _rescaled(build, layer, out)))
     stream = build.hook(f"{where}.hook_resid_post", stream)
     if shape.rescale_every and (layer + 1) % shape.rescale_every == 0:
+        # float16 would overflow in deep layers; outputs of later layers are scaled alike, and norms see no difference
         stream = op.Mul(stream, _factor(build, 0.5))
     return stream, first, (att_next, after, ffn_next)
 

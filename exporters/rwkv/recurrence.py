@@ -20,7 +20,7 @@ from exporters.rwkv.build import STATE_DTYPE, Build
 
 CHUNK_TOKENS = 16
 Form = Callable[[OpWriter, Build, "Reads", ir.Value, str], Sequence[ir.Value]]
-BLOCK_SIZES = (1, 2, 4, 8)
+BLOCK_SIZES = (1, 2, 4, 8)  # doubled up to half a chunk: then all pairs in it are joined
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _once(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str)
     after = op.Add(op.Mul(column(reads.decay), state), op.Mul(column(reads.k), row(reads.v)))
     if reads.a is not None:
         after = op.Add(after, op.Mul(column(reads.b), op.MatMul(row(reads.a), state)))
-    y = op.MatMul(row(reads.r), state if reads.a is None else after)
+    y = op.MatMul(row(reads.r), state if reads.a is None else after)  # RWKV-6 reads the state before its token
     return row(y), after
 
 
@@ -117,7 +117,7 @@ def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: st
     """Run sixteen tokens an iteration; padding of the last chunk leaves the state as it is."""
     heads, width = build.shape.num_heads, build.shape.head_dim
     seq = op.Shape(reads.r, start=1, end=2)
-    surplus = op.Mod(op.Neg(seq), [CHUNK_TOKENS])
+    surplus = op.Mod(op.Neg(seq), [CHUNK_TOKENS])  # tokens that the last chunk lacks
     pads = op.Concat([0, 0, 0, 0, 0], surplus, [0, 0], axis=0)
 
     def split(value: ir.Value, filling: float = 0.0) -> ir.Value:
@@ -125,6 +125,7 @@ def _chunks(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: st
         padded = op.Pad(value, pads, build.constant(f"fill.{filling:g}", np.float32(filling)))
         return op.Transpose(op.Reshape(padded, [0, -1, CHUNK_TOKENS, heads, width]), perm=[1, 0, 3, 2, 4])
 
+    # padding decays by 1 and writes 0: the state after it is that after the last token
     chunks = Reads(split(reads.r), split(reads.k), split(reads.v), split(reads.decay, 1.0))
     if reads.a is None:
         last, y = _chunks6(op, build, chunks, state, where)
@@ -219,8 +220,8 @@ def _pairs(
 def _chunks6(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
     weights, products = _pairs(op, build, reads.r, reads.k, reads.decay, 1)
     inside = op.MatMul(weights, reads.v)
-    reading = op.Mul(reads.r, products.before)
-    writing = _turn(op, op.Mul(reads.k, products.after))
+    reading = op.Mul(reads.r, products.before)  # the state at the chunk's begin, decayed up to each token
+    writing = _turn(op, op.Mul(reads.k, products.after))  # decayed up to the end of the chunk
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
         reading, writing, v, inside, decay = read

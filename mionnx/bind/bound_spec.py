@@ -153,6 +153,7 @@ class BoundSpec:
                 places[capture.node.output] = _in_text(capture.request.positions, batch)
         outputs = self.plan.outputs
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
+        # token shifts of a state intervention may skip tokens: a channel mix then reads any token before
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
         shown = ShownValues(self.plan.captures, outputs.logits, carried, places, ends)
         selections = self.selections(batch) if selections is None else selections
@@ -213,6 +214,7 @@ class Binder:
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
         outputs = outputs or Outputs()
+        # most calls: no index of hook points, no plan, no checks anew
         if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
             if outputs not in self._empty:
                 self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
@@ -223,10 +225,12 @@ class Binder:
         self, spec: HookSpec, outputs: Outputs, logits: Logits | None, cuts: Iterable[str], metric: MetricSpec | None
     ) -> BoundSpec:
         hooks = index_hooks(spec, self.model)
+        # globs and predicates become the hook points that they mean here
         if hooks.chosen:
             spec = replace(spec, interventions=[*hooks.interventions])
         captures = self._captures(spec, hooks)
         nodes = [capture.node for capture in captures]
+        # where a model is cut, the value is an output whether or not the spec captures it
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         of = read_by(metric, hooks)

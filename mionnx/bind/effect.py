@@ -76,6 +76,7 @@ class OutputView:
 def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
     """Refuse what has no effect in any call."""
     for edit, one in edits:
+        # a mask by distance has one number, the distance, and its cuts follow from the text
         masks = one.rules.shape is ValueShape.ATTENTION_MASK and not one.rules.by_distance
         if masks and not np.isneginf(one.values[0]).any():
             raise InterventionError(f"{edit.kind} at {edit.hook}: its mask has no -inf, so it knocks nothing out")
@@ -110,6 +111,7 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
         if named and not queries:
             raise _no_edge(selection, row, window)
         queried[row] = queries
+    # one row with an edge is enough: one mask serves texts of unequal length
     if any(queried.values()):
         return queried
     if not selection.intervention.rules.by_distance:
@@ -176,6 +178,7 @@ def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
     """[batch, n_heads or 1, longest text] bool: the places that an intervention changes."""
     call, heads, axis = selection.call, selection.heads, heads_axis(selection.edit.axes)
     longest = max(end_of(call, row) for row in range(call.batch))
+    # by position in the text, which means the same at every step of a generation
     spots = np.zeros((call.batch, 1 if axis is None else selection.shape[axis], longest), bool)
     for row, positions in chosen.items():
         for head in range(spots.shape[1]) if heads is None else heads:
@@ -219,9 +222,11 @@ def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen:
         return view.depends_on(hook, reach)
     spreads, once = view.source in reach.spread, bool(shown.ends) and reach.next_token_only
     for row, changed in chosen.items():
+        # next_token_only: the way leads through token shifts, which carry a value to the next token and no further
         reached = {*changed, *(at + 1 for at in changed if spreads and once)}
         if not reached.isdisjoint(positions[row]):
             return True
+        # attention and states lead to any later position
         if changed and spreads and not once and min(changed) < max(positions[row]):
             return True
     return False
@@ -269,6 +274,7 @@ def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritte
 
 def _begins(state: StateEdit, layer: int) -> list[str]:
     """Hook points of a layer at which the effect of a state intervention begins."""
+    # the first hook points behind the state; token shifts also change what r, k, v and the channel mix read
     mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer)]
     shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
     return [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]

@@ -58,6 +58,7 @@ def estimate_of(captures: Iterable[BoundCapture], sizes: Mapping[str, int]) -> E
 
 
 def _bytes(capture: BoundCapture, sizes: Mapping[str, int]) -> int:
+    # an axis inside a splice may have a length that only the run knows: it counts as 1
     shape = [axis if isinstance(axis, int) else sizes.get(axis, 1) for axis in capture.dims]
     request = capture.request
     if request.positions is not None:

@@ -49,6 +49,7 @@ def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
 
 def _leading(of: str, hooks: HookIndex) -> set[str]:
     flow = Dataflow(hooks.model.proto)
+    # splices are no part of this graph: hook points in them are taken to lead on, and refused later if they do not
     return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
 
 
@@ -59,6 +60,7 @@ def _names(
     if not isinstance(request.what, HookPoint):
         return tuple(resolve(request, candidates))
     (name,) = resolve(request, hooks.names)
+    # named by itself it is refused with the reason; a glob leaves it out
     if reason := _lacking(name, of, leading, hooks):
         raise GradientError(f"gradient at {name}: {reason}")
     return (name,)
@@ -69,7 +71,7 @@ def _lacking(name: str, of: str, leading: Collection[str], hooks: HookIndex) -> 
     point = HookPoint.parse(name)
     if point.derived:
         return f"it is computed for its capture alone, and nothing depends on it; {point.instead} has one"
-    if np.dtype(hooks.dtype(point)).kind in "iub":
+    if np.dtype(hooks.dtype(point)).kind in "iub":  # experts' numbers
         return "it holds whole numbers"
     if name not in leading:
         return f"the {of} do not depend on it" if of == LOGITS else f"{of} does not depend on it"

@@ -56,6 +56,7 @@ class HookIndex:
         if name not in self.inner:
             return self.model.order[name], 0
         outer = max((own for own in self.model.order if name.startswith(f"{own}.")), key=len)
+        # behind the hook point it is spliced at, in the order of its fragment
         return self.model.order[outer], 1 + [*self.inner].index(name)
 
     def points(self, where: Where) -> list[HookPoint]:

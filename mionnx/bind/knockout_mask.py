@@ -41,8 +41,10 @@ def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
         window: number of keys that a query reads, its own included; None for all before it.
     """
     key = np.arange(batch.total)
+    # the new tokens are the last columns: query i stands in column total - seq + i
     seen = (key <= key[batch.total - batch.seq :, None]) & batch.attention_mask.astype(bool)[:, None, :]
     if window is not None:
+        # keys counted without padding, as positions of the row's own text
         places = batch.attention_mask.cumsum(axis=1)
         seen &= places[:, batch.total - batch.seq :, None] - places[:, None, :] < window
     return seen
@@ -84,12 +86,14 @@ class KnockoutMask:
         rows, heads, _, keys = value.shape
         if not (rows in (1, self.shape[0]) or (self.by_row and rows == len(self.rows))):
             raise self._misfit()
+        # during a generation texts grow: a mask of any length is right at some step
         if self.call.final_lengths is None and keys not in (1, *self._lengths):
             raise self._misfit()
         if self.by_row and 1 < rows == len(self.rows):
             self._refuse_twice("rows", self.rows)
         if heads > 1 and self.heads is not None and heads == len(self.heads):
             self._refuse_twice("heads", self.heads)
+            # one entry for each chosen head; all others keep their scores
             full = np.zeros((rows, self.shape[1], *value.shape[2:]), value.dtype)
             full[:, self.heads] = value
             return full
@@ -143,6 +147,7 @@ class KnockoutMask:
             return dict.fromkeys(self.rows, here)
         if count not in (call.seq, int(call.real[self.rows].sum(axis=1).max())):
             raise self._misfit()
+        # as many queries as the call has new tokens: counted from the end of the past
         return {row: first_position(call, row) + here for row in self.rows}
 
     @cached_property
@@ -153,6 +158,7 @@ class KnockoutMask:
         wide = np.pad(self.value, [(0, 0), (0, 0), (0, int(queries > 1)), (0, int(keys > 1))])
         at = {row: (self._query_places(row), self._key_places(row)) for row in self.rows}
         shape = heads, self.call.seq if queries > 1 else 1, self.call.total if keys > 1 else 1
+        # rows with their tokens in the same columns share one mask, broadcast over the batch
         if len(self.value) == 1 and all(_equal(places, at[self.rows[0]]) for places in at.values()):
             return _taken(wide[0], *at[self.rows[0]])[None]
         full = np.zeros((self.shape[0], *shape), wide.dtype)
@@ -202,6 +208,7 @@ class WindowMask:
 
     def queries(self, row: int, selected: Sequence[int], window: int | None) -> list[int]:
         """The queries among some of a row that lose an edge."""
+        # the layer's own window, its query included, cuts all of these already
         if window is not None and window <= self.tokens + 1:
             return []
         return [query for query in selected if self.tokens < query < end_of(self.call, row)]
@@ -256,6 +263,7 @@ def cut_edges(
             continue
         queries, keys, cut = mask.edges(row)
         here = np.isin(queries, list(selected[row]))[:, None]
+        # later keys are hidden by the causal mask anyway
         meant = cut & (keys <= queries[:, None]) & (here | (not limited))
         read = meant & here & (keys < end_of(mask.call, row))
         if window is not None:

@@ -40,6 +40,7 @@ class Logits:
 
     def outputs(self, carried: bool) -> Outputs:
         """The structure of a graph with this part of the logits."""
+        # the last position alone, as in generation, is a Slice, which needs no input
         last = self.positions_ == [-1]
         return Outputs(
             last=last,
@@ -68,7 +69,7 @@ class Logits:
             tokens = indices_of("token_ids", self.token_ids)
             if max(tokens) >= size:
                 raise InputError(f"logits of the tokens {[*tokens]}; the vocabulary is 0 to {size - 1}")
-            feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)
+            feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)  # k counts among the chosen tokens
         if self.k is not None:
             if not 1 <= self.k <= size:
                 raise InputError(f"k={self.k} of {size} logits")

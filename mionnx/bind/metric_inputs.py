@@ -58,6 +58,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
         if array is not None:
             feeds[name] = _rows(name.rsplit(".", 1)[1], array, (batch.batch, count, sizes.vocab_size))
     if METRIC_REFERENCE in feeds:
+        # in float64: the graph subtracts log-probabilities of its own, in float32, and rounding should be theirs alone
         feeds[METRIC_REFERENCE] = log_softmax(feeds[METRIC_REFERENCE].astype(np.float64), axis=-1).astype(np.float32)
     return feeds
 
@@ -101,13 +102,13 @@ def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
     if places is not None:
         raise GradientError("the loss reads the logits of every position: leave out positions=")
     targets = np.zeros((batch.batch, batch.seq), np.int64)
-    targets[:, :-1] = batch.input_ids[:, 1:]
+    targets[:, :-1] = batch.input_ids[:, 1:]  # the last column keeps 0, with a weight of 0
     weights = np.zeros((batch.batch, batch.seq), np.float32)
-    weights[:, :-1] = batch.real[:, :-1] & batch.real[:, 1:]
+    weights[:, :-1] = batch.real[:, :-1] & batch.real[:, 1:]  # padding stands ahead of a text, or behind it
     counts = weights.sum(axis=1, keepdims=True)
     if not counts.all():
         raise GradientError(f"row {int(np.argmin(counts))} has no next token to predict: the loss needs two tokens")
-    return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}
+    return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}  # the mean over a row's tokens
 
 
 def _per_row(what: str, tokens: Tokens, rows: int) -> list[Token]:

@@ -117,6 +117,7 @@ def _without(
 
 def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:
     """The hook point with the choice of experts, for a limit to chosen experts; else None."""
+    # a sum or a multiple of expert numbers is no expert
     if point.variant == "MlpExpertIndices" and one.kind != "replace":
         raise InterventionError(
             f"{one.kind} at {point}: it holds the numbers of experts, which can only be replaced; weigh them at "
@@ -128,7 +129,7 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
     count = model.metadata.sizes.n_experts
     if count is not None and max(one.experts) >= count:
         raise InterventionError(f"{one.kind} at {point}: expert {max(one.experts)} of {count} (0 to {count - 1})")
-    first = model.metadata.exporter.get(IDENTITIES)
+    first = model.metadata.exporter.get(IDENTITIES)  # experts from this number on hand on what they read
     if first is not None and point.variant in OF_NEURONS and max(one.experts) >= int(first):
         raise InterventionError(
             f"{one.kind} at {point}: expert {max(one.experts)} gives back what it reads and has no neurons, as all "
@@ -144,6 +145,7 @@ def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
         return
     if not inner.live:
         raise InterventionError(f"{kind} at {point}: what its splice gives does not depend on it; it can be captured")
+    # limits of rows and positions are inputs of the graph: an axis of another meaning has no such input
     if inner.axes[:1] != ("batch",) or not {dim for dim in inner.dims if isinstance(dim, str)} <= {
         *dynamic_sizes(1, 1, 1)
     }:

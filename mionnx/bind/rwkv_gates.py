@@ -38,6 +38,7 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
                 "KnockoutSpec at blocks.{i}.attn.hook_scores"
             )
         return {}
+    # padding needs gates too: without them it would write into the state and let it decay
     if not states and batch.real.all():
         return {}
     sizes = metadata.sizes
@@ -100,13 +101,14 @@ def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Ite
     if metadata.has_removal and (factors["erase"] != 1).any():
         yield "state_erase", factors["erase"]
     if (factors["decay"] != 1).any():
-        yield "state_decay", factors["decay"] != 0
+        yield "state_decay", factors["decay"] != 0  # a state decays or does not: there is no steering of it
     if (factors["token_shift"] != 1).any():
         yield "shift_distance", _distances(factors["token_shift"][..., 0] != 0)
 
 
 def _distances(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
     """[layers, batch, seq + 1]: distance to the last token seen; the last entry is for the next pass's first token."""
+    # tokens that are not seen are skipped: each is mixed with the last one seen before it, -1 for the state's own
     at = np.arange(seen.shape[-1] + 1)
     last = np.maximum.accumulate(np.where(seen, at[:-1], -1), axis=-1)
     before = np.concatenate([np.full_like(last[..., :1], -1), last], axis=-1)

@@ -58,7 +58,7 @@ class SelectedPart:
 
     def fits(self, shape: Shape, later: bool = False) -> bool:
         """Whether a value of a shape has one entry for all, or one for each, along every axis."""
-        first = len(self.shape) - len(shape)
+        first = len(self.shape) - len(shape)  # shapes are aligned at their ends, as numpy broadcasts them
         return first >= 0 and all(self._fits(axis, size, later) for axis, size in enumerate(shape, first))
 
     def _fits(self, axis: int, size: int, later: bool) -> bool:
@@ -81,6 +81,7 @@ class SelectedPart:
         ordered = {axis: one for axis, one in self.chosen.items() if 1 < value.shape[axis] == one.count}
         if not ordered:
             return value
+        # where rows choose unlike indices the values need an entry for each row, although they were given one for all
         by_row = any(len({*map(tuple, one.indices.values())}) > 1 for axis, one in ordered.items() if axis)
         sizes = [self.shape[axis] if axis in ordered else size for axis, size in enumerate(value.shape)]
         full = np.zeros([self.shape[0] if by_row else sizes[0], *sizes[1:]], value.dtype)
@@ -226,11 +227,13 @@ class Selection:
 
     def _shaped(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         form = self.intervention.rules.shape
+        # [n, width]: no axis of it is one of the activation's but the last
         if form is ValueShape.DIRECTIONS:
             if value.shape[-1] != self.shape[-1]:
                 raise self._refuse(f"direction of width {value.shape[-1]}, the value is {self.spelled}")
             return self._cast(value, dtype)
         if self.intervention.positions is not None and not any(self._here(row) for row in self.rows):
+            # its shape can be checked now, before the steps in which it applies
             if form is not ValueShape.ATTENTION_MASK and self._later():
                 self._refuse_misfit(self.part, value.shape, later=True)
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
@@ -239,6 +242,7 @@ class Selection:
         if self.intervention.limited:
             self._refuse_misfit(self.part, value.shape)
             return self._cast(self.part.placed(value), dtype)
+        # in a generation a value in place of the whole is broadcast: each step has another number of tokens
         exact = form is ValueShape.EXACT and self.call.final_lengths is None
         if not (value.shape == self.shape if exact else broadcasts(value.shape, self.shape)):
             verb = "must be" if form is ValueShape.EXACT else "must broadcast to"
@@ -269,7 +273,7 @@ class Selection:
             raise self._refuse("it has no mask")
         if limits.rules.by_distance:
             return WindowMask(int(limits.value), self.call, self.rows)
-        chosen = None if isinstance(limits.positions, str) else self.positions
+        chosen = None if isinstance(limits.positions, str) else self.positions  # a phase orders no queries
         title, by_row = f"{self.edit.kind} at {self.edit.hook}", limits.rows is not None
         return KnockoutMask(title, limits.value, self.shape, self.call, self.rows, by_row, self.heads, chosen)
 
@@ -322,9 +326,10 @@ class Selection:
         return Chosen(columns, count, any(len(positions[row]) < len(limits[row]) for row in positions))
 
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        # overflow is refused below with its own message, and without numpy's warning
         with np.errstate(over="ignore"):
             cast = value.astype(dtype)
-        if cast.dtype.kind == "i":
+        if cast.dtype.kind == "i":  # the only whole numbers that can be set are experts'
             self._check_experts(value)
         if not np.array_equal(np.isinf(cast), np.isinf(value)):
             raise self._refuse(f"a value is beyond the range of the model's {np.dtype(dtype)}")
@@ -360,6 +365,7 @@ def _meet(one: Selection, other: Selection) -> bool:
     if None in limits or not rows:
         return bool(rows)
     if one.call.final_lengths is not None and any(isinstance(limit, str) for limit in limits):
+        # a phase beside a list may meet it at some step; two unlike phases, prompt and generated, never do
         return limits[0] == limits[1] or not all(isinstance(limit, str) for limit in limits)
     first, second = one.positions or {}, other.positions or {}
     return any({*first[row]} & {*second[row]} for row in rows)

@@ -30,7 +30,7 @@ def differs_by_row(bound: BoundSpec) -> bool:
 def _differs(axes: Sequence[str], one: Intervention) -> bool:
     if one.rows is not None or _nested(one) or isinstance(one.positions, str):
         return True
-    if one.rules.shape is ValueShape.DIRECTIONS:
+    if one.rules.shape is ValueShape.DIRECTIONS:  # directions are the same in every row
         return False
     sizes = (zip(axes[::-1], value.shape[::-1], strict=False) for value in one.values)
     return any(size > 1 and axis in (*TOKEN_AXES, "batch") for pairs in sizes for axis, size in pairs)
@@ -102,6 +102,7 @@ class RowValues:
         if limited and self._ordered(value.shape[axis], axis):
             return value
         if limited and self._listed is not None:
+            # 0 for a position of another step: any entry will do there, for it is selected nowhere
             columns = [[column or 0 for column in self.selection.columns(row)] for row in self.chosen]
         else:
             columns = [self._columns(row, name == KEYS) for row in self.chosen]
@@ -112,6 +113,7 @@ class RowValues:
         texts = self.selection.call
         past = texts.total - texts.seq if keys else 0
         real = past + np.flatnonzero(texts.real[row])
+        # the past's columns as they are, any new column for the part's own padding, then the row's tokens
         return [*range(past), *[past] * (self.width - len(real)), *real.tolist()]
 
     def _of_text(self, value: Array, axis: int, name: str) -> Array:
@@ -128,6 +130,7 @@ class RowValues:
             )
         if name != KEYS and self._listed is not None:
             return _entries(value, axis, [self._listed[row] for row in self.chosen])
+        # zeros cut nothing: for rows that are longer than the mask
         room = [(0, max(0, longest - size) if at == axis else 0) for at in range(value.ndim)]
         return np.pad(value, room).take(range(longest), axis=axis)
 

@@ -21,6 +21,7 @@ from mionnx.graph.onnx_file import ModelProto, ValueInfoProto, dtype_of, in_opse
 from mionnx.graph.value_sizes import check_sizes
 
 # Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
+# primes, each once: a size tells the axis and the run that it comes from
 TRIAL_SIZES = ((2, 3), (5, 7), (11, 13))
 Shape = tuple[int, ...]
 
@@ -75,6 +76,7 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedF
                 f"{list(values[output].shape)}; what comes out takes the place of what went in"
             )
     flow = Dataflow(proto)
+    # only values on the way to the output can be intervened at with an effect
     live = flow.read_by(flow.ancestors([output])) | {output}
     inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
     return FittedFragment(fragment.sha256, inner, tuple(fragment.weights), proto)
@@ -82,6 +84,7 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[SpliceSite]) -> FittedF
 
 def _check_type(where: str, value: ValueInfoProto, site: SpliceSite) -> None:
     tensor = value.type.tensor_type
+    # sequences and maps are types of ONNX too
     if not value.type.HasField("tensor_type") or dtype_of(value).kind in "iubSUO":
         raise InterventionError(f"{where}: {value.name!r} of the fragment must be a tensor of floating-point numbers")
     if not tensor.HasField("shape"):
@@ -120,6 +123,7 @@ def _run(
         results = open_to_try(with_outputs(proto, dict.fromkeys(others)), Path()).run([output, *others], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error
+    # an input of the fragment may itself be a hook point: the engine gives outputs alone
     return {**results, **{name: feeds[name] for name in names if name in feeds}}
 
 
@@ -132,6 +136,7 @@ def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence
 def _axis(name: str, at: int, pair: tuple[int, int], site: SpliceSite) -> tuple[str, str | int]:
     """An axis of a value inside, by name and by size."""
     outer = [*zip(site.axes, site.dims, site.shape(0), site.shape(1), strict=True)]
+    # the outer axis at the same place first: two fixed axes may have one size
     same = [(axis, dim) for axis, dim, *sizes in [*outer[at : at + 1], *outer] if (*sizes,) == pair]
     if pair[0] == pair[1]:
         here = [axis for axis, dim in same[:1] if outer[at : at + 1] and axis == outer[at][0]]

@@ -23,9 +23,11 @@ NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding h
 
 def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
     """The inputs with the values, positions and masks of interventions."""
+    # read by graphs with position limits alone: engines leave out what a graph does not read
     inputs: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: batch.token_positions}
     for selection in selections:
         inputs |= _inputs(selection, hooks.dtype(HookPoint.parse(selection.edit.hook)))
+    # together: two knockouts, each harmless, may leave a query without keys
     _refuse_blind(selections, batch, hooks.model)
     refuse_unread(selections)
     return inputs
@@ -45,6 +47,7 @@ def _inputs(selection: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
 
 def _table(positions: dict[int, list[int]], batch: int) -> NDArray[np.int64]:
     """Row -> positions as [batch, n]."""
+    # rows may choose unequal numbers of positions: the rest points nowhere
     table = np.full((batch, max(1, *map(len, positions.values()))), NOWHERE, np.int64)
     for row, columns in positions.items():
         table[row, : len(columns)] = columns

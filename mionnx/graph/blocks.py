@@ -71,11 +71,13 @@ class GivenBlocks:
 def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
     """The numbers that blocks stand for, [rows, columns], in the scales' dtype; rounded once."""
     rows, count, _ = blocks.packed.shape
+    # in float64, and rounded to the scales' dtype once at the end: each step in float16 would round
     scales = blocks.scales.astype(np.float64)[..., None]
     zero: Any = 2.0 ** (bits - 1)
     if blocks.zero_points is not None:
+        # bytes are packed integers; floats are zero points with fractions, one for each block
         points = unpack(blocks.zero_points, bits) if blocks.zero_points.dtype == np.uint8 else blocks.zero_points
-        zero = points[:, :count, None].astype(np.float64)
+        zero = points[:, :count, None].astype(np.float64)  # rows of packed zero points are filled up to whole bytes
     numbers = (unpack(blocks.packed, bits).astype(np.float64) - zero) * scales
     if blocks.offsets is not None:
         numbers += blocks.offsets.astype(np.float64)[..., None]
@@ -86,6 +88,7 @@ def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[A
     """The columns of a matrix in the order of the inputs; those of the same input are added."""
     if order is None:
         return matrix
+    # sorted: the places of one input come to stand side by side
     columns, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
     return columns if times == 1 else columns.reshape(len(columns), -1, times).sum(axis=-1, dtype=matrix.dtype)
 
@@ -96,6 +99,7 @@ def of_integers(
     """Make blocks of integers [rows, columns] as they are; scales and zeros are [rows, blocks]."""
     rows, columns = integers.shape
     count = -(-columns // block_size)
+    # filled up with the number that stands for 0, see rule 2
     padded = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
     padded[:, :columns] = integers
     points = None if zeros is None else pack(zeros, bits)

@@ -66,9 +66,9 @@ class Builder:
         if operator == "Cast":
             dtype, attributes["to"] = attributes["to"], _number(attributes["to"])
         base = self._unique(name or operator)
-        typed_as = tensors[1 if operator == "Where" else 0]
+        typed_as = tensors[1 if operator == "Where" else 0]  # the first input of a Where is its condition
         dtypes = [dtype or OUTPUT_DTYPES.get(operator) or typed_as.dtype] * outputs
-        if operator == "TopK":
+        if operator == "TopK":  # its second output, the indices
             dtypes[1:] = [np.int64]
         variables = tuple(
             Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes)
@@ -95,11 +95,12 @@ class Builder:
         """
         array = np.asarray(value)
         dtype = None if dtype is None else numpy_dtype(dtype)
+        # 0.5 as an int64 would become 0 in silence
         whole = dtype is None or dtype.kind in "iub"
         if whole and array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
             raise TypeError(f"{value} as an input of a node at {self.where}: give it as an array of some dtype")
         array = array.astype(dtype or array.dtype)
-        key = (array.dtype, array.shape, array.tobytes())
+        key = (array.dtype, array.shape, array.tobytes())  # equal constants are one
         if key not in self._constants:
             self._constants[key] = Constant(f"{self.prefix}.{self._unique('Constant')}", array)
         return self._constants[key]
@@ -130,6 +131,7 @@ def integers_of_bytes(op: Any, packed: Any, bits: int) -> Any:
 def write(value: Variable, into: Variable) -> Variable:
     """Redirect the output of a value's node to another variable; present readers keep the value."""
     node = value.inputs[0]
+    # by identity: equality of tensors is that of their names
     node.outputs[next(i for i, output in enumerate(node.outputs) if output is value)] = into
     return into
 
@@ -182,6 +184,7 @@ def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Seque
 
 def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Restore inputs with a default; graphsurgeon takes them for constants."""
+    # an input with a default is an initializer too; graphsurgeon drops the input, as it takes it for a constant
     constants = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
     proto.graph.input.extend(value for value in origin.graph.input if value.name in constants)
 
@@ -204,6 +207,7 @@ def sort_nodes(graph: Graph) -> None:
         return [*{id(maker): maker for maker in makers}.values()]
 
     for node in graph.nodes:
+        # a stack in the place of recursion; a node stays on it until all makers of its inputs have a level
         waiting = [(node, read(node))]
         while waiting:
             last, makers = waiting[-1]
@@ -214,4 +218,4 @@ def sort_nodes(graph: Graph) -> None:
             nodes[id(last)] = last
             levels.setdefault(id(last), 1 + max((levels[id(maker)] for maker in makers), default=-1))
             waiting.pop()
-    graph.nodes = sorted(nodes.values(), key=lambda one: levels[id(one)])
+    graph.nodes = sorted(nodes.values(), key=lambda one: levels[id(one)])  # stable: nodes of one level keep their order

@@ -79,7 +79,7 @@ class Dataflow:
     def descendants(self, sources: Iterable[str], barriers: Collection[str] = ()) -> set[str]:
         """Some values and all computed from them, up to and including the barriers."""
         values = {*sources}
-        passing = {*values}
+        passing = {*values}  # barriers are reached, but nothing behind them is
         for node, names in zip(self.nodes, self.reads, strict=True):
             if not passing.isdisjoint(names):
                 values.update(name for name in node.output if name)
@@ -118,6 +118,7 @@ class Dataflow:
         first: dict[str, int] = {}  # value -> the first segment that reads it
         last = dict.fromkeys(ends, len(cuts))  # and the last one
         crossing: list[list[str]] = [[] for _ in cuts]
+        # backwards: a node's readers, and so the first segment that reads what it makes, are known when it is reached
         for i in sorted(self.ancestors([*cut_of, *ends]), reverse=True):
             outputs = [name for name in self.nodes[i].output if name in moving]
             if not outputs:
@@ -173,7 +174,7 @@ class Facts:
         if graph is not None:
             for tensor in graph.initializer:
                 self.types[tensor.name], self.shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
-                if tensor.data_location != TensorProto.EXTERNAL:
+                if tensor.data_location != TensorProto.EXTERNAL:  # weights stay in their files
                     self.constants[tensor.name] = tensor
             self.tell([*graph.value_info, *graph.input, *graph.output])
             self.follow(graph.node)
@@ -211,6 +212,8 @@ class Facts:
             return int(attributes(node)["to"])
         if node.op_type in ("Constant", "ConstantOfShape"):
             return next((one.t.data_type for one in node.attribute if one.name == "value"), TensorProto.FLOAT)
+        # the input with the output's type: behind a Where's condition, a CastLike's value, a DequantizeLinear's
+        # integers
         sources = node.input[{"Where": 1, "CastLike": 1, "DequantizeLinear": 1}.get(node.op_type, 0) :]
         return next((self.types[name] for name in sources if name in self.types), None)
 
@@ -244,6 +247,7 @@ def extract(origin: onnx.ModelProto | Dataflow, starts: Collection[str], ends: I
     nodes = sorted(flow.ancestors(ends, starts))
     read = flow.read_by(nodes) | {*ends}
     infos = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+    # for values without a declaration: the dtype of the model's first output
     dtype = next(value.type.tensor_type.elem_type for value in graph.output)
     part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     part.graph.name = graph.name

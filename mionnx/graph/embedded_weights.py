@@ -93,12 +93,14 @@ def _tensor(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
 
 def _message(number: int, contents: bytes) -> bytes:
     """A field of bytes: its number, its length, its contents."""
+    # a field begins with its number, and in the lowest three bits the kind of what follows
     return _written(number << 3 | BYTES) + _written(len(contents)) + contents
 
 
 def _written(number: int) -> bytes:
     """A number of variable length."""
     text = bytearray()
+    # seven bits a byte, the lowest first; the eighth says that another follows
     while number > 0x7F:
         text.append(number & 0x7F | 0x80)
         number >>= 7
@@ -110,7 +112,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
     for number in count():
         if at >= end:
             return
-        if number > FIELDS:
+        if number > FIELDS:  # in a damaged file every two bytes may be a field
             raise ValueError(f"it has more than {FIELDS:,} fields")
         first = at
         key, at = _varint(data, at)

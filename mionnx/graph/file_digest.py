@@ -68,7 +68,7 @@ def start(files: Iterable[Path]) -> None:
     with _lock:
         for file in files:
             key = identity(file)
-            if key not in _digests or _digests[key].error is not None:
+            if key not in _digests or _digests[key].error is not None:  # what failed once is tried again
                 _digests[key] = _Digest(file)
                 begun.append(_digests[key])
     waiting = [digest for digest in begun if not digest.ready.is_set()]
@@ -104,5 +104,6 @@ def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, d
             progress("hashing weights", digest.done, digest.identity[2])
         if digest.value is not None:
             return digest.value
+        # an error of another path to the same file, gone meanwhile, is none of this one: it is read anew
         if digest.file == file:
             raise digest.error or OSError(f"{file} cannot be read")

@@ -45,6 +45,7 @@ def resolve(folder: Path, name: str) -> Path:
         path = (root / name).resolve()
     except (OSError, RuntimeError) as error:  # a name too long, links in a circle
         raise ModelError(f"{name!r} names no file inside {folder}: {error}") from error
+    # ".." is refused even where it leads back, as "../model/file" does until the folder has another name
     outside = ".." in named.parts or not any(path.is_relative_to(base) for base in _roots(root)) or path == root
     if outside:
         leads = f", and leads to {path}" if ".." not in named.parts else ""
@@ -54,6 +55,7 @@ def resolve(folder: Path, name: str) -> Path:
 
 def _roots(root: Path) -> list[Path]:
     """The folder, and the Hub's blobs if it is a snapshot in the Hub's cache."""
+    # the Hub's cache: snapshots/COMMIT/file is a link to ../../blobs/SHA256
     snapshots = [parent for parent in root.parents if parent.name == "snapshots"][:1]
     return [root, *(parent.parent / "blobs" for parent in snapshots)]
 

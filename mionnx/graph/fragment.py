@@ -167,6 +167,7 @@ def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
         proto = inline_local_functions(proto)
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
+    # two fragments with equal nodes must have one hash, and so one session
     for name in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         bare.ClearField(name)
     for part in validate.graphs(bare):
@@ -195,6 +196,7 @@ def _parted(proto: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict
 
 def _is_weight(tensor: onnx.TensorProto) -> bool:
     external = tensor.data_location == onnx.TensorProto.EXTERNAL
+    # single numbers (an epsilon, a scale) stay: runtimes fold constants, and not inputs
     return external or (tensor.data_type in FLOAT_DTYPES and int(np.prod(tensor.dims)) > 1)
 
 

@@ -107,6 +107,7 @@ class _Reader:
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
         sources = {*filter(None, node.input)}
+        # the operator adds 0 and -inf where its nodes read the booleans that these were made of: both are its sources
         sources |= {*filter(None, map(self._booleans, sources))} if expansion.masked else set()
         above = self.flow.ancestors(ends, sources)
         region = self._region(above, sources)
@@ -117,7 +118,9 @@ class _Reader:
         _expect({*ends} <= outputs, "what it makes does not follow from what it reads")
         unpadded = expansion.unpadded is not None
         depends = self._check_others(above - region, region, sources | outputs)
+        # an operator right for texts without padding only takes lengths and positions from the call by itself
         _expect(unpadded or not depends, "it depends on the call besides what it reads")
+        # a hook point that is another name for an output may be read: the output stays when the operator stands
         inner = outputs - {*ends} - self._aliases(region, ends)
         return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, sources), unpadded)
 
@@ -251,6 +254,7 @@ def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, interface: s
         if places or place is None or not _same(flow.nodes[place], node):
             return None
         nodes.add(place)
+    # something else reads a value that would be gone: an intervention, or a capture's node
     if any(reader not in nodes for name in one.inner for reader in flow.consumers.get(name, ())):
         return None
     outputs = {*one.node.output}
@@ -292,6 +296,7 @@ def _order(flow: Dataflow, nodes: list[int]) -> list[int]:
     chosen, waits, order = {*nodes}, dict[int, int](), list[int]()
     for i in nodes:
         waits[i] = len({flow.producers[name] for name in flow.reads[i] if flow.producers.get(name) in chosen})
+    # the smallest index first, so that a node stays close to its place in the file
     ready = [i for i in nodes if not waits[i]]
     heapify(ready)
     while ready:

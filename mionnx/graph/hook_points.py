@@ -30,6 +30,7 @@ STATE_SHAPE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
+# no leading zeros: one hook point has one name
 _LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]{0,8})\.(.+)")
 
 
@@ -55,7 +56,7 @@ class Variant:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-        VARIANTS[name] = self
+        VARIANTS[name] = self  # the class body of `HookPoint` fills the table, in its order
 
 
 class Layered(Variant):
@@ -106,6 +107,7 @@ class HookPoint:
 
     def _of_string(self) -> "HookPoint":
         point, row = HookPoint.parse(self.variant), VARIANTS.get(str(self.variant))
+        # HookPoint("AttnPattern", 5) looks like a call of the dataclass' fields: the spelling of the variant is named
         if self.layer is not None or row is not None:
             layer = "" if isinstance(row, Single) else f"({self.layer or 0})"
             spelling = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
@@ -259,6 +261,7 @@ def nearest_hook(name: str, names: Iterable[str]) -> str:
     """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
     layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
+    # a layer that is not there: the valid range says more than the nearest name
     if layer is not None and layers and layer not in layers:
         return f"; layers are {min(layers)} to {max(layers)}"
     return nearest(name, names)

@@ -51,8 +51,8 @@ from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
 
 GRAPH = "model.onnx"
-# What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
 KEY = 16  # hex digits of the key that ends the name of a model's folder in the store
+# What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -69,11 +69,9 @@ KEPT = (
 )
 INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-# Operators that find the scale of what they round in all of it.
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
 ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
+# Operators that find the scale of what they round in all of it.
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST_GRAPH = 2**28  # bytes of a graph without its weights
 CHECKED_BATCHES = (
@@ -123,11 +121,13 @@ class HookedModel:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
             _check_axes(name, axes, known[name], metadata)
         layers = {layer_of(name) for name in metadata.hooks} - {None}
+        # metadata may come from anybody: sizes that do not agree with the graph would make wrong arrays later
         if layers and metadata.sizes.num_layers != len(layers):
             raise ModelError(
                 f"{folder / GRAPH} has hook points of {len(layers)} layers, but its metadata say "
                 f"{metadata.sizes.num_layers}"
             )
+        # none in a recurrent model
         attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
         if len(metadata.attention) != attending:
             raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
@@ -281,6 +281,7 @@ class HookedModel:
         """Dtype of a hook point's value: its own, else the model's; float32 in a recurrence."""
         if point.name in self._dtypes_of_routers:
             return self._dtypes_of_routers[point.name]
+        # recurrences are computed in float32 in models of any dtype: a state sums over the whole text
         if ".rwkv." in point.name:
             return np.float32
         return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]

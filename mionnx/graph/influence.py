@@ -68,6 +68,7 @@ class Influence:
         if key not in self._known:
             arrives = self._after([hook], overwritten)
             passes = arrives - overwritten
+            # a hook point changes its own value at its own position alone, whatever it does elsewhere
             spread = self._spread({hook, *passes}, overwritten) - {hook}
             self._known[key] = Reach(arrives, passes, spread)
         return self._known[key]
@@ -85,6 +86,8 @@ class Influence:
             return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)
+        # later positions read keys and values, so all behind these can change there; those of the first changed layer
+        # have nothing changed before them, and change at their own positions alone
         first = min(layer_of(name) or 0 for name in mixing)
         return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))
 

@@ -96,6 +96,7 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
         ModelError: outputs that are no tensors.
     """
     constant = all(known.constant for known in inputs if known is not None)
+    # by their input's shape, whose numbers need not be known; onnx's evaluator would need the value itself
     if node.op_type in ("Shape", "Size") and inputs[0] is not None:
         sized = _sizes(node, inputs[0])
         if sized is not None:
@@ -126,7 +127,7 @@ def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
         return None
     dims = [dim for dim in value.shape if dim is not None]
     if node.op_type == "Size":
-        return np.array(min(prod(dims), 2**63 - 1), np.int64)
+        return np.array(min(prod(dims), 2**63 - 1), np.int64)  # a hostile shape may have more than int64 counts
     bounds = {attribute.name: attribute.i for attribute in node.attribute}
     return np.array(dims[bounds.get("start", 0) : bounds.get("end", len(dims))], np.int64)
 
@@ -183,6 +184,7 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
     if node.op_type == "OneHot" and inputs[1] is not None and inputs[1].data is not None and counts[0] is not None:
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
+        # an index for each axis, of which numpy has 64 at most
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
     elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, made, inputs)) is not None:
         most = tighter
@@ -235,6 +237,7 @@ def _content(
         return nothing
     if any(known is not None and known.data is None for known in inputs):
         return nothing
+    # before it is computed: a small input may ask for a huge output (ConstantOfShape, Expand)
     if any(known.most is None or known.most > MOST_FOLLOWED for known in made):
         return nothing
     graph = onnx.helper.make_graph(

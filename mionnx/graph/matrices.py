@@ -54,6 +54,7 @@ def head(model: HookedModel) -> Head:
     product = _head(model)
     weight = linear_weight(product.flow, model.folder, product.product)
     bias = linear_bias(product.flow, model.folder, product.product)
+    # Tanh: the soft cap of gemma2
     return Head(product.value, weight, bias, any(node.op_type == "Tanh" for node in product.passed))
 
 
@@ -82,6 +83,7 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
     """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none."""
     size = model.metadata.sizes.vocab_size
     product = _head(model)
+    # of a MatMul the bias is an Add behind it, of a Gemm it is an input of its own
     for name in product.constants():
         bias = weight_value(product.flow, model.folder, name)
         if list(bias.shape) == [size]:

@@ -175,6 +175,7 @@ class Metadata:
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
         values = {key: value for key, value in asdict(self).items() if value or key not in OPTIONAL}
+        # written only where they are: metadata of models without experts keep their bytes, and the graph its hash
         values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in EXPERT_SIZES}
         for entry in values["attention"]:
             for name in OWN_SIZES:
@@ -192,7 +193,7 @@ class Metadata:
         Raises:
             ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
         """
-        if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:
+        if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:  # before any of it is parsed
             raise ModelError(f"the hooked model's metadata has more than {LONGEST_METADATA:,} characters: refused")
         if f"{PREFIX}format" not in props:
             raise ModelError(
@@ -253,12 +254,13 @@ def _check(read: Metadata) -> None:
         if entry.sliding_window is not None:
             _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
         for name in OWN_SIZES:
+            # num_kv_heads of 0: a layer that reads the keys and values of an earlier one
             if getattr(entry, name) not in (None, 0) or (name != "num_kv_heads" and getattr(entry, name) == 0):
                 _check_number(f"attention[{layer}].{name}", getattr(entry, name))
 
 
 def _check_number(name: str, value: object) -> None:
-    count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31  # True is an int in Python
     _expect(count, name, "a positive number", value)
 
 

@@ -55,6 +55,7 @@ def row_offsets_of(flow: Dataflow, node: onnx.NodeProto) -> str | None:
 
 def _parts(flow: Dataflow, node: onnx.NodeProto) -> tuple[onnx.NodeProto, str] | None:
     """The MatMulNBits and the name of the offsets that an Add joins."""
+    # an Add may have the product on either side
     for name, other in (tuple(node.input), tuple(node.input)[::-1]):
         product, share = flow.producer(name), flow.producer(other)
         if product is None or product.op_type != "MatMulNBits" or share is None:
@@ -79,6 +80,7 @@ def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.i
     if attributes(maker).get("axis", 0) != -1 or order.shape != (width,):
         return None
     inputs = int(order.max()) + 1
+    # a permutation, or several in one: sorted, each input stands as often as any other
     if inputs < 1 or width % inputs or not np.array_equal(np.sort(order), np.arange(width) // (width // inputs)):
         return None
     return order.astype(np.int64)

@@ -72,6 +72,7 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
     """Bytes of each weight file that a graph reads, shared ones counted once."""
     external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
     entries = [{item.key: item.value for item in one.external_data} for one in external]
+    # a set: tied weights are two initializers at the same bytes
     parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}
     sizes = dict.fromkeys((entry["location"] for entry in entries), 0)
     for location, _, length in parts:
@@ -113,10 +114,12 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
     dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
     try:
         if tensor.data_type in PACKED:
+            # numpy cannot map numbers of half a byte
             size = -(-int(np.prod(tensor.dims)) // 2)
             tensor_copy = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
             tensor_copy.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
             return onnx.numpy_helper.to_array(tensor_copy)
+        # a plain array: memmap's own type would spread
         return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error

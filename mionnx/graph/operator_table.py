@@ -95,6 +95,7 @@ def _rows(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None]:
         return (None,)
     blocks, size = scales[-1], int(attributes.get("block_size", 128))
     width = table[-1]
+    # the attributes do not say whether two numbers share an element: the number of blocks in a row of scales does
     if width is not None and blocks is not None and width < blocks * size and attributes.get("bits", 4) == 4:
         width = min(2 * width, blocks * size) if 2 * width > (blocks - 1) * size else width
     return ((*indices, *table[1:-1], width),)
@@ -138,7 +139,7 @@ def _packed(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None, ...]:
     if x is None or len(x) != 3 or weight is None or weight[-1] is None:
         return None, None
     sizes, heads = attributes.get("qkv_hidden_sizes"), int(attributes["num_heads"])
-    width = int(sizes[2]) if sizes else weight[-1] // 3
+    width = int(sizes[2]) if sizes else weight[-1] // 3  # queries, keys, values: of one width unless it says others
     total = None if past is None or past[3] is None or x[1] is None else past[3] + x[1]
     return (*x[:-1], width), None if total is None else (2, x[0], heads, total, width // heads)
 

@@ -23,6 +23,7 @@ def head_and_tail(value: Tensor, through: frozenset[str] = HEAD_ELEMENTWISE) -> 
         if node.op == "Add" and (product := _with_offsets(node)) is not None:
             return product, passed
         computed = [entry for entry in node.inputs if entry.inputs]
+        # two computed inputs: a sum of two things, no head with something behind it
         if node.op not in through or len(computed) != 1:
             break
         passed.append(node)
@@ -39,5 +40,6 @@ def _with_offsets(node: Node) -> Node | None:
 def feed_head(head: Node, value: Tensor) -> None:
     """Let a matrix product, and the share of its offsets, read another value."""
     nodes = offset_nodes(head)
+    # the share of the offsets begins with a Reshape of the same input
     for node in [head, *nodes[-1:]]:
         node.inputs[0] = value

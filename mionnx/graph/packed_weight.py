@@ -43,6 +43,7 @@ def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[
         packed.reshape(count, blocks, -1),
         scale.reshape(count, blocks),
         None if zero is None else zero.reshape(count, -1),
+        # the graph multiplies by [blocks, N]
         None if offsets is None else onnx_file.weight(flow.proto, folder, offsets).T,
     )
     return in_order(numbers_of(as_held, bits, width), order_of(flow, folder, node))
@@ -63,6 +64,7 @@ def gather_integers(
     axis = settings.get("quantize_axis", 1)
     if settings.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
         raise ModelError(f"{node.name}: GatherBlockQuantized of a table {list(data.shape)} that is not [rows, width]")
+    # bytes hold unsigned integers with their zero in the middle; int4 tensors are signed, around 0
     if data.dtype == np.uint8:
         data = unpack(data, bits)
         zero = np.array(2 ** (bits - 1)) if zero is None else unpack(zero, bits)[:, :blocks]

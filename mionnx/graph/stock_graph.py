@@ -70,12 +70,14 @@ def described(kind: int) -> str:
 def difference(left: NDArray[Any], right: NDArray[Any]) -> float:
     """The largest difference of two arrays, by the largest number if that is above 1."""
     one, other = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    # absolute below 1, relative above: a difference of tiny numbers says nothing
     scale = max(1.0, float(np.abs(one).max(initial=0)), float(np.abs(other).max(initial=0)))
     return float(np.abs(one - other).max(initial=0)) / scale
 
 
 def packed(stock: StockGraph) -> dict[str, Any]:
     """A stock graph as the metadata hold it."""
+    # metadata are text; the names in a graph repeat, so it shrinks well
     text = base64.b64encode(zlib.compress(stock.proto.SerializeToString(deterministic=True), 9)).decode("ascii")
     return {"graph": text, "expanded": stock.expanded, "allowed": stock.allowed}
 
@@ -88,6 +90,7 @@ def unpacked(table: Mapping[str, Any]) -> StockGraph:
     """
     try:
         reader = zlib.decompressobj()
+        # a limit: a small text may unpack to gigabytes
         data = reader.decompress(base64.b64decode(table["graph"], validate=True), STOCK_LIMIT)
         if not reader.eof:
             raise ModelError(f"the stock graph in the metadata is cut, or has more than {STOCK_LIMIT:,} bytes: refused")

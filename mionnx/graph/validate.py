@@ -188,7 +188,7 @@ def _size(root: Path, location: str, name: str) -> int:
 
 
 def _check_apart(spans: list[Span]) -> None:
-    spans = [span for span in spans if span.start < span.end]
+    spans = [span for span in spans if span.start < span.end]  # an empty weight has no bytes to share
     for one, other in pairwise(sorted(spans, key=lambda span: (span.location, span.start, span.end))):
         same = (one.start, one.end) == (other.start, other.end)  # tied weights
         if one.location == other.location and other.start < one.end and not same:
@@ -208,12 +208,14 @@ def _check_held(tensor: onnx.TensorProto) -> None:
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     count, elements = max(len(getattr(tensor, field)) for field in fields), _elements(tensor)
     complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
+    # complex numbers are stored as pairs of floats
     if count * PACKED.get(tensor.data_type, 1) < elements * (1 + complex_):
         raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
 
 
 def input_shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
     """The shapes of the inputs for a token batch; an input with a default has its default's."""
+    # an adopted file without a cache has "total" columns of new tokens alone
     carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
     lengths = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
     defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}

@@ -60,6 +60,7 @@ class _Walk:
 
     def __init__(self, proto: onnx.ModelProto, weights: int) -> None:
         self.proto = proto
+        # weights bound what a graph may honestly make: turned, cast or unpacked copies of them, and activations
         self.value, self.most = VALUE + 2 * weights, {True: TOTAL + 3 * weights, False: TOTAL + 16 * weights}
         self.opsets = _opsets(proto.opset_import)
         self.functions = {(function.domain, function.name): function for function in proto.functions}
@@ -74,6 +75,7 @@ class _Walk:
             scope[value.name] = of_shape(value.type.tensor_type.elem_type, shapes.get(value.name), False)
         for tensor in graph.initializer:
             known = of_tensor(tensor)
+            # an initializer that is an input too is a default: a call may give other numbers
             scope[tensor.name] = replace(known, data=None) if tensor.name in scope else known
         self.nodes(graph.node, scope, _Place(whole))
         return scope
@@ -115,7 +117,9 @@ class _Walk:
             return self._function(self.functions[node.domain, node.op_type], node, inputs, place)
         if node.domain in ("", "ai.onnx") and node.op_type in ("Constant", "If", "Loop", "Scan"):
             return getattr(self, f"_{node.op_type.lower()}")(node, inputs, scope, place)
+        # layers repeat: nodes with equal operator, attributes and facts have equal outputs, and are inferred once
         attributes = b"".join(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+        # x * x is not x * y, even of equal facts
         names = tuple(dict.fromkeys(node.input)) if len({*node.input}) < len(node.input) else ()
         version, facts = self.opsets.get(node.domain), [known and known.key for known in inputs]
         key = (node.domain, version, node.op_type, attributes, len(node.output), names, *facts)
@@ -218,10 +222,12 @@ class _Walk:
         slices: Sequence[Known] = (),
     ) -> list[Known]:
         """Outputs of a loop's body after `skipped` ones: carried values, then values of one step."""
+        # a body that runs no step need not be bounded
         inside = _Place(place.whole and trips > 0, place.times * max(1, trips), place.depth + 1)
         if inside.times > TRIPS:
             raise ModelError(f"{node.op_type} node {label(node)} would take {inside.times:,} steps: refused")
-        carried = [replace(known, data=None) for known in carried]
+        carried = [replace(known, data=None) for known in carried]  # another number in each step
+        # the shape after a step may differ from the first; once it repeats it stays, by induction
         for _ in range(STEPS):
             inner: Scope = ChainMap(dict[str, Known](), scope)
             inner.update({tensor.name: of_tensor(tensor) for tensor in body.initializer})
@@ -268,6 +274,7 @@ def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], made: Known)
         return prod(counts)
     if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "MatMulNBits", "FusedMatMul"):
         shape = inputs[0].shape if inputs and inputs[0] is not None else None
+        # the inner length is one of the first factor's axes: the longest is an upper bound, whichever is turned
         return (made.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
     if "Conv" in node.op_type and len(counts) > 1:
         return (made.most or 0) * counts[1]
@@ -280,7 +287,7 @@ def _either(one: Known, other: Known) -> Known:
     same = one.shape if one.shape == other.shape else None
     if same is None and one.shape is not None and other.shape is not None and len(one.shape) == len(other.shape):
         same = tuple(a if a == b else None for a, b in zip(one.shape, other.shape, strict=True))
-    most = max(bounds) if len(bounds) == 2 else None
+    most = max(bounds) if len(bounds) == 2 else None  # no bound of one branch, none of both
     return Known(one.dtype or other.dtype, same, most, None, one.constant and other.constant)
 
 

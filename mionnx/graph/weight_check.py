@@ -38,6 +38,7 @@ def sampled(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         last = max(0, file.stat().st_size - BLOCK)
+        # a set: blocks of a small file coincide
         for start in sorted({last * n // (BLOCKS - 1) for n in range(BLOCKS)}):
             stream.seek(start)
             digest.update(stream.read(BLOCK))

@@ -56,7 +56,7 @@ def describe_export(
 
 def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
     """The hash of a checkpoint, waited for."""
-    files = sorted(files)
+    files = sorted(files)  # one hash, in whatever order files are listed
     file_digest.start(files)
     return combined([file_digest.wait(file, progress) for file in files])
 
@@ -105,6 +105,7 @@ def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> F
         except OSError as error:
             raise ModelError(f"cannot read the weights in {folder}: {error}") from error
     if pending:
+        # a name of its own for each writer, then one rename: a reader sees the whole record or none
         partial = folder / f".{RECORD}.{os.getpid()}.{get_ident()}.partial"
         with suppress(OSError):  # a folder that is read-only or full: the hashes last as long as the process
             try:

@@ -104,7 +104,7 @@ def dequantise(
             return numbers.reshape(())
         if block_size:
             blocks = np.repeat(numbers, block_size, axis=axis)
-            return np.take(blocks, range(integers.shape[axis]), axis=axis)
+            return np.take(blocks, range(integers.shape[axis]), axis=axis)  # the last block may end beyond the axis
         shape = [1] * integers.ndim
         shape[axis] = -1
         return numbers.reshape(shape)
@@ -129,6 +129,7 @@ def rounded(numbers: Matrix, scale: Matrix, zero: Matrix) -> Matrix:
             f"a computed weight is rounded with scales {list(scale.shape)} to {zero.dtype}: one is expected"
         )
     limits = np.iinfo(zero.dtype)
+    # to even at a half, as QuantizeLinear rounds
     steps = np.rint(numbers / scale.reshape(())).astype(np.float64) + float(zero.reshape(()))
     return dequantise(np.clip(steps, limits.min, limits.max), scale, zero)
 
@@ -145,7 +146,7 @@ def _scaled(flow: Dataflow, folder: Path, name: str, integers: Matrix) -> Matrix
             scale = _input(flow, folder, following[0], 1) if following else None
             if scale is not None and scale.size == 1:  # rows of one scale: it holds for the whole table
                 return dequantise(integers, scale, _input(flow, folder, following[0], 2))
-            if following:
+            if following:  # rows of several scales: none of them holds for the table
                 break
         if node.op_type == "QLinearMatMul" and place == 3:
             scale, zero = (onnx_file.weight(flow.proto, folder, one) for one in node.input[4:6])
@@ -168,7 +169,7 @@ def _scaled(flow: Dataflow, folder: Path, name: str, integers: Matrix) -> Matrix
 
 def _scale_of_product(flow: Dataflow, value: str) -> str | None:
     """The weight's scale b in `Cast(MatMulInteger) * (a * b)`, a being the activation's."""
-    casts = [value]
+    casts = [value]  # grows while it is gone through
     for name in casts:
         for node in flow.readers(name):
             if node.op_type == "Cast":
@@ -201,6 +202,7 @@ def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
     offsets = row_offsets_of(flow, node)
     if offsets is None:
         return dequantise(data, scale, zeros, axis, block)
+    # offsets are added before the one rounding, as the product's own blocks do it
     exact = dequantise(data, scale.astype(np.float64), zeros, axis, block)
     rows = onnx_file.weight(flow.proto, folder, offsets)
     return (exact + np.repeat(rows, block, axis=1)).astype(scale.dtype)
@@ -230,6 +232,7 @@ def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
     if node.op_type == "Reshape":
         before = flow.producer(node.input[0])
         return None if before is None else product_of(flow, before)
+    # MatMulInteger: its product is a number only with the scale behind it, so the Mul is the linear map
     for entry in node.input if node.op_type == "Mul" else ():
         before = flow.producer(entry)
         before = flow.producer(before.input[0]) if before is not None and before.op_type == "Cast" else before
@@ -262,6 +265,7 @@ def _shaped(flow: Dataflow, folder: Path, node: onnx.NodeProto, array: Matrix) -
         return array.transpose(attributes(node).get("perm"))
     if node.op_type == "Reshape":
         shape = [int(size) for size in onnx_file.weight(flow.proto, folder, node.input[1])]
+        # ONNX: 0 keeps the input's length
         return array.reshape([array.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
     if node.op_type == "Identity":
         return array

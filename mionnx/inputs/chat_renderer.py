@@ -74,6 +74,7 @@ def _started() -> Process:
     if not sys.executable:
         raise TokenizerError("chat templates are rendered in a Python process, and there is no Python: give text")
     pipe, program = subprocess.PIPE, START.format(path=sys.path, program=str(PROGRAM))
+    # -I: environment variables and user site-packages count for nothing; the path comes with the program
     command = [sys.executable, "-I", "-X", "utf8", "-c", program]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
 
@@ -82,6 +83,7 @@ def _asked(process: Process, line: str | None, seconds: float) -> dict[str, Any]
     """The answer to a line, or the sign of being ready; None if the process ended."""
     assert process.stdin is not None
     assert process.stdout is not None
+    # the pipe then ends, and `readline` with it: a read from a pipe has no time limit of its own
     timer = Timer(seconds, process.kill)
     timer.start()
     try:
@@ -89,6 +91,7 @@ def _asked(process: Process, line: str | None, seconds: float) -> dict[str, Any]
             process.stdin.write(line + "\n")
             process.stdin.flush()
         answer = process.stdout.readline()
+        # a line cut off: the process was ended while it wrote
         return json.loads(answer) if answer.endswith("\n") else None
     except OSError:
         return None

@@ -61,7 +61,10 @@ def tojson(
 def environment() -> ImmutableSandboxedEnvironment:
     """Make the sandbox, with the functions, filters and tags that chat templates know."""
     sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+        # as transformers sets them: they decide which white space around tags becomes tokens
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
     )
     sandbox.filters["tojson"] = tojson
     sandbox.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
@@ -72,6 +75,7 @@ def rendered(compiled: Callable[[str], jinja2.Template], template: str, variable
     """Render a template: its text, or the error that it ends with."""
     try:
         pieces, length = [], 0
+        # piece by piece: a loop without end is seen by the length of what it has written
         for piece in compiled(template).generate(variables):
             pieces.append(piece)
             length += len(piece)

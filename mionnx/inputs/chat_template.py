@@ -45,6 +45,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> RenderedChat:
         """Render messages, and find where each one stands in the text."""
+        # transformers passes these two always, and templates count on it
         plain = {"tools": None, "documents": None, **self.tokens, **variables}
         plain["add_generation_prompt"] = add_generation_prompt
         text = chats.render(self.source, {**plain, "messages": messages})
@@ -131,6 +132,7 @@ def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[_Mark]]:
     marks: list[_Mark] = []
 
     def mark(number: int, text: str) -> str:
+        # templates strip contents: marks around the white space would keep it from them
         core = text.strip()
         if not core:
             return text
@@ -163,6 +165,7 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
             places[character].append(len(plain))
         else:
             plain.append(character)
+    # the template looks into contents (a prefix, a length), so that places in the marked text are not those in the text
     if "".join(plain) != text:
         return {}
     ranges: dict[int, list[Span]] = {}
@@ -174,6 +177,7 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
             lengths = [_shared(text[:end][::-1], mark.text[::-1].rstrip()) for end in ends]
             spans = [(end - len(text[end - n : end].lstrip()), end) for n, end in zip(lengths, ends, strict=True)]
         else:
+            # the template cuts the end off: as many characters as the text and the content share
             spans = [(start, start + _shared(text[start:], mark.text)) for start in starts if not ends]
         ranges.setdefault(mark.message, []).extend(spans)
     return {number: sorted(spans) for number, spans in ranges.items()}

@@ -87,6 +87,7 @@ class ChatTokens(Tokens):
             has = ", ".join(f"{number} {self.roles[number]!r}" for number in numbers)
             near = nearest(str(role), self.roles)
             raise InputError(f"no message of the role {role!r}; the chat has {has}{near}")
+        # some templates leave reasoning or a system message out
         shown = [number for number in chosen if self.spans[number]]
         if not shown:
             raise TokenizerError(f"{self._named(chosen)}: the chat template does not show it as it is")
@@ -111,6 +112,7 @@ def tokenize_chat(
             "add_generation_prompt begins a new message, and continue_final_message none: give one of them"
         )
     if add_generation_prompt is None:
+        # after an assistant's message the chat is complete, after any other the assistant is to answer
         add_generation_prompt = not continue_final_message and chat_messages[-1]["role"] != ASSISTANT
     chat = template.render(chat_messages, add_generation_prompt, variables)
     text = _cut(chat, chat_messages[-1]) if continue_final_message else chat.text
@@ -121,7 +123,7 @@ def tokenize_chat(
             f"character {error.start} of what the chat template makes is half of a pair of surrogates "
             f"({text[error.start]!a}), no text: it stands in a message or in the template"
         ) from error
-    tokens = tokenize(tokenizer, text, add_special_tokens=False)
+    tokens = tokenize(tokenizer, text, add_special_tokens=False)  # a second beginning-of-text token would shift all
     roles = tuple(one["role"] for one in chat_messages)
     return ChatTokens(tokens.text, tokens.ids, tokens.offsets, tokens.pieces, roles, chat.spans)
 
@@ -133,5 +135,6 @@ def _cut(chat: RenderedChat, last: Message) -> str:
     end, content = chat.spans[-1][-1][1], last["content"]
     if not isinstance(content, str):
         return chat.text[:end]
+    # spans leave white space out; a message that is continued keeps its own at the end, where the template does
     tail = content[len(content.rstrip()) :]
     return chat.text[: end + len(tail)] if chat.text.startswith(tail, end) else chat.text[:end]

@@ -69,6 +69,7 @@ class KVCache(LayerCache[Layer], Translated):
                 raise InputError(f"positions {start} up to {end} of {whose}, which holds {cache.seq_len}")
         new = []
         for own, other in zip(self.get_layer(layer), donor.get_layer(layer), strict=True):
+            # all but seq, in which the two may differ
             if own.shape[:2] != other.shape[:2] or own.shape[3] != other.shape[3]:
                 raise InputError(f"layer {layer}: the donor holds {list(other.shape)}, this cache {list(own.shape)}")
             changed = own.copy()
@@ -98,7 +99,7 @@ class KVCache(LayerCache[Layer], Translated):
     def load(cls, path: str | Path) -> Self:
         cache = super().load(path)
         shapes = {value.shape for layer in cache.layers for value in layer}
-        if any(len(shape) != 4 or shape[::2] != cache.attention_mask.shape for shape in shapes):
+        if any(len(shape) != 4 or shape[::2] != cache.attention_mask.shape for shape in shapes):  # batch and seq
             raise InputError(f"{path} holds layers of the shapes {sorted(shapes)} for {cache.attention_mask.shape}")
         return cache
 
@@ -124,4 +125,5 @@ class KVCache(LayerCache[Layer], Translated):
         if not 0 <= num_layers <= MOST_LAYERS:
             raise InputError(f"{num_layers} layers: a model has 0 to {MOST_LAYERS}")
         nothing = zeros((batch, n_kv_heads, 0, head_dim), dtype)
+        # one array for all layers: methods replace arrays and never write into them
         return KVCache([(nothing, nothing)] * num_layers, zeros((batch, 0), np.int64))

@@ -39,6 +39,7 @@ def refuse_several_streams(model: HookedModel, what: str) -> None:
     """Refuse to go on from the residual stream alone, as "the logit lens" does, if the logits read more than that."""
     last = HookPoint.ResidPost(model.metadata.sizes.num_layers - 1).name
     flow = Dataflow(model.proto)
+    # masks and positions of the call say nothing of the text: reading them makes no second stream
     inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
     # a batch size or length that is read besides is no second stream
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}

@@ -66,7 +66,7 @@ class LazyLayers(Sequence[Layer]):
     def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
         if isinstance(index, slice):
             return LazyLayers(self.parts[index], self.layer_of)
-        number = range(len(self))[index]
+        number = range(len(self))[index]  # negative ones count from the end, others are refused
         if number not in self._copied:
             self._copied[number] = self.layer_of(map(np.asarray, self.parts[number]))
         return self._copied[number]
@@ -77,7 +77,7 @@ class LazyLayers(Sequence[Layer]):
     def replaced(self, number: int, layer: Layer) -> LazyLayers[Layer]:
         """The same layers but for one."""
         new = LazyLayers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
-        new._copied = {**self._copied, number: layer}
+        new._copied = {**self._copied, number: layer}  # copies of the other layers serve on
         return new
 
 
@@ -232,6 +232,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
             raise InputError(f"{path} is no saved cache of kind {cls.KIND!r}: {whose(metadata)}")
         numbers = range(len({match[1] for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}))
         layers = [[f"{i}.{part}" for part in cls.PARTS] for i in numbers]
+        # names by number: a layer that is missing in the middle is seen by its name
         if tensors.keys() != {"attention_mask", *(name for names in layers for name in names)} or not layers:
             raise InputError(f"{path} is damaged: it lacks or has too many of its parts ({len(tensors)} tensors)")
         for name, value in tensors.items():

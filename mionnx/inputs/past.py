@@ -38,7 +38,9 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> dic
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)
     if not isinstance(past, KVCache):
+        # a past of length 0: the graph has one form, with a past
         return {name: zeros(shape, dtype) for name, shape in model.metadata.past_shapes(batch.batch, 0).items()}
+    # keys that the mask has before this call's
     shapes = model.metadata.past_shapes(batch.batch, batch.total - batch.seq)
     return fitting_feeds(past, shapes, (dtype, dtype))
 

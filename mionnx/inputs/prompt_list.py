@@ -47,6 +47,7 @@ class PromptList:
         if self.past is None or self.past_mask is None:
             return ids, None, None
         width = max(map(len, ids))
+        # padding between a row's past and its own tokens: rows of unequal length end in one column
         own = np.array([[0] * (width - size) + [1] * size for size in map(len, ids)])
         return ids, np.concatenate([self.past_mask[list(rows)], own], axis=1), self.past.select(rows)
 
@@ -66,6 +67,7 @@ def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | Non
     prompts = []
     for number, row in enumerate(rows):
         try:
+            # one by one, so that an error can say which row it is
             batch = make_token_batch([row], None, None, sizes)
         except InputError as error:
             raise InputError(f"row {number}: {error}" if len(rows) > 1 else str(error)) from error

@@ -92,6 +92,7 @@ class RWKVState(LayerCache[LayerState]):
         """The state before the first token: zeros."""
         shift = zeros((batch, sizes.hidden_size), dtype)
         wkv = zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
+        # one array for all layers: methods replace arrays and never write into them
         return RWKVState([LayerState(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))
 
     def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:

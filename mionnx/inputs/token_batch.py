@@ -82,7 +82,10 @@ class TokenBatch:
         Raises:
             LookupError: the row has no such position, or it lies in the past.
         """
+        # in a generation the text has its final length from the beginning: later steps have the positions not yet
+        # computed
         length = int((self.lengths if self.final_lengths is None else self.final_lengths)[row])
+        # negative positions count from the end of the prompt, which does not move while a text is generated
         end = length if self.prompt_lengths is None else int(self.prompt_lengths[row])
         if not -end <= position < length:
             raise LookupError(
@@ -161,7 +164,7 @@ def make_token_batch(
     if own_mask is not None:
         mask = _mask(rows.mask_array(own_mask), ids, cache)
         _refuse_our_padding(mask[:, -ids.shape[1] :] > rows.mask)
-    if cache is not None and mask.shape[1] == ids.shape[1]:
+    if cache is not None and mask.shape[1] == ids.shape[1]:  # a mask of the new tokens alone
         if len(cache.attention_mask) != len(ids):
             raise InputError(f"the cache holds {len(cache.attention_mask)} rows, the tokens are {len(ids)}")
         mask = np.concatenate([cache.attention_mask, mask], axis=1)

@@ -37,7 +37,7 @@ class TokenRows:
     @property
     def mask(self) -> NDArray[np.int64]:
         """[batch, seq]: 1 for what was given, 0 for padding of ours."""
-        if min(self.widths, default=0) == self.ids.shape[1]:
+        if min(self.widths, default=0) == self.ids.shape[1]:  # nothing was padded
             return np.ones(self.ids.shape, np.int64)
         columns = np.arange(self.ids.shape[1])
         return (columns >= self.ids.shape[1] - np.array(self.widths)[:, None]).astype(np.int64)
@@ -103,6 +103,7 @@ def read_row(prompt: Any) -> TokenRows:
 
 def _of_rows(rows: list[TokenRows]) -> TokenRows:
     masked = any(row.own_mask is not None for row in rows)
+    # where one row brings a mask all need one
     own = [row.mask_array(np.ones(row.widths) if row.own_mask is None else row.own_mask)[0] for row in rows]
     ids = _padded([row.ids[0] for row in rows]).astype(np.int64)
     return TokenRows(ids, tuple(row.widths[0] for row in rows), own if masked else None)
@@ -138,6 +139,7 @@ def is_one_prompt(value: Any) -> bool:
 
 def _is_encoding(value: Any) -> bool:
     """Whether a value is an encoding: `Tokens`, `tokenizers.Encoding`, a World one."""
+    # by its attributes: neither tokenizer library is imported here
     return isinstance(value, Tokens) or (hasattr(value, "ids") and hasattr(value, "offsets"))
 
 

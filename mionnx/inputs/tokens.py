@@ -175,7 +175,7 @@ def _check_post_processor(tokenizer: Tokenizer, path: Path) -> None:
     finally:
         tokenizer.post_processor = processor
     encoding = tokenizer.post_process(bare)
-    if not {*bare.ids} <= {*encoding.ids}:
+    if not {*bare.ids} <= {*encoding.ids}:  # special tokens may be added, none of the text's may go
         raise TokenizerError(
             f"the post_processor of {path} drops the text: of {' '.join(bare.tokens)} it makes "
             f"{' '.join(encoding.tokens) or 'nothing'}"
@@ -252,6 +252,7 @@ def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_token
     encoding = encode(tokenizer, text, add_special_tokens)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {spelled(text)} is empty: it has no tokens")
+    # each distinct token once: long texts repeat theirs
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
     pieces = [texts[token] for token in encoding.ids]
     return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), pieces)

@@ -62,7 +62,7 @@ class WorldTokenizer:
 
     def get_vocab_size(self) -> int:
         """Number of tokens, the end of text included."""
-        return max(self._bytes, default=0) + 1
+        return max(self._bytes, default=0) + 1  # ids need not be without gaps
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """Tokenise a text; `add_special_tokens` is there because the library has it, and adds none."""
@@ -70,6 +70,7 @@ class WorldTokenizer:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(f"the text is no valid Unicode: {error}") from error
+        # byte -> the character that it is a part of
         characters = [i for i, character in enumerate(text) for _ in range(len(character.encode()))]
         ids, offsets, start = [], [], 0
         while start < len(data):
@@ -111,8 +112,9 @@ class WorldTokenizer:
 def _entry(line: str, number: int, path: Path) -> tuple[int, bytes]:
     try:
         token, rest = line.rstrip("\n").split(" ", 1)
+        # split from both ends: the literal may have spaces
         literal, length = rest.rsplit(" ", 1)
-        value = ast.literal_eval(literal)
+        value = ast.literal_eval(literal)  # a literal, never code
         data = value.encode() if isinstance(value, str) else value
         if not isinstance(data, bytes) or not data or len(data) != int(length) or int(token) <= 0:
             raise ValueError("id, token and length do not go together")

@@ -129,8 +129,9 @@ class CacheEntry:
         """Mark it as used by this process, now."""
         unlinked(self.pins).mkdir(exist_ok=True)
         me = psutil.Process()
+        # a number alone could be another process' by now, or one on another machine that shares the folder
         (self.pins / f"{socket.gethostname()}@{me.pid}@{me.create_time():.2f}").touch()
-        os.utime(self.path)
+        os.utime(self.path)  # the time of use, by which entries are removed
 
     def faults(self, thorough: bool = False) -> list[str]:
         """Check its files against the manifest, and list the faults.
@@ -160,6 +161,7 @@ class CacheEntry:
         faults += [f"{name} does not belong to it" for name in names - files.keys()]
         for name in names & files.keys():
             fact, at = files[name], (self.path / name).stat()
+            # rule 3 of `disk_cache`: a large file is hashed only where its size or time says that it has changed
             untouched = at.st_mtime_ns == fact["changed"] and at.st_size > LARGE_FILE and not thorough
             if at.st_size != fact["size"] or not (untouched or sha256(self.path / name) == fact["sha256"]):
                 faults.append(f"{name} was changed")
@@ -233,7 +235,7 @@ def _alive(mark: Path) -> bool:
     host, _, rest = mark.name.partition("@")
     pid, _, begun = rest.partition("@")
     try:
-        if host != socket.gethostname():
+        if host != socket.gethostname():  # its processes cannot be asked for from here
             return time.time() - mark.stat().st_mtime < A_DAY
         alive = abs(psutil.Process(int(pid)).create_time() - float(begun)) < CLOCK
     except (psutil.Error, ValueError, OSError):

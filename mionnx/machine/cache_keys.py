@@ -20,6 +20,7 @@ def source_digest(*modules: str) -> str:
     digest = hashlib.sha256()
     for module in modules:
         for name, file in _sources(module):
+            # name and size before the bytes: a line moved from one file to the next gives another digest
             digest.update(f"{module}/{name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
@@ -51,4 +52,5 @@ def _cpuinfo() -> dict[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return {}
+    # of many processors the last: they are alike
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

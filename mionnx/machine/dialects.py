@@ -55,6 +55,7 @@ def unknown_import(name: str, known: Iterable[str]) -> MIError:
     """
     message = f"mionnx has no {name!r}{_told('mionnx', name, known)}"
     caller = sys._getframe(2)
+    # the caller's instruction: `from mionnx import NAME` or an attribute
     imported = dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM" if caller.f_lasti >= 0 else False
     return UnknownImportError(message) if imported else UnknownNameError(message)
 

@@ -144,7 +144,7 @@ class DiskCache:
         entry = CacheEntry(folder.resolve())
         if not self._holds(entry):
             return
-        with suppress(*UNUSABLE), self._lock(entry):
+        with suppress(*UNUSABLE), self._lock(entry):  # marks only keep an entry: a model opens without one
             entry.mark()
 
     def say_unusable(self, error: Exception, otherwise: str, subject: str = "") -> None:
@@ -154,6 +154,7 @@ class DiskCache:
             otherwise: what is done without it.
             subject: what cannot be stored, where it is said apart from the rest.
         """
+        # by number: two messages of one reason differ in the path
         number = getattr(error, "errno", None)
         key = f"{self.root} {number} {subject}" if number else ""
         _say(f"the store {self.root} cannot be used ({error}): {otherwise}", key)
@@ -183,7 +184,7 @@ class DiskCache:
             return False
         if entry.made_for is None:
             raise OSError(f"mionnx did not make {entry.path}: it is left as it is")
-        if entry.path not in self._checked:
+        if entry.path not in self._checked:  # files are hashed once a process
             faults = entry.faults()
             if faults:
                 _say(f"the store's entry {entry.address} is damaged ({faults[0]}): it is made again")
@@ -209,7 +210,7 @@ class DiskCache:
             manifest: dict[str, Any] = {"of": entry.address, "what": facts, "files": files, "made": time.time()}
             manifest["sha256"] = digest(manifest)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            _sync(partial)
+            _sync(partial)  # a machine that stops must not leave a name without its contents
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
@@ -238,6 +239,7 @@ class DiskCache:
         self.tidy()
         stats = {entry: entry.stats for entry in self.all()}
         removed = []
+        # removed one by one until the rest fits: files that two entries share come free with the second
         for entry in [*stats]:
             if bytes_kept(chain(*stats.values())) <= limit:
                 break
@@ -286,7 +288,7 @@ class DiskCache:
             if entry.kind == SWEEPS:
                 entry.path.unlink()
                 return ""
-            with self._lock(entry, timeout=0):
+            with self._lock(entry, timeout=0):  # an entry that is being built or read stays
                 if entry.used_by_others if mine else entry.in_use:
                     return IN_USE
                 doomed = CacheEntry(partial_path(entry.path))

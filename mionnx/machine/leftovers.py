@@ -113,6 +113,7 @@ def _abandoned(partial: Path) -> bool:
     if (partial / LOCK_FILE).is_file():
         begun = partial.stat().st_mtime
         with FileLock(partial / LOCK_FILE, timeout=0):
+            # the lock is free: its maker has ended, or is about to take it
             return _dead(partial, begun) or time.time() - begun > A_MOMENT
     changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
     return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
@@ -121,6 +122,7 @@ def _abandoned(partial: Path) -> bool:
 def _dead(partial: Path, changed: float) -> bool:
     match = PARTIAL_NAME.fullmatch(partial.name)
     try:
+        # the number has been given to a later process
         return match is None or psutil.Process(int(match["pid"])).create_time() > changed + CLOCK
     except (psutil.NoSuchProcess, OverflowError, ValueError):
         return True
@@ -144,7 +146,7 @@ def temporary_folder() -> Path:
             folder = Path(tempfile.mkdtemp(prefix=".mionnx.", suffix=f".{os.getpid()}.partial"))
             lock = FileLock(folder / LOCK_FILE)
             lock.acquire()
-            _held.append(lock)
+            _held.append(lock)  # a lock that nothing refers to would be given back
             _temporary[os.getpid()] = folder
             atexit.register(_remove_temporary)
         return _temporary[os.getpid()]

@@ -16,6 +16,7 @@ def available() -> int:
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        # the machine may have less free than the container's limit leaves, or the other way round
         return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
     except (OSError, ValueError):  # no cgroup, or an older kind
         return free
@@ -38,6 +39,7 @@ def release() -> bool:
     Returns:
         whether any was returned; False without glibc, the one C library with such a call.
     """
+    # glibc keeps freed pages for later allocations, unless it is asked
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0))
 
@@ -46,6 +48,7 @@ def anonymous() -> int:
     """Resident bytes of this process, those of mapped files not counted on Linux."""
     try:
         lines = (PROCESS / "status").read_text().splitlines()
+        # kB, which are 1024 bytes there
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
     except (OSError, StopIteration):
         return int(psutil.Process().memory_info().rss)

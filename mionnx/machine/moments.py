@@ -48,6 +48,7 @@ class Moments(Storable):
             products: whether to sum products of deviations, which one class has.
         """
         given = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
+        # sorted by class, so that one `reduceat` sums every class
         order = np.argsort(given, kind="stable")
         present, starts, count = np.unique(given[order], return_index=True, return_counts=True)
         numbers = np.asarray(values).astype(np.float64)[order]
@@ -74,7 +75,7 @@ class Moments(Storable):
         one, two = self._over(classes), other._over(classes)
         count = one.count + two.count
         move = two.mean - one.mean
-        share = two.count / count
+        share = two.count / count  # n_b / n; see the module's text
         mean = one.mean + move * _wide(share, move)
         squares = one.squares + two.squares + move**2 * _wide(one.count * share, move)
         products = None
@@ -102,6 +103,7 @@ class Moments(Storable):
     def places(self, classes: Sequence[int] | NDArray[Any]) -> Integers:
         """The index of each class; -1 for one that was not seen."""
         numbers = np.asarray(classes, np.int64)
+        # a number above all classes would get a place behind the last
         at = np.minimum(np.searchsorted(self.classes, numbers), len(self.classes) - 1)
         return np.where(self.classes[at] == numbers, at, -1)
 

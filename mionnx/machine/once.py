@@ -46,7 +46,7 @@ class Once(Generic[K, V]):
 
     def keep(self, wanted: Callable[[K], bool]) -> None:
         """Forget the values of all keys but those wanted."""
-        for key in [*self._values]:
+        for key in [*self._values]:  # a copy: another thread may add to it meanwhile
             if not wanted(key):
                 self._values.pop(key, None)
 

@@ -73,7 +73,7 @@ def drawn(at_once: bool) -> Iterator[Progress]:
         if not at_once and ended.wait(place.first):
             return
         while True:
-            place.draw(dict(stages))
+            place.draw(dict(stages))  # a copy: work goes on reporting
             if ended.wait(place.pause):
                 break
         place.end(dict(stages))
@@ -82,6 +82,7 @@ def drawn(at_once: bool) -> Iterator[Progress]:
     thread = Thread(target=copy_context().run, args=(draw,), name="mionnx progress", daemon=True)
     thread.start()
     try:
+        # a dictionary's update is one step for all threads: no lock
         yield lambda stage, done, total: stages.update({stage: (done, total)})
     finally:
         ended.set()

@@ -71,6 +71,7 @@ class Stored(Storable):
         """
         name = cls.__name__
         problem = f"{path} is no saved {name}"
+        # the kind first: another result's file is refused by name before its arrays are hashed
         metadata = read_metadata(path, problem)
         if RESULT_KEY not in metadata or metadata.get("kind") != name:
             raise SpecFileError(f"{problem}: {whose(metadata)}")
@@ -115,9 +116,11 @@ class _Writer:
         if isinstance(value, Storable) and self.classes.get(type(value).__name__) is type(value):
             return {type(value).__name__: self.members(value, f"{place}.")}
         if hasattr(value, "__array__"):  # of numpy, or on the device that computed it
+            # keys of a dictionary may make two places one name
             while place in self.tensors:
                 place += "'"
             self.tensors[place] = np.asarray(value)
+            # a number of numpy and an array of no axes are two things
             return {"scalar" if isinstance(value, np.generic) else "array": place}
         if type(value) in (type(None), bool, int, float, str):
             return value
@@ -125,7 +128,7 @@ class _Writer:
             entries = [self.told(one, f"{place}.{i}") for i, one in enumerate(value)]
             return {"tuple": entries} if isinstance(value, tuple) else entries
         if isinstance(value, Mapping):
-            pairs = value.items()
+            pairs = value.items()  # pairs, since keys of JSON are texts alone
             return {"dict": [[self.told(key, place), self.told(one, f"{place}.{key}")] for key, one in pairs]}
         raise SpecFileError(f"{place} is a {type(value).__name__}, which no file can hold")
 
@@ -149,7 +152,7 @@ class _Reader:
         if tag in self.classes:
             return self.made(self.classes[tag], inner)
         if tag in ("array", "scalar"):
-            array = self.tensors.pop(inner)
+            array = self.tensors.pop(inner)  # taken out: what is left in the end is refused
             return array if tag == "array" else array[()]
         if tag == "tuple":
             return tuple(self.value(one) for one in inner)

@@ -37,7 +37,7 @@ def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
         entries[name] = {"dtype": TYPE_NAMES[dtype.name], "shape": [*shape], "data_offsets": [at, at + size]}
         places[name], at = at, at + size
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT)  # so that the values begin aligned, and can be mapped
     head = len(text).to_bytes(8, "little") + text
     return head, {name: len(head) + place for name, place in places.items()}
 
@@ -62,7 +62,7 @@ class StreamedFile:
         dtype, shape = self.kinds[name]
         begin = self.places[name] + at * prod(shape[1:]) * dtype.itemsize
         data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
-        while len(data):
+        while len(data):  # a write may take a part only
             written = os.pwrite(self._file.fileno(), data.data, begin)
             data, begin = data[written:], begin + written
 

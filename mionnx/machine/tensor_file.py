@@ -59,7 +59,7 @@ def sealed(header: Mapping[str, Any], values: Any) -> bytes:
     """
     metadata = {**header.get("__metadata__", {}), CHECKSUM: _checksum(values, header)}
     text = json.dumps({**header, "__metadata__": metadata}, sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the values begin aligned
     return len(text).to_bytes(8, "little") + text
 
 
@@ -140,6 +140,7 @@ def values_checksum(tensors: Mapping[str, NDArray[Any]], facts: Sequence[str]) -
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name in sorted(tensors):
         value = np.asarray(tensors[name], order="C")
+        # names and shapes too: the same bytes may be another array
         digest.update(json.dumps([name, str(value.dtype), value.shape]).encode())
         digest.update(value.tobytes())
     return digest.hexdigest()

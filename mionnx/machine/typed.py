@@ -85,7 +85,7 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
 
     def fit(name: str, check: Check | None, value: Any) -> Any:
         """What an annotation makes of an argument."""
-        value = scalar(value)
+        value = scalar(value)  # an array of no axes is its number: annotations say int and float
         if type(value) is range and abs((value.stop - value.start) // value.step) > MOST_ENTRIES:
             raise error(f"{name} has more than {MOST_ENTRIES:,} entries, got {value}: give fewer")
         if check is None and name not in parameters and not takes_any:
@@ -118,6 +118,7 @@ def _is_deep(value: Any) -> bool:
     level: list[Any] = [value] if isinstance(value, (*HELD, Mapping)) else []
     for _ in range(DEEPEST):
         inner = [one for outer in level for one in (outer.values() if isinstance(outer, Mapping) else outer)]
+        # each object once: one that holds itself, or many times another, would otherwise grow with every level
         level = [one for one in {id(one): one for one in inner}.values() if isinstance(one, (*HELD, Mapping))]
         if not level:
             return False
@@ -226,6 +227,7 @@ def _union(parts: Sequence[Any]) -> Check | None:
     paths = any(isinstance(part, type) and issubclass(part, os.PathLike) for part in parts)
     checks = [_check(part) for part in parts if not (paths and part is str)]  # the text of a path has rules of its own
     tests = [check for check in checks if check is not None]
+    # one part that is not checked lets everything through
     return partial(_first, tests) if len(tests) == len(checks) else None
 
 
@@ -262,6 +264,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, int | float):
         return value
     try:
+        # numpy would make a number of the text "3"
         array = None if isinstance(value, (str, bytes, *HELD)) else to_array(value)
     except ValueError:
         return REFUSED
@@ -312,6 +315,7 @@ def _record(checks: Sequence[Check | None], value: Any) -> Any:
 
 
 def _entries(check: Check | None, ordered: bool, value: Any) -> Any:
+    # all of them can be gone through, and none is meant: a text's letters, a dictionary's keys, a class' members
     if isinstance(value, str | bytes | Mapping | type) or not isinstance(value, Iterable):
         return REFUSED
     if is_tensor(value) or isinstance(value, np.ndarray):

@@ -36,8 +36,10 @@ def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], m
         weight = op.Transpose(weight, perm=[1, 0])
     heads = op.Reshape(weight, [sizes.num_heads, metadata.heads(point.layer or 0)[2], sizes.hidden_size])
     z = tensors[str(point.source)]
+    # a model of mixed precision may multiply in another dtype than its values have; results are given in z's
     other = bool(metadata.hook_dtypes) and numpy_dtype(z.dtype) != numpy_dtype(heads.dtype)
     read = op.Cast(z, to=numpy_dtype(heads.dtype)) if other else z
+    # heads before positions: one product a head, [batch, n_heads, seq, head_dim] by [n_heads, head_dim, hidden]
     results = op.Transpose(op.MatMul(op.Transpose(read, perm=[0, 2, 1, 3]), heads), perm=[0, 2, 1, 3])
     results = op.Cast(results, to=numpy_dtype(z.dtype)) if other else results
     results.shape = ["batch", "seq", sizes.num_heads, sizes.hidden_size]
@@ -73,8 +75,10 @@ def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report
         part = op.Gather(part, op.input(want.heads_input, np.int64, 1), axis=heads_axis(axes))
     if want.at_positions:
         axis = sequence_axis(axes)
+        # each row of the batch has columns of its own, so not Gather, which takes one list for all
         others = [i for i in range(len(axes)) if i not in (0, axis)]
         wide = op.Unsqueeze(op.input(want.columns_input, np.int64, 2), others)
+        # the index is as long as the value along all other axes, lengths that only the run knows, and 1 along these two
         whole = op.constant([i in others for i in range(len(axes))])
         target = op.Where(whole, op.Shape(part), [1] * len(axes))
         part = op.GatherElements(part, op.Expand(wide, target), axis=axis)

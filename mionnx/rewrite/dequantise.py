@@ -49,7 +49,7 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
 def _of_dequantise(op: Builder, node: Node) -> Tensor:
     """Numbers of a DequantizeLinear, (q - z) s."""
     weight, scale, zero = node.inputs[0], node.inputs[1], _input(node, 2)
-    axis = node.attrs.get("axis", 1) % max(1, len(weight.shape))
+    axis = node.attrs.get("axis", 1) % max(1, len(weight.shape))  # 1 is ONNX's default
     block, numbers = node.attrs.get("block_size", 0), _cast(op, weight, scale)
 
     def spread(values: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _of_dequantise(op: Builder, node: Node) -> Tensor:
         if block:
             wide = op.Expand(op.Unsqueeze(values, [axis + 1]), [*sizes[: axis + 1], block, *sizes[axis + 1 :]])
             whole = op.Reshape(wide, [*sizes[:axis], -1, *sizes[axis + 1 :]])
-            return op.Slice(whole, [0], [weight.shape[axis]], [axis])
+            return op.Slice(whole, [0], [weight.shape[axis]], [axis])  # the last block may end beyond the weight
         if len(sizes) == 1 and sizes[0] > 1:
             return op.Reshape(values, [-1 if place == axis else 1 for place in range(len(weight.shape))])
         return values
@@ -68,7 +68,7 @@ def _of_dequantise(op: Builder, node: Node) -> Tensor:
 
 def _of_columns(op: Builder, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Numbers [in, out] of 8-bit integers with one scale or one for each column."""
-    if len(scale.shape) == 2:
+    if len(scale.shape) == 2:  # [1, out]
         scale = op.Reshape(scale, [-1])
     if zero is None:
         return op.DequantizeLinear(weight, scale, axis=1, dtype=scale.dtype)
@@ -86,6 +86,7 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
     if zero is None:
         shift = op.constant(np.array(2 ** (bits - 1), scale.dtype))
     else:
+        # fractional zero points come unpacked; integers have the bits of the weight, rows filled up to whole bytes
         plain = (
             zero if _is_float(zero) else _cast(op, op.Reshape(integers_of_bytes(op, zero, bits), [count, -1]), scale)
         )
@@ -93,12 +94,14 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
     matrix = op.Mul(op.Sub(numbers, shift), op.Reshape(scale, [count, blocks, 1]))
     offsets, order = offset_nodes(node), order_node(node)
     if offsets:
-        of_rows = op.Transpose(offsets[1].inputs[1], perm=[1, 0])
+        of_rows = op.Transpose(offsets[1].inputs[1], perm=[1, 0])  # [blocks, N] as the graph multiplies by them
         matrix = op.Add(matrix, op.Reshape(of_rows, [count, blocks, 1]))
     rows = op.Slice(op.Reshape(matrix, [count, -1]), [0], [width], [1])
     if order is None:
         return rows
+    # the width of the product's own input: the largest place in the order, and one
     inputs = op.Add(op.ReduceMax(order.inputs[1], keepdims=1), [1])
+    # added, not put: several columns may read one input
     none = op.Expand(op.constant(np.array(0, scale.dtype)), op.Concat(inputs, [count], axis=0))
     places = op.Unsqueeze(order.inputs[1], [1])
     return op.Transpose(op.ScatterND(none, places, op.Transpose(rows, perm=[1, 0]), reduction="add"), perm=[1, 0])
@@ -120,6 +123,7 @@ def _input(node: Node, place: int) -> Tensor | None:
 
 def _scale_of_product(node: Node) -> Tensor | None:
     """The weight's scale b in `Cast(MatMulInteger) * (a * b)`, a being the activation's."""
+    # grows while it is gone through: casts of the product are products too
     values = [*node.outputs]
     for value in values:
         for user in value.outputs:
@@ -134,6 +138,6 @@ def _scale_of_product(node: Node) -> Tensor | None:
                     for factor in (node.inputs if node is not None and node.op == "Mul" else [other])
                 ]
                 constants = [factor for factor in factors if not factor.inputs]
-                if len(constants) == 1:
+                if len(constants) == 1:  # the weight's scale; the activation's is computed in each run
                     return constants[0]
     return None

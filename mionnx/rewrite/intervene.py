@@ -53,6 +53,7 @@ def _insert(op: "EditBuilder", old: gs.Variable, positions: gs.Variable | None) 
     selection = _selection(op, edit, old, positions)
     rank = edit.kind.rank(len(edit.axes))
     changed = edit.kind.nodes(op, old, *(op.input(name, old.dtype, rank) for name in edit.value_inputs))
+    # computed everywhere, and taken where it is selected: shapes do not depend on the selection
     return changed if selection is None else op.Where(selection, changed, old, dtype=old.dtype)
 
 
@@ -96,7 +97,7 @@ def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     numbers = op.input(edit.experts_input, np.int64, 1)
     equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(numbers, [0, 1, 2]))
     here = op.Cast(op.ReduceMax(op.Cast(equal, to=np.int32), [3], keepdims=0), to=np.bool_)
-    return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here
+    return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here  # one axis behind: the value of each chosen expert
 
 
 def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
@@ -113,6 +114,7 @@ def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
         return op.input(TOKEN_POSITIONS, np.int64, 2)
     mask, ids, positions = (tensors[name] for name in ("attention_mask", "input_ids", "position_ids"))
+    # the mask covers the past as well: its last columns are those of this call's tokens
     first = op.Sub(op.Shape(mask, start=1, end=2), op.Shape(ids, start=1, end=2))
     tokens = op.Slice(mask, first, [np.iinfo(np.int64).max], [1])
     return op.Where(op.Cast(tokens, to=np.bool_), positions, -1, name="of_tokens")
@@ -152,13 +154,15 @@ def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:
     done = set[int]()
     for number, graph in enumerate([inner, *inner.subgraphs(recursive=True)]):
         for tensor in [*graph.inputs, *graph.tensors().values(), *graph.outputs]:
-            if id(tensor) in done or not tensor.name:
+            if id(tensor) in done or not tensor.name:  # inputs are among the tensors too; no name: left out
                 continue
             done.add(id(tensor))
             here = inner_points.get(tensor.name) if number == 0 else None
+            # the shape was for the fragment alone; here its axes follow from the value that it reads
             if here is not None and not isinstance(tensor, gs.Constant):
                 tensor.dtype, tensor.shape = np.dtype(here.dtype), None
             own = tensor.name.startswith(HOOK) and here is not None
             tensor.name = f"{edit.hook if own else edit.prefix}.{tensor.name}"
         for at, node in enumerate(graph.nodes):
+            # number: nodes of two subgraphs may have one name
             node.name = f"{edit.prefix}.{number}.{node.name or at}:{node.op}"

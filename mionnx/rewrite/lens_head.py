@@ -34,6 +34,7 @@ def read_out(graph: gs.Graph, report: Report) -> None:
     op = Builder(graph, LOGITS, "mionnx.lens", report)
     logits = op.Cast(graph.tensors()[LOGITS], to=np.float32)
     distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
+    # logits of all streams are the largest value of the pass; nothing as large as they leaves the graph
     graph.outputs = []
     _largest(op, distribution)
     _chosen(op, distribution)
@@ -60,21 +61,21 @@ def _chosen(op: Builder, distribution: Distribution) -> None:
     target = op.Concat(op.Shape(logits, start=0, end=1), op.Shape(chosen), axis=0)
     theirs = op.GatherElements(logits, op.Expand(chosen, target), axis=2)
     _output(op, "log_probs", op.Sub(theirs, distribution.total), "mionnx.n")
+    # not the place in a sorted list: equal logits share a rank
     larger = op.Greater(op.Unsqueeze(logits, [3]), op.Unsqueeze(theirs, [2]))
     rank = op.ReduceSum(op.Cast(larger, to=np.int32), [2], keepdims=0)
     _output(op, "ranks", op.Cast(rank, to=np.int64), "mionnx.n")
 
 
 def _spread(op: Builder, distribution: Distribution) -> None:
-    """Entropy and KL divergence from the first entry.
-
-    H = log Z - sum p x; KL = sum p0 (x0 - x) - log Z0 + log Z.
-    """
+    """Entropy and KL divergence from the first entry."""
     logits = distribution.logits
     probabilities = op.Softmax(logits, axis=2)
+    # H = -sum p log p = log Z - sum p x, with log p = x - log Z
     mean = op.ReduceSum(op.Mul(probabilities, logits), [2], keepdims=0)
     total = op.Squeeze(distribution.total, [2])
     _output(op, "entropy", op.Sub(total, mean))
     first, likely, first_total = (op.Slice(value, [0], [1], [0]) for value in (logits, probabilities, total))
+    # KL(p0 || p) = sum p0 (log p0 - log p) = sum p0 (x0 - x) + log Z - log Z0
     gap = op.ReduceSum(op.Mul(likely, op.Sub(first, logits)), [2], keepdims=0)
     _output(op, "divergence", op.Add(gap, op.Sub(total, first_total)))

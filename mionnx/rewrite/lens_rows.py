@@ -38,7 +38,7 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]
-    readers = list(last.outputs)
+    readers = list(last.outputs)  # before the stack becomes one of them
     rows = op.input(LENS_ROWS, np.int64, 1)
     stack = op.Concat(*(tensors[name] for name in streams), axis=1, name="stack")
     chosen = op.Gather(stack, rows, axis=1, name="chosen", dtype=last.dtype)
@@ -57,7 +57,7 @@ class _Head:
 
     def __init__(self, op: Builder, chosen: gs.Variable, last: str) -> None:
         self.op, self.chosen, self.last = op, chosen, last
-        self._known: dict[int, gs.Tensor] = {}
+        self._known: dict[int, gs.Tensor] = {}  # by identity: graphsurgeon's tensors are equal where their names are
         self._tokens: gs.Variable | None = None
 
     def follow(self, logits: gs.Variable) -> None:
@@ -94,12 +94,13 @@ class _Head:
     def _value(self, value: gs.Tensor) -> gs.Tensor:
         if value is self.chosen or isinstance(value, gs.Constant) or value.is_empty():
             return value
-        if not value.inputs:
+        if not value.inputs:  # an input of the graph: the token ids or their mask
             raise self._refusal()
         (node,) = value.inputs
         if node.op == "Shape" and node.inputs[0].name == INPUT_IDS:
             return self._copy(node, [self._row_tokens()], value)
         inputs = [self._read(entry) for entry in node.inputs]
+        # reads the rows: changed in place, for nothing else reads it; the rest may serve the layers too, and is copied
         if self._from_rows(value):
             node.inputs = inputs
             return value
@@ -116,6 +117,7 @@ class _Head:
     def _row_tokens(self) -> gs.Variable:
         """Numbers of the shape that the token ids of the rows would have, [batch, n]."""
         if self._tokens is None:
+            # any value of that shape: only its Shape is read
             self._tokens = self.op.ReduceSum(self.chosen, [2], keepdims=0, name="tokens")
         return self._tokens
 
@@ -149,6 +151,6 @@ def _cut(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:
     """The logits of some rows only are an output."""
     index = next(i for i, output in enumerate(graph.outputs) if output is logits)
     part = op.Gather(logits, op.input(WHOLE, np.int64, 1), axis=1, dtype=logits.dtype)
-    logits.name, logits.shape = f"{ROWS_PREFIX}.all", None
+    logits.name, logits.shape = f"{ROWS_PREFIX}.all", None  # frees the name for the part
     part.name, part.shape = LOGITS, ["batch", f"{ROWS_PREFIX}.m", "vocab"]
     graph.outputs[index] = part

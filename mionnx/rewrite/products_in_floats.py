@@ -58,11 +58,12 @@ class _Writer:
         weight, name = f"{node.input[1]}.floats", node.output[0]
         if weight not in self.done:
             self.done.add(weight)
-            self.size += 4 * rows * width
+            self.size += 4 * rows * width  # float32
             numbers = self._numbers(node, sizes)
             yield helper.make_node("DequantizeLinear", numbers, [weight], f"{weight}:unpack", axis=1, block_size=block)
         bias = [node.input[5]] if len(node.input) > 5 and node.input[5] else []
         flat, product, shape = f"{name}.flat", f"{name}.product", f"{name}.shape"
+        # Gemm takes two axes: all before the last are joined, and split again behind it
         yield helper.make_node("Reshape", [node.input[0], self._list([-1, width])], [flat], f"{name}:flat")
         yield helper.make_node("Gemm", [flat, weight, *bias], [product], f"{name}:product", transB=1)
         yield helper.make_node("Shape", [node.input[0]], [f"{name}.lead"], f"{name}:lead", end=-1)
@@ -73,6 +74,7 @@ class _Writer:
         """Whether the product can be written so; see rule 3."""
         given = dict(enumerate(node.input))
         zero = self.held.get(given.get(3, ""))
+        # rows of zero points are filled up to whole bytes: an odd number of 4-bit ones does not lie without gaps
         even = sizes["K"] // sizes["block_size"] % 2 == 0
         packed = zero is None or (zero.data_type == TensorProto.UINT8 and (even or sizes.get("bits", 4) == 8))
         known = {node.input[1], node.input[2]} <= self.held.keys() and bool(given.get(3)) == (zero is not None)
@@ -94,7 +96,7 @@ class _Writer:
         made = f"{name}.{ending}"
         if made not in self.held:
             tensor = self.graph.initializer.add()
-            tensor.CopyFrom(self.held[name])
+            tensor.CopyFrom(self.held[name])  # a reference into the weight file: the bytes stay where they are
             tensor.name, tensor.data_type = made, dtype or tensor.data_type
             del tensor.dims[:]
             tensor.dims.extend(dims)
@@ -107,7 +109,7 @@ class _Writer:
         if name not in self.held:
             size = -(-dims[0] * dims[1] * bits // 8)
             tensor = TensorProto(name=name, dims=dims, data_type=INTEGERS[bits])
-            tensor.raw_data = bytes([0x80 if bits == 8 else 0x88]) * size
+            tensor.raw_data = bytes([0x80 if bits == 8 else 0x88]) * size  # 128, or two numbers of 8 in a byte
             self.held[name] = self.graph.initializer.add()
             self.held[name].CopyFrom(tensor)
         return name

@@ -39,6 +39,7 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
         begin = op.input(LOGIT_BEGIN, np.int64, 1)
         _positions(graph, plan, lambda value: op.Slice(value, begin, [END], [1]))
     if wanted.at_positions:
+        # a place for each row of the batch: Gather would take the same for all
         at = op.Unsqueeze(op.input(LOGIT_COLUMNS, np.int64, 2), [2])
         _positions(graph, plan, lambda value: op.GatherND(value, at, batch_dims=1))
     if wanted.of_tokens:
@@ -51,6 +52,7 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
 
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
     """Cut down along the sequence, before the head if that changes nothing else."""
+    # a hook at the logits sees them all, whatever the call returns
     hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.captures)}
     head = None if hooked else find_head(graph.tensors()[LOGITS])
     if head is None:
@@ -63,11 +65,13 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
 def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
     """Multiply by the weights of some tokens alone; False where the head has another form."""
     head, passed = head_and_tail(graph.tensors()[LOGITS])
+    # behind the head only scalars may stand: a vector (a bias) has an entry for each token, and would need a cut too
     vectors = [entry for node in passed for entry in node.inputs if isinstance(entry, gs.Constant) and entry.shape]
     if head is None or head.op != "MatMul" or any(np.prod(entry.shape) > 1 for entry in vectors):
         return False
     weight = head.inputs[1]
     turned = weight.inputs[0] if weight.inputs else None
+    # tied to the token table [vocab, hidden], or a weight [hidden, vocab] of its own
     if turned is not None and turned.op == "Transpose" and isinstance(turned.inputs[0], gs.Constant):
         head.inputs[1] = op.Transpose(op.Gather(turned.inputs[0], tokens, axis=0), perm=[1, 0])
     elif isinstance(weight, gs.Constant):
@@ -83,7 +87,7 @@ def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variabl
     whole = graph.tensors()[LOGITS]
     index = next(i for i, output in enumerate(graph.outputs) if output is whole)
     part = cut(whole)
-    whole.name, part.name = f"{part.name}.whole", LOGITS
+    whole.name, part.name = f"{part.name}.whole", LOGITS  # callers fetch "logits", whatever part that is
     graph.outputs[index] = part
     part.shape = None
     _forget_shape(graph)

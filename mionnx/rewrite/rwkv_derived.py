@@ -48,6 +48,7 @@ def effective_attention(
     """Add the nodes of `hook_effective_attn`: [batch, n_heads, seq_q, seq_src], float32."""
     positive = op.Relu(_Recurrence(op, point, tensors).effective())
     total = op.ReduceSum(positive, [-1], keepdims=1)
+    # a row without a positive weight divides 0 by this, and stays 0
     return op.Div(positive, op.Max(total, op.constant(np.finfo(np.float32).tiny, np.float32)))
 
 
@@ -66,8 +67,8 @@ class _Recurrence:
 
     def states(self) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
-        self.values.pop("r")
-        _, wkv, _ = STATE.layer_inputs(self.layer or 0)
+        self.values.pop("r")  # without a receptance the body gives states
+        _, wkv, _ = STATE.layer_inputs(self.layer or 0)  # the state before this call, between two token shifts
         return self._scan(self.tensors[wkv], self._vectors())
 
     def effective(self) -> gs.Variable:
@@ -79,6 +80,7 @@ class _Recurrence:
         first_key, first_row = op.Gather(vectors["k"], 0, axis=1), op.Gather(unit, 0, axis=1)
         empty = op.Expand(op.constant([0], np.float32), op.Shape(op.Mul(first_key, first_row)))
         weights = self._scan(empty, vectors)  # [batch, seq_q, n_heads, 1, seq_src]
+        # RWKV-6 reads the state before the token: the token's own value enters by this bonus alone
         if self.bonus is not None:
             weights = op.Add(weights, op.Mul(op.Unsqueeze(self.bonus, [4]), unit))
         return op.Transpose(op.Squeeze(weights, [3]), perm=[0, 2, 1, 3])
@@ -116,6 +118,7 @@ class _Recurrence:
         at = dict(zip(names, read, strict=True))
         body = gs.Graph(inputs=[before, *read], name=prefix, opset=self.op.graph.opset)
         op = Builder(body, prefix, prefix, Report())
+        # S' = diag(d) S + k v^T; RWKV-7 also takes away what is stored for a key: + b (a S)
         state = op.Add(op.Mul(at["d"], before), op.Mul(at["k"], at["v"]), name="sum")
         if "a" in at:
             state = op.Add(state, op.Mul(at["b"], op.MatMul(at["a"], before)), name="after")

@@ -26,6 +26,7 @@ def _attend(
 ) -> ir.Value:
     """softmax(cap tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width], by a node's scale and cap."""
     queries, keys, values = heads
+    # a scale of 0 is none: then it is 1 / sqrt(width)
     scale, cap = node.attributes.get_float("scale", 0.0) or width**-0.5, node.attributes.get_float("softcap", 0.0)
     scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 3, 2])), op.number(scale, kind))
     if cap:
@@ -33,9 +34,11 @@ def _attend(
     if bias is not None:
         scores = op.Add(scores, bias)
     if seen is not None:
+        # the lowest number, not -inf: a row of padding alone would be NaN
         scores = op.Where(seen, scores, op.number(float(np.finfo(kind.numpy()).min), kind))
     if sink is None:
         return op.MatMul(op.Softmax(scores, axis=-1), values)
+    # a column that takes a share of the softmax and multiplies no value
     column = op.Expand(sink, op.Concat(op.Slice(op.Shape(scores), [0], [3]), [1], axis=0))
     pattern = op.Softmax(op.Concat(scores, column, axis=-1), axis=-1)
     return op.MatMul(op.Slice(pattern, [0], [-1], [3]), values)
@@ -45,6 +48,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """GroupQueryAttention: packed or not; q/k norm, rotation, soft cap, window, bias, sinks."""
     queries, keys, values, past_keys, past_values = (input_at(node, place) for place in range(5))
     heads, groups = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    # without keys the first input is queries, keys and values side by side
     width = _head_width(node, queries, heads + 2 * groups if keys is None else heads)
     if keys is None:
         queries, keys, values = op.split(queries, [heads * width, groups * width, groups * width])
@@ -53,7 +57,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     queries, keys = _normed(op, node, queries, keys)
     if node.attributes.get_int("do_rotary", 0):
         tables = input_at(node, 7), input_at(node, 8)
-        part = 2 * (static(tables[0], 1) or 0)
+        part = 2 * (static(tables[0], 1) or 0)  # a table has a column for each pair
         at = input_at(node, 9) or op.positions()
         cos, sin = (angles(op, table, at) for table in tables)
         pairs = bool(node.attributes.get_int("rotary_interleaved", 0))
@@ -80,7 +84,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Queries and keys after their RMS norms over a head, where the operator has such weights."""
-    if any(input_at(node, place) is not None for place in (12, 13)):
+    if any(input_at(node, place) is not None for place in (12, 13)):  # scales of keys and values
         raise ExportError(f"GroupQueryAttention node {node.name!r} has a quantised past: it cannot be expanded")
     weights, epsilon = (input_at(node, 14), input_at(node, 15)), node.attributes.get_float("qk_norm_epsilon", EPSILON)
     pairs = zip((queries, keys), weights, strict=True)
@@ -125,7 +129,7 @@ def multi_head(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         )
     width = size // heads
     if bias is not None:
-        shifts = op.split(bias, [size] * 3, axis=0)
+        shifts = op.split(bias, [size] * 3, axis=0)  # one bias for queries, keys and values, side by side
         queries, keys, values = (op.Add(x, shift) for x, shift in zip((queries, keys, values), shifts, strict=True))
     queries, keys, values = (x if rank(x) == 4 else op.heads(x, heads, width) for x in (queries, keys, values))
     if past_keys is not None and past_values is not None:
@@ -159,6 +163,7 @@ def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """Attention of opset 23 and 24: three or four axes, a boolean or added mask, a past."""
     queries, keys, values, mask, past_keys, past_values = (input_at(node, place) for place in range(6))
     heads, groups = node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    # with a number of heads its values have three axes, [batch, seq, heads * width]; without, four
     flat = heads > 0
     heads, groups = heads or (static(queries, 1) or 0), groups or (static(keys, 1) or 0)
     width = _head_width(node, queries, heads if flat else 1)

@@ -61,10 +61,11 @@ class DecoderWriter(OpWriter):
 
     def visible(self, window: int | None) -> ir.Value:
         """[batch, 1, seq, total] bool: the keys that a query reads, padding and later ones left out."""
-        if window not in self._visible:
+        if window not in self._visible:  # made once, for all layers of a window
             mask, tokens = self.input(MASK_INPUT, ["batch", "total"]), self.inputs[TOKEN_INPUT]
             total, seq = self._length(mask), self._length(tokens)
             keys = self.Unsqueeze(self.Range(0, total, 1), [0])
+            # columns count padding: a query's own column is total - seq + its place, whatever its position
             queries = self.Unsqueeze(self.Range(self.Sub(total, seq), total, 1), [1])
             seen = self.LessOrEqual(keys, queries)
             if window is not None:

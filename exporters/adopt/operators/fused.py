@@ -63,7 +63,7 @@ class Fused:
         if None in inputs or not any(value is not None for value in outputs):
             return None
         names = ["" if value is None else str(value.name) for value in outputs]
-        while names and not names[-1]:
+        while names and not names[-1]:  # optional outputs at the end are left out
             names.pop()
         node = onnx.helper.make_node(self.name, [str(name) for name in inputs], names, domain=self.domain)
         node.attribute.extend(ir.to_proto(attribute) for attribute in self.attributes)
@@ -74,6 +74,7 @@ class Fused:
         value = self.inputs[place]
         if value is None:
             return ""
+        # hook points may stand between an input and its readers by now: all readers must read one and the same value
         values = {node.inputs[at] for node, at in self.reads[place] if node.graph is not None} or {value}
         (one, *others) = values
         return str(one.name) if one is not None and not others and _stands(one) else None

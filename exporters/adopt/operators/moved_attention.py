@@ -39,6 +39,7 @@ def with_keys_and_mask(fused: Fused) -> Fused:
     inputs, reads = [*fused.inputs, None, None, None][: MASK_PLACE + 1], [*fused.reads, (), (), ()][: MASK_PLACE + 1]
     for place, (node, at) in places.items():
         inputs[place], reads[place] = node.inputs[at], ((node, at),)
+    # the mask that it reads now is causal already
     attributes = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
     return replace(fused, attributes=attributes, inputs=tuple(inputs), reads=tuple(reads))
 
@@ -75,6 +76,7 @@ def _read(product: ir.Node, turned: bool) -> Read:
     if turned and _is(turn, "Transpose"):
         read = turn, 0
     repeats, value = list[ir.Node](), read[0].inputs[read[1]]
+    # the operator repeats keys and values for its groups itself: it reads them before that
     for operator in REPEATED:
         node = value.producer()
         if not _is(node, operator):

@@ -24,6 +24,7 @@ def rotate(
         a, b = (op.Squeeze(value, [-1]) for value in op.split(pairs, [1, 1]))
     else:
         a, b = op.split(x, [part // 2, part // 2])
+    # (a + ib) (cos + i sin)
     first, second = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))
     if interleaved:
         both = op.Concat(op.Unsqueeze(first, [-1]), op.Unsqueeze(second, [-1]), axis=-1)
@@ -41,6 +42,7 @@ def angles(op: DecoderWriter, table: ir.Value, positions: ir.Value) -> ir.Value:
 def rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     """com.microsoft RotaryEmbedding: x, positions, cos and sin tables."""
     x, positions, cos, sin = node.inputs[:4]
+    # 0: all of the table's width
     part = node.attributes.get_int("rotary_embedding_dim", 0) or 2 * (static(cos, 1) or 0)
     heads, interleaved = node.attributes.get_int("num_heads", 0), bool(node.attributes.get_int("interleaved", 0))
     _require(part > 0, node, "a table of unknown width")
@@ -69,6 +71,7 @@ def standard_rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         width = size // heads
         x = op.heads(x, heads, width)
     part = node.attributes.get_int("rotary_embedding_dim", 0) or width
+    # without positions the tables have a row for each token
     tables = [op.Gather(table, positions) if positions is not None else table for table in (cos, sin)]
     cos, sin = (op.Unsqueeze(table, [1]) for table in tables)
     turned = rotate(op, x, cos, sin, width, part, bool(node.attributes.get_int("interleaved", 0)))

@@ -86,6 +86,7 @@ class Backward:
     def _node(self, operator: str, *inputs: Any, outputs: int = 1, **settings: Any) -> Any:
         names = self._inputs(operator, inputs)
         key = (
+            # a node with a subgraph is always new: the names in its body are fresh, so it equals no other
             (operator, outputs, *names, repr(sorted(settings.items()))) if operator not in self.subgraph_rules else None
         )
         results = self._known.get(key) if key else None
@@ -93,12 +94,14 @@ class Backward:
             results = [self.names.fresh(operator) for _ in range(outputs)]
             node = helper.make_node(operator, names, results, f"{results[0]}:{operator}", **settings)
             self.nodes.append(node)
-            self.facts.follow([node])
+            self.facts.follow([node])  # rules ask for the types of values that rules have added
             if key:
                 self._known[key] = results
         return results if outputs > 1 else results[0]
 
     def _inputs(self, operator: str, inputs: Sequence[Any]) -> list[str]:
+        # the condition of a Where is bool, whatever it chooses from; numbers beside no value are axes, lengths or
+        # places
         peers = inputs[operator == "Where" :] if operator in ONE_DTYPE else ()
         kind = next((self.facts.type(one) for one in peers if isinstance(one, str) and one), INT64)
         return ["" if one is None else one if isinstance(one, str) else self._constant(one, kind) for one in inputs]
@@ -158,6 +161,7 @@ class Backward:
             return cotangent
         own = self.facts.shapes[value]
         ahead = len(wide or ()) - len(own)
+        # only axes that the value lacks: they go in the sum itself, with no Squeeze behind it
         if len(axes) == ahead:
             return str(self.ReduceSum(cotangent, axes, keepdims=0))
         total = self.ReduceSum(cotangent, axes, keepdims=1)
@@ -166,6 +170,7 @@ class Backward:
     def _summed_to(self, cotangent: str, value: str) -> str:
         """The same, over the axes that the run finds."""
         own, wide = self.Shape(value), self.Shape(cotangent)
+        # axes of 1 ahead, as broadcasting aligns shapes at their ends
         ahead = self.filled_to(1, self.Sub(self.Shape(wide), self.Shape(own)), INT64)
         differ = self.Not(self.Equal(self.Concat(ahead, own, axis=0), wide))
         axes = self.Squeeze(self.NonZero(differ), [0])
@@ -186,6 +191,7 @@ class Backward:
         """A value with its last two axes exchanged; one that was exchanged already as it was before."""
         rank = self.rank(name)
         perm = [*range(rank - 2), rank - 1, rank - 2]
+        # exchanged twice: back to the value itself, of a turned weight the one in the file, with no copy
         maker = self.facts.makers.get(name)
         if maker is not None and maker.op_type == "Transpose" and list(self.attribute(maker, "perm", [])) == perm:
             return str(maker.input[0])
@@ -202,6 +208,7 @@ class Backward:
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
         gradients: dict[str, str] = {}
 
+        # called at a value's maker: in reversed order all its readers have been seen, and its parts are complete
         def settle(name: str) -> str | None:
             if name in parts and name not in gradients:
                 gradients[name] = self.sum(parts[name])
@@ -234,8 +241,10 @@ def _broadcast_axes(own: Axes | None, wide: Axes | None) -> list[int] | None:
     ahead = len(wide) - len(own)
     axes = [*range(ahead)]
     for i, dim in enumerate(own, ahead):
+        # `wide[i]` may be the name of a length that is 1 in a run: a sum over that axis then changes nothing
         if dim == 1 and wide[i] != 1:
             axes.append(i)
+        # two names of lengths, which may be equal in a run or not
         elif dim != wide[i]:
             return None
     return axes

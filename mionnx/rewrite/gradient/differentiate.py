@@ -42,6 +42,7 @@ def differentiate(
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]
+    # data_prop: shapes that the graph itself computes (Shape, Gather, Concat) become known too
     facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
     active = activity(nodes, facts, [*by, *(name for name in varying if facts.type(name) in DIFFERENTIABLE)], [of])
     _refuse_idle(of, by, active)
@@ -49,6 +50,7 @@ def differentiate(
     gradients = op.run(nodes, {of: _seed(op, done, of, seed)})
     _refuse_constant(of, by, gradients)
     ends = [_output(op, done, name, gradients[name]) for name in by]
+    # rules may add what nothing reads, such as the lengths of a Concat's inactive entries
     kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
     del graph.node[:]
     graph.node.extend(kept)
@@ -92,5 +94,6 @@ def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
 
 def _declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
     shape = facts.shapes.get(like)
+    # "?...": a name that `Facts` gave to an unknown length; a declaration leaves that open
     dims = None if shape is None else [None if isinstance(dim, str) and dim[0] == "?" else dim for dim in shape]
     return helper.make_tensor_value_info(name, facts.type(like), dims)

@@ -45,6 +45,7 @@ def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
 
 def _div(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     y, dy = node.input[1], upstream[0]
+    # d(x / y)/dy = -x / y^2, which is the negative output over y
     parts = {0: lambda: op.Div(dy, y), 1: lambda: op.Neg(op.Div(op.Mul(dy, node.output[0]), y))}
     return summed(op, node, parts)
 
@@ -59,6 +60,7 @@ def _extreme(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, 
 
 def _where(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     test, dy = node.input[0], upstream[0]
+    # the other side's entries get 0
     return summed(op, node, {1: lambda: op.Where(test, dy, 0.0), 2: lambda: op.Where(test, 0.0, dy)})
 
 
@@ -67,9 +69,10 @@ def _pow(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
     if op.is_active(p):
         raise GradientError("there is no gradient by an exponent")
     exponent = op.facts.number(p)
+    # squares, as in every written-out norm, need no second power
     if exponent is not None and exponent.size == 1 and float(exponent.ravel()[0]) == 2:
         return {0: op.Mul(upstream[0], op.Mul(x, 2.0))}
-    power = op.CastLike(p, x)
+    power = op.CastLike(p, x)  # an exponent may have another dtype than its base
     return summed(op, node, {0: lambda: op.Mul(upstream[0], op.Mul(op.Pow(x, op.Sub(power, 1.0)), power))})
 
 
@@ -90,8 +93,8 @@ def _gelu_tanh_slope(op: Backward, x: str) -> str:
     r = sqrt(2 / pi)
     square = op.Mul(x, x)
     t = op.Tanh(op.Mul(x, op.Add(op.Mul(square, r * 0.044715), r)))
-    steep = op.Add(op.Mul(square, 3 * r * 0.044715), r)
-    rest = op.Sub(1.0, op.Mul(t, t))
+    steep = op.Add(op.Mul(square, 3 * r * 0.044715), r)  # the slope of the argument: r (1 + 3 * 0.044715 x^2)
+    rest = op.Sub(1.0, op.Mul(t, t))  # tanh' = 1 - tanh^2
     return str(op.Add(op.Mul(op.Add(t, 1.0), 0.5), op.Mul(op.Mul(op.Mul(x, 0.5), rest), steep)))
 
 
@@ -105,28 +108,29 @@ def _swish(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, st
 
 def _leaky(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, alpha = node.input[0], op.attribute(node, "alpha", 0.01)
-    return {0: op.Where(op.Greater(x, 0.0), upstream[0], op.Mul(upstream[0], alpha))}
+    return {0: op.Where(op.Greater(x, 0.0), upstream[0], op.Mul(upstream[0], alpha))}  # alpha at 0, as in torch
 
 
 def _elu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, alpha = node.input[0], op.attribute(node, "alpha", 1.0)
-    below = op.Mul(upstream[0], op.Add(node.output[0], alpha))
+    below = op.Mul(upstream[0], op.Add(node.output[0], alpha))  # below 0 y = alpha (e^x - 1), so y' = y + alpha
     return {0: op.Where(op.Greater(x, 0.0), upstream[0], below)}
 
 
 OF_ONE: dict[str, OfOne] = {
-    "Abs": lambda op, x, y, dy: op.Mul(dy, op.Sign(x)),
+    "Abs": lambda op, x, y, dy: op.Mul(dy, op.Sign(x)),  # 0 at 0, as in torch
     "Cast": lambda op, x, y, dy: op.Cast(dy, to=op.facts.type(x)),
     "CastLike": lambda op, x, y, dy: op.Cast(dy, to=op.facts.type(x)),
-    "Clip": lambda op, x, y, dy: op.Where(op.Equal(x, y), dy, 0.0),
+    "Clip": lambda op, x, y, dy: op.Where(op.Equal(x, y), dy, 0.0),  # the bounds themselves pass, as in torch
     "Cos": lambda op, x, y, dy: op.Neg(op.Mul(dy, op.Sin(x))),
+    # erf' = 2 / sqrt(pi) exp(-x^2)
     "Erf": lambda op, x, y, dy: op.Mul(dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / sqrt(pi))),
     "Exp": lambda op, x, y, dy: op.Mul(dy, y),
     "Identity": lambda op, x, y, dy: dy,
     "Log": lambda op, x, y, dy: op.Div(dy, x),
     "Neg": lambda op, x, y, dy: op.Neg(dy),
     "Reciprocal": lambda op, x, y, dy: op.Neg(op.Mul(dy, op.Mul(y, y))),
-    "Relu": lambda op, x, y, dy: op.Where(op.Greater(x, 0.0), dy, 0.0),
+    "Relu": lambda op, x, y, dy: op.Where(op.Greater(x, 0.0), dy, 0.0),  # 0 at 0, as in torch
     "Sigmoid": lambda op, x, y, dy: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))),
     "Sin": lambda op, x, y, dy: op.Mul(dy, op.Cos(x)),
     "Softplus": lambda op, x, y, dy: op.Mul(dy, op.Sigmoid(x)),

@@ -39,12 +39,14 @@ HOOK_NAME = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, a
 
 def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) -> onnx.ModelProto:
     """Add the gradients of a graph that computes the metric."""
-    if not gradients.by:
+    if not gradients.by:  # the metric alone is wanted
         return proto
     names = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
+    # where nothing intervenes there is no `{hook}.before`: before and after are one value
     sources = {want: want.source if want.source in names else want.hook for want in gradients.by}
     before = {node.name for node in proto.graph.node}
     by, rules = [*dict.fromkeys(sources.values())], SETS[gradients.rules]
+    # propagation rules ask whether both factors of a product vary: a factor that no gradient is asked for varies too
     varying = () if rules is RULES else [name for name in names if HOOK_NAME.fullmatch(name)]
     done = differentiate(proto, METRIC, by, rules=rules, varying=varying)
     for node in done.graph.node:
@@ -56,6 +58,7 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
 def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Report) -> onnx.ModelProto:
     """Cut gradients down to positions and heads, and give each the name that is fetched."""
     report.outputs += [want.fetched for want in sources]
+    # whole gradients bear their names already
     if all(want.fetched == gradient_name(source) for want, source in sources.items()):
         return proto
     graph = edit(proto)
@@ -65,6 +68,7 @@ def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Rep
     for want, source in sources.items():
         value = part_of(graph, want, tensors[gradient_name(source)], report)
         if value.name != want.fetched:
+            # asked for before interventions, where there are none: one value, and an output for each of its two names
             again = gs.Variable(want.fetched, dtype=value.dtype, shape=value.shape)
             value = write(Builder(graph, want.hook, want.fetched, report).Identity(value), again)
         graph.outputs.append(value)
@@ -76,8 +80,9 @@ Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab
 
 def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
     """The values of some tokens, one a position."""
+    # not GatherElements: onnx's evaluator gathers along 64 entries of an axis at most
     index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
-    return op.GatherND(values, index, batch_dims=2)  # onnx's evaluator gathers elements along 64 of an axis at most
+    return op.GatherND(values, index, batch_dims=2)
 
 
 def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
@@ -98,6 +103,7 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
+# inputs and output of a metric are float32 on models of any dtype
 def _plain(op: Builder, value: gs.Tensor) -> gs.Tensor:
     return value if value.dtype == np.float32 else op.Cast(value, to=np.float32)
 

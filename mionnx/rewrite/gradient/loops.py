@@ -60,6 +60,7 @@ def scan_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str,
     active = [i for i in range(loop.states, len(loop.inputs)) if op.is_active(loop.inputs[i])]
     live = [k for k in range(loop.writing) if upstream[loop.states + k]]
     body = _backwards(op, loop, inner, outside, active, live)
+    # the cotangents of the last states; strict=False since `upstream` has those of the scanned outputs too
     first = [one or op.zeros(name) for one, name in zip(upstream, loop.inputs[: loop.states], strict=False)]
     scanned = [*befores, *loop.inputs[loop.states :], *(str(upstream[loop.states + k]) for k in live)]
     results = op.Scan(
@@ -72,9 +73,12 @@ def scan_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str,
         **_directions(loop, active, live),
     )
     cotangents: dict[str, list[str]] = defaultdict(list)
+    # in the order of the backward body's outputs
     values = [*loop.inputs[: loop.states], *outside, *(loop.inputs[i] for i in active)]
     for value, one in zip(values, [results] if isinstance(results, str) else results, strict=True):
+        # what follows from a node by itself is one type for all its outputs: that of its first input
         op.facts.types[one] = op.facts.type(value)
+        # a list: one value may be a state and be read from outside too
         cotangents[value].append(one)
     return cotangents
 
@@ -84,11 +88,13 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
     in_axes, in_ways = (loop.setting(name, loop.reading) for name in ("input_axes", "input_directions"))
     out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
     directions = {
+        # 0 is forwards, 1 backwards; the kept states come first, and were written forwards along axis 0
         "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
         "scan_input_directions": [*[1] * loop.states, *(1 - way for way in in_ways), *(1 - out_ways[k] for k in live)],
         "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
         "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
     }
+    # onnx cannot tell the type of an empty list; a loop may scan nothing out
     return {name: numbers for name, numbers in directions.items() if numbers}
 
 
@@ -102,9 +108,11 @@ def _keep_states(op: Backward, loop: Loop) -> list[str]:
         body.node.append(helper.make_node("Identity", [body.input[i].name], [inside]))
         body.output.append(declared(op.facts, inside, loop.inputs[i]))
         op.facts.types[before] = op.facts.type(loop.inputs[i])
+    # outputs left out at the end must stand as empty names: the kept states come behind all others
     missing = loop.states + loop.writing - len(node.output)
     node.output.extend([*[""] * missing, *befores])
     for name in ("output_axes", "output_directions"):
+        # where such an attribute is written it must have a number for every scanned output, the new ones too
         settings = [*loop.setting(name, loop.writing), *[0] * loop.states]
         for one in [one for one in node.attribute if one.name == f"scan_{name}"]:
             node.attribute.remove(one)
@@ -123,10 +131,12 @@ def _inside(op: Backward, loop: Loop) -> Copy:
         if (shape := op.facts.shapes.get(whole)) is not None:
             dims = [*shape]
             if i >= loop.states:
-                del dims[axes[i - loop.states]]
+                del dims[axes[i - loop.states]]  # a step sees one entry along the scanned axis, without the axis
             declared_dims = inner.facts.shapes.get(name, tuple(dims))
             inner.facts.shapes[name] = tuple(
-                own if isinstance(own, int) else one for own, one in zip(dims, declared_dims, strict=True)
+                # a number that the loop's input tells is more than a name that the body declares
+                own if isinstance(own, int) else one
+                for own, one in zip(dims, declared_dims, strict=True)
             )
     inner.facts.follow(inner.nodes)
     infer_inside(inner.nodes, inner.facts, op.opset)
@@ -146,6 +156,7 @@ def _backwards(
     scanned = [op.names.fresh("d_out") for _ in live]
     inputs = [declared(inner.facts, name, entry) for name, entry in zip(carried, entries, strict=False)]
     inputs += [declared(inner.facts, name, value) for name, value in zip(kept, outside, strict=True)]
+    # the inputs of the forward body again, under their names in the copy: the step is computed once more from them
     inputs += [declared(inner.facts, entry, entry) for entry in entries]
     inputs += [declared(inner.facts, name, ends[loop.states + k]) for name, k in zip(scanned, live, strict=True)]
     back.facts.tell(value for value in inputs if value.name not in back.facts.shapes)
@@ -171,7 +182,7 @@ def _summed(back: Backward, starts: Sequence[tuple[str, str]]) -> dict[str, str]
 
 def _output(back: Backward, gradients: Mapping[str, str], value: str, extra: str | None) -> onnx.ValueInfoProto:
     """An output of the backward body: a value's cotangent, plus that of the other steps."""
-    step = gradients.get(value) or back.zeros(value)
+    step = gradients.get(value) or back.zeros(value)  # a step that does not read the value
     name = back.names.fresh("out")
     node = helper.make_node("Add", [extra, step], [name]) if extra else helper.make_node("Identity", [step], [name])
     back.nodes.append(node)

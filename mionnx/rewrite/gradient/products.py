@@ -18,6 +18,7 @@ def _matmul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
     out, first, second = (op.facts.shapes.get(name) for name in (node.output[0], x, w))
     if first is None or second is None or min(len(first), len(second)) < 2:
         raise GradientError(f"a product of vectors, or of values of unknown shapes: {x} {first}, {w} {second}")
+    # a product broadcasts the axes before the last two; the last two of a cotangent are those of its factor
     ahead = None if out is None else out[:-2]
     cotangents = {}
     if op.is_active(x):
@@ -31,6 +32,7 @@ def _matmul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 
 def _gemm(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, w, dy, cotangents = node.input[0], node.input[1], upstream[0], {}
+    # y = alpha X W + beta c with X = x or x^T, W = w or w^T: dX = alpha dy W^T, dW = alpha X^T dy, turned as x or w are
     turned_x, turned_w = op.attribute(node, "transA", 0), op.attribute(node, "transB", 0)
     alpha, beta = op.attribute(node, "alpha", 1.0), op.attribute(node, "beta", 1.0)
     if op.is_active(x):
@@ -64,15 +66,15 @@ def _log_softmax(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[i
 
 
 def _norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]:
-    """A norm's normed value, the scale it divides by, its axes, and the element type of both.
-
-    The last is float32 for float16 and bfloat16, where the operator itself computes in it (`stash_type`).
-    """
+    """A norm's normed value, the scale it divides by, its axes, and the element type of both."""
     x = node.input[0]
+    # weight and bias; models are differentiated by activations alone
     if any(op.is_active(name) for name in node.input[1:]):
         raise GradientError("there is no gradient by the weights of a norm")
     axis, kind = op.attribute(node, "axis", -1), op.facts.type(x)
+    # negative axes need no rank, which may not be known
     axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.rank(x))]
+    # stash_type 1, the default: the operator itself computes in float32 where its input is narrower
     inner = TensorProto.FLOAT if kind in NARROW_FLOATS and op.attribute(node, "stash_type", 1) == 1 else kind
     value = x if inner == kind else op.Cast(x, to=inner)
     if node.op_type == "LayerNormalization":
@@ -101,6 +103,7 @@ def norm_rule(op: Backward, node: NodeProto, upstream: Upstream, frozen: bool = 
 
 def _rotary(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """A rotation backwards: the same with the other sign of the sine."""
+    # a rotation's transpose is its inverse: by the negative angle
     cos, sin, *rest = node.input[1:]
     own = {name: op.attribute(node, name, 0) for name in (one.name for one in node.attribute)}
     return {0: op.RotaryEmbedding(upstream[0], cos, op.Neg(sin), *rest, **own)}
@@ -108,7 +111,7 @@ def _rotary(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 
 def _matmul_nbits(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """With y = x w^T + b: dx = dy w, db = dy summed."""
-    if any(op.is_active(name) for name in node.input[1:5] if name):
+    if any(op.is_active(name) for name in node.input[1:5] if name):  # blocks, scales, zero points, order
         raise GradientError("there is no gradient by the blocks of a weight")
     cotangents = {}
     if op.is_active(node.input[0]):
@@ -126,17 +129,20 @@ def _numbers(op: Backward, node: NodeProto) -> str:
     zero, order = ([*node.input, "", ""][place] for place in (3, 4))
     if order or bits not in PACKED_BITS:
         raise GradientError(f"MatMulNBits of {bits} bits, or with g_idx, weights in another order")
-    blocks = -(-width // block)
+    blocks = -(-width // block)  # the last one may be filled up
     # A runtime takes the integers out of their bytes once. ONNX Runtime computes a DequantizeLinear anew in each call,
     # and keeps no copy: the graph holds a byte for each number of 4 bits, and floats of one matrix at a time.
     integers = op.Reshape(integers_of_bytes(op, packed, bits), [count, blocks * block])
     scales = op.Reshape(scale, [count, blocks])
+    # zero points of floats are fractions, which DequantizeLinear does not subtract
     if (zero and op.facts.type(zero) != TensorProto.UINT8) or op.opset < BLOCKED:
         whole = _of_fractions(op, integers, scales, zero, (count, blocks, block, bits))
     elif zero:
+        # each row of zero points is filled up to whole bytes: an odd number of 4-bit ones has one too many
         points = op.Reshape(integers_of_bytes(op, zero, bits), [count, -1])
         whole = op.DequantizeLinear(integers, scales, op.Slice(points, [0], [blocks], [1]), axis=1, block_size=block)
     else:
+        # without zero points the middle of the range stands for 0
         middle = op.Expand(op.constant(2 ** (bits - 1), packed), [count, blocks])
         whole = op.DequantizeLinear(integers, scales, middle, axis=1, block_size=block)
     return str(whole if blocks * block == width else op.Slice(whole, [0], [width], [1]))

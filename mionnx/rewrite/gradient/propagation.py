@@ -34,7 +34,7 @@ def _steps(op: Backward, name: str, operators: tuple[str, ...]) -> Iterator[Node
     while maker := op.facts.makers.get(name):
         yield maker
         active = [one for one in reads(maker) if op.is_active(one)]
-        if maker.op_type not in operators or len(active) != 1:
+        if maker.op_type not in operators or len(active) != 1:  # a mixture of two values is no value moved
             return
         (name,) = active
 
@@ -45,7 +45,7 @@ def _root(op: Backward, name: str) -> str:
     if maker is None or maker.op_type not in (*PASSED_ON, *SCALING):
         return name
     active = [one for one in maker.input if op.is_active(one)]
-    if len(active) != 1 or (maker.op_type == "Div" and active[0] != maker.input[0]):
+    if len(active) != 1 or (maker.op_type == "Div" and active[0] != maker.input[0]):  # 1 / x is no multiple of x
         return name
     return _root(op, active[0])
 
@@ -55,6 +55,7 @@ def _is_curve(op: Backward, name: str, root: str) -> bool:
     ends, waiting, curved = set(), [name], False
     while waiting:
         value = waiting.pop()
+        # multiples of the root end here, so `x f(a x)` counts as x times a function of x
         if _root(op, value) == root:
             ends.add(root)
             continue
@@ -63,11 +64,12 @@ def _is_curve(op: Backward, name: str, root: str) -> bool:
             return False
         curved = True
         waiting += [one for one in maker.input if op.is_active(one)]
-    return curved and ends == {root}
+    return curved and ends == {root}  # a second root would make it a function of two values
 
 
 def _is_scale(op: Backward, name: str) -> bool:
     """Whether a value is a norm's scale: a root of a sum or mean of squares, or one over it."""
+    # a root alone is a curve, and a mean alone is no scale
     kinds = {node.op_type for node in _steps(op, name, ROOTS)}
     return bool(kinds & {"ReduceL2"} or (kinds & {"Sqrt", "Pow"} and kinds & {*AVERAGES}))
 
@@ -81,6 +83,7 @@ def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
     if len(factors) == 2:  # what a factor follows from decides, not what a node is called
         factors = _sides(op, x, y)
         if len(factors) == 2:
+            # half each: x * (y / 2) + y * (x / 2) = x y, where the two derivatives would add up to 2 x y
             half = op.Mul(dy, 0.5)
             parts = {0: lambda: op.Mul(half, y), 1: lambda: op.Mul(half, x)}
     return summed(op, node, {i: parts[i] for i in factors})
@@ -88,6 +91,7 @@ def _mul(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
 
 def _sides(op: Backward, x: str, y: str) -> list[int]:
     """Indices of the factors with a share, of two."""
+    # x x, x times a norm's scale, x f(x): in all of them one factor is taken for constant
     if _root(op, x) == _root(op, y) or _is_scale(op, y) or _is_curve(op, y, _root(op, x)):
         return [0]
     if _is_scale(op, x) or _is_curve(op, x, _root(op, y)):
@@ -101,6 +105,7 @@ def _root_of_squares(rule: Rule, op: Backward, node: NodeProto, upstream: Upstre
 
 def _share(op: Backward, x: str, y: str, dy: str) -> str:
     """dx = dy y / x, and dy where x is 0: of functions of slope 1 there."""
+    # the inner Where keeps a division by 0 out of the branch that is not taken: 0 * inf would be nan
     zero = op.Equal(x, 0.0)
     return str(op.Where(zero, dy, op.Mul(dy, op.Div(y, op.Where(zero, 1.0, x)))))
 
@@ -133,6 +138,7 @@ def _square(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 
 def _mix(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """A product of a softmax, moved and masked, goes back to the other factor alone."""
+    # pattern times values: patterns are always the first factor
     if any(one.op_type == "Softmax" for one in _steps(op, node.input[0], MOVING)) and op.is_active(node.input[1]):
         return {i: one for i, one in PRODUCT_RULES["MatMul"](op, node, upstream).items() if i == 1}
     return PRODUCT_RULES["MatMul"](op, node, upstream)

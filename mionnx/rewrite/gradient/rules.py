@@ -17,7 +17,7 @@ from mionnx.rewrite.gradient.subgraph import activity, copy_of, declared, prune
 
 def _axes(op: Backward, node: NodeProto) -> Any:
     """The axes of a reduction, as a name or a list; None for all of them."""
-    if len(node.input) > 1 and node.input[1]:
+    if len(node.input) > 1 and node.input[1]:  # of newer opsets; of older ones an attribute
         return node.input[1]
     return op.attribute(node, "axes", None)
 
@@ -25,6 +25,7 @@ def _axes(op: Backward, node: NodeProto) -> Any:
 def _kept(op: Backward, node: NodeProto, value: str) -> str:
     """A reduction's result or cotangent, with the reduced axes as axes of 1."""
     axes = _axes(op, node)
+    # the latter reduces nothing
     if op.attribute(node, "keepdims", 1) or (axes is None and op.attribute(node, "noop_with_empty_axes", 0)):
         return value
     return str(op.Unsqueeze(value, [*range(op.rank(node.input[0]))] if axes is None else axes))
@@ -36,7 +37,7 @@ def _sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
 
 def _mean(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, y = node.input[0], node.output[0]
-    count = op.CastLike(op.Div(op.Size(x), op.Size(y)), x)
+    count = op.CastLike(op.Div(op.Size(x), op.Size(y)), x)  # numbers in a mean, whose axes only the run may know
     return {0: op.Expand(op.Div(_kept(op, node, str(upstream[0])), count), op.Shape(x))}
 
 
@@ -59,11 +60,12 @@ def _extreme(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, 
 
 
 def _log_sum_exp(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
-    share = op.Exp(op.Sub(node.input[0], _kept(op, node, node.output[0])))
+    share = op.Exp(op.Sub(node.input[0], _kept(op, node, node.output[0])))  # the softmax: exp(x - log sum exp x)
     return {0: op.Mul(_kept(op, node, str(upstream[0])), share)}
 
 
 def _running_sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    # a number enters all sums from its place on, so its cotangent is their sum: from the other end
     reverse, exclusive = op.attribute(node, "reverse", 0), op.attribute(node, "exclusive", 0)
     return {0: op.CumSum(upstream[0], node.input[1], reverse=1 - reverse, exclusive=exclusive)}
 
@@ -86,7 +88,7 @@ def if_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str, S
     active = [name for name in taken if op.is_active(name)]
     branches = {one.name: _backwards(op, one.g, active, upstream) for one in node.attribute}
     results = op.If(node.input[0], outputs=len(active), **branches)
-    results = [results] if isinstance(results, str) else results
+    results = [results] if isinstance(results, str) else results  # one output comes as a name
     op.facts.types |= {new: op.facts.type(name) for name, new in zip(active, results, strict=True)}
     return {name: [one] for name, one in zip(active, results, strict=True)}
 
@@ -100,6 +102,7 @@ def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], upstream:
     gradients = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
     outputs = []
     for name in wanted:
+        # an output of a branch must be made in it, and a cotangent may be one from outside
         value = back.Identity(gradients.get(name) or back.zeros(name))
         outputs.append(declared(op.facts, value, name))
     nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])

@@ -10,6 +10,7 @@ from mionnx.rewrite.gradient.backward import NARROW_FLOATS, Backward, Rule, Upst
 
 
 def _reshape(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    # a length of 0 is one, not "as the input's"
     return {0: op.Reshape(upstream[0], op.Shape(node.input[0]), allowzero=1)}
 
 
@@ -18,12 +19,13 @@ def _unsqueeze(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int
 
 
 def _squeeze(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    # without axes the run decides which of length 1 go
     return {0: op.Unsqueeze(upstream[0], node.input[1])} if len(node.input) > 1 else _reshape(op, node, upstream)
 
 
 def _transpose(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     perm = op.attribute(node, "perm", None) or [*range(op.rank(node.input[0]))][::-1]
-    return {0: op.Transpose(upstream[0], perm=[int(i) for i in np.argsort(perm)])}
+    return {0: op.Transpose(upstream[0], perm=[int(i) for i in np.argsort(perm)])}  # the inverse permutation
 
 
 def _expand(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
@@ -44,6 +46,7 @@ def _concat(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
         return {0: str(upstream[0])}
     active = [i for i, name in enumerate(entries) if op.is_active(name)]
     lengths = [op.length(name, axis) for name in entries]
+    # of several a Split, whose other parts nobody reads; of one, as behind a cache, its slice alone
     if len(active) > 1:
         parts = op.Split(upstream[0], op.Concat(*lengths, axis=0), axis=axis, outputs=len(entries))
         return dict(enumerate(parts))
@@ -53,6 +56,7 @@ def _concat(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 
 
 def _split(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    # zeros for a part that nothing active reads
     parts = [one or op.zeros(name) for one, name in zip(upstream, node.output, strict=True)]
     return {0: op.Concat(*parts, axis=op.attribute(node, "axis", 0))}
 
@@ -66,6 +70,7 @@ def _slice(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, st
     places = [int(axis) % rank for axis in axes]
     if (steps == 1).all():
         return {0: _padded_back(op, x, starts, places, str(upstream[0]))}
+    # numbers are added back along one axis at a time
     if len(places) > 1:
         raise GradientError("a slice by steps along several axes")
     whole = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
@@ -82,18 +87,16 @@ def _count(op: Backward, index: str) -> int:
 
 
 def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) -> str:
-    """A slice by steps of 1 gets zeros ahead up to its start, and behind up to the length.
-
-    Pads are given for all axes: ONNX Runtime 1.31 moves a transposition across a `Pad` of some axes wrongly.
-    """
+    """A slice by steps of 1 gets zeros ahead up to its start, and behind up to the length."""
     pads: dict[int, tuple[str, str]] = {}
     for i, axis in enumerate(places):
         length = op.length(x, axis)
         start = op.Gather(starts, [i], axis=0)
-        start = op.Where(op.Less(start, 0), op.Add(start, length), start)
-        before = op.Max(op.Min(start, length), [0])
+        start = op.Where(op.Less(start, 0), op.Add(start, length), start)  # negative starts count from the end
+        before = op.Max(op.Min(start, length), [0])  # clamped as Slice does it
         pads[axis] = before, op.Sub(op.Sub(length, before), op.length(dy, axis))
     none = ([0], [0])
+    # pads of all axes: ONNX Runtime 1.31 moves a transposition across a `Pad` of some axes wrongly
     every = [pads.get(axis, none) for axis in range(op.rank(x))]
     amounts = op.Concat(*[before for before, _ in every], *[after for _, after in every], axis=0)
     return str(op.Pad(dy, amounts, op.constant(0, x)))
@@ -109,6 +112,7 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
     rank = op.rank(x)
     axis %= rank
     places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])
+    # ScatterND adds whole entries of the leading axis: any other axis is brought to the front, and back
     if axis == 0:
         return _added(op, "ScatterND", op.Shape(x), places, dy)
     first = [axis, *range(axis), *range(axis + 1, rank)]
@@ -118,11 +122,9 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
 
 
 def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **settings: int) -> str:
-    """Zeros, and numbers added to them at places.
-
-    float16 in float32: ONNX Runtime adds no other there on a CPU.
-    """
+    """Zeros, and numbers added to them at places."""
     kind = op.facts.type(dy)
+    # ONNX Runtime adds no float16 at places on a CPU
     wide = TensorProto.FLOAT if kind in NARROW_FLOATS else kind
     parts = op.Cast(dy, to=wide) if wide != kind else dy
     result = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **settings)
@@ -134,7 +136,7 @@ def _from_start(op: Backward, index: str, length: str) -> str:
     number = op.facts.number(index)
     if number is not None and (number >= 0).all():
         return index
-    wide = op.Cast(index, to=7)
+    wide = op.Cast(index, to=TensorProto.INT64)
     return str(op.Where(op.Less(wide, 0), op.Add(wide, length), wide))
 
 
@@ -160,6 +162,7 @@ def _gather_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int
     """ScatterND has no batch axes: they become a part of the index."""
     x, index = node.input
     rank = op.rank(index)
+    # the index's shape without its last axis, the coordinates; each batch axis becomes a coordinate ahead of them
     own = op.Slice(op.Shape(index), [0], [rank - 1], [0])
     for axis in reversed(range(op.attribute(node, "batch_dims", 0))):
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
@@ -173,6 +176,7 @@ def _scatter_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[in
     how = _reduction(op, node)
     cotangents = {}
     if op.is_active(x):
+        # what was written over has no share in the output: zeros at its places
         cotangents[0] = str(upstream[0]) if how == "add" else op.ScatterND(upstream[0], index, op.zeros(updates))
     if op.is_active(updates):
         cotangents[2] = op.GatherND(upstream[0], index)
@@ -203,7 +207,7 @@ def _pad(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]
     x, pads = node.input[:2]
     if (mode := op.attribute(node, "mode", "constant")) != "constant":
         raise GradientError(f"padding of mode {mode!r}, which repeats numbers")
-    some = len(node.input) > 3 and node.input[3]
+    some = len(node.input) > 3 and node.input[3]  # axes; all of them where they are left out
     axes = node.input[3] if some else [*range(op.rank(x))]
     lengths = op.Gather(op.Shape(x), axes, axis=0) if some else op.Shape(x)
     start = op.Slice(pads, [0], op.Shape(lengths), [0])

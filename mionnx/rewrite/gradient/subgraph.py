@@ -14,6 +14,7 @@ DIFFERENTIABLE = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.
 
 def activity(nodes: Sequence[NodeProto], facts: Facts, sources: Iterable[str], ends: Iterable[str]) -> set[str]:
     """The floating-point values that follow from sources and lead to ends."""
+    # nodes are in execution order: one pass forwards and one backwards find all
     after, before = {*sources}, {*ends}
     for node in nodes:
         if not after.isdisjoint(reads(node)):
@@ -57,6 +58,7 @@ def copy_of(graph: GraphProto, names: FreshNames, outer: Facts, inputs: Mapping[
     Args:
         inputs: its inputs -> what they are called in the copy.
     """
+    # what the subgraph declares of its values holds for the copy too, under the new names
     own, renaming = Facts(graph, outer), dict(inputs or {})
     made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]
     renaming |= {name: names.fresh(name) for name in made if name and name not in renaming}
@@ -77,9 +79,11 @@ def _renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     copy.name = ""
     copy.input[:] = [names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
+    # an inner graph sees the names around it: those it takes from outside must follow the renaming
     for attribute in copy.attribute:
         if attribute.type == AttributeProto.GRAPH:
             graph, own = attribute.g, made_in(attribute.g)
+            # an inner value of the same name hides the outer one
             visible = {old: new for old, new in names.items() if old not in own}
             inner = [_renamed(one, visible) for one in graph.node]
             del graph.node[:]
