@@ -176,7 +176,7 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
         raise ExportError(f"{value.name} is {tensor.dtype} in the checkpoint, where the model has fractions")
     converted = tensor.to(dtype)
     # what was infinite in the checkpoint itself may stay so
-    if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
+    if dtype == torch.float16 and (torch.isinf(converted) & ~torch.isinf(tensor)).any():
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
     file.seek(place.offset)
     file.write(converted.contiguous().view(torch.uint8).numpy().data.cast("B"))  # bfloat16 has no numpy dtype: as bytes

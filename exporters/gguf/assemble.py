@@ -152,7 +152,7 @@ def write_weights(
                     with np.errstate(over="ignore"):
                         converted = piece.astype(numpy_dtype, copy=False)
                     # what was infinite in the file itself may stay so
-                    if dtype == "float16" and np.isinf(converted).any() and np.isfinite(piece).all():
+                    if dtype == "float16" and (np.isinf(converted) & ~np.isinf(piece)).any():
                         raise ExportError(
                             f"{tensor.info.name} has values beyond float16's range; use bfloat16 or float32"
                         )

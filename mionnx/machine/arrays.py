@@ -74,7 +74,7 @@ def scalar(given: Any) -> Any:
 
     Such arrays look like something to go through, and are nothing of the kind.
     """
-    array = type(given) is np.ndarray or _is_tensors(type(given))
+    array = type(given) is np.ndarray or _is_tensors(type(given))  # type: ignore[arg-type]  # a type has a hash
     alone = array and getattr(given, "ndim", 1) == 0 and not getattr(given, "is_meta", False)
     return to_array(given)[()] if alone else given
 

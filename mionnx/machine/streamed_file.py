@@ -54,7 +54,8 @@ class StreamedFile:
         head, self.places = header_of(kinds)
         self._file, self.kinds = file, dict(kinds)
         size = len(head) + sum(prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
-        os.posix_fallocate(file.fileno(), 0, size)
+        if hasattr(os, "posix_fallocate"):  # which macOS lacks: there a disk fills up while pieces are written
+            os.posix_fallocate(file.fileno(), 0, size)
         os.pwrite(file.fileno(), head, 0)
 
     def put(self, name: str, at: int, values: NDArray[Any]) -> None:

@@ -1,6 +1,7 @@
 """GGUF files of tiny random models: the checkpoint and the hooked model made of them, beside transformers' own."""
 
 import json
+import math
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -333,7 +334,8 @@ def test_dtypes(tmp_path):
     state = model.state_dict()
     assert all(torch.equal(value, state[name].half()) for name, value in loaded.state_dict().items())
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight[0, 0], weight[0, 1] = 1e6, math.inf  # its own infinity hides no other number
     with pytest.raises(ExportError, match=r"blk\.0\.ffn_up\.weight has values beyond float16's range"):
         ours(write_gguf(model, tmp_path / "large.gguf"), "float16")
 

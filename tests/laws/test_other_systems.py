@@ -29,6 +29,7 @@ def link(*_given, **_named):
     raise OSError(45, "Operation not supported")
 
 Path.read_text, os.link, sys.modules["resource"], sys.platform = read_text, link, None, "darwin"
+del os.posix_fallocate
 """
 USE = """
 import shutil

@@ -104,6 +104,7 @@ CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
         for name in (*EXTREMES, *SUMS)
         for how, keep, axes in (("", 0, "int64[2] a = {0, 2}"), ("kept", 1, "int64[1] a = {-1}"))
     },
+    **{f"{name} nothing": (f"y = {name}<noop_with_empty_axes=1>(x)", X, "") for name in (*EXTREMES, "ReduceSum")},
     "ReduceSum all": ("y = ReduceSum<keepdims=0>(x)", X, ""),
     "CumSum": ("y = CumSum(x, a)", X, "int64 a = {1}"),
     "CumSum exclusive": ("y = CumSum<exclusive=1, reverse=1>(x, a)", X, "int64 a = {1}"),

@@ -25,10 +25,13 @@ def _axes(op: Backward, node: NodeProto) -> Any:
 def _kept(op: Backward, node: NodeProto, value: str) -> str:
     """A reduction's result or cotangent, with the reduced axes as axes of 1."""
     axes = _axes(op, node)
-    # the latter reduces nothing
-    if op.attribute(node, "keepdims", 1) or (axes is None and op.attribute(node, "noop_with_empty_axes", 0)):
+    if op.attribute(node, "keepdims", 1) or _reduces_nothing(op, node):
         return value
     return str(op.Unsqueeze(value, [*range(op.rank(node.input[0]))] if axes is None else axes))
+
+
+def _reduces_nothing(op: Backward, node: NodeProto) -> bool:
+    return _axes(op, node) is None and bool(op.attribute(node, "noop_with_empty_axes", 0))
 
 
 def _sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
@@ -53,6 +56,8 @@ def _length(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 
 def _extreme(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Several numbers that are the extreme one share its cotangent, as in torch's amax."""
+    if _reduces_nothing(op, node):
+        return {0: str(upstream[0])}
     x, axes = node.input[0], _axes(op, node)
     hits = op.Cast(op.Equal(x, _kept(op, node, node.output[0])), to=op.facts.type(x))
     count = op.ReduceSum(hits, *([] if axes is None else [axes]), keepdims=1)
