@@ -24,6 +24,7 @@ from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 
+# As shells have it: 128 and the number of the signal.
 STOPPED = 130  # the exit code of a program that was interrupted
 DRAWS = 10  # of noise, if nothing is said
 LLAMA, PROMPT = "models/world-llama", '"The capital of France is"'
@@ -85,6 +86,7 @@ def _sweep(
     if ("corrupted" in arguments) + (noise is not None) + (corrupted_spec is not None) > 1:
         raise typer.BadParameter("a corrupted prompt, --noise and --corrupted-spec: give one of them")
     if noise is not None:
+        # Beside --noise these are of the draw; the sweep has neither.
         draws = {"repeats": DRAWS} | {name: arguments.pop(name) for name in ("repeats", "seed") if name in arguments}
         arguments["corrupted"] = Noise(noise, **draws)
     elif corrupted_spec is not None:
@@ -97,6 +99,8 @@ def _sweep(
     for name in arguments.keys() - signature(verb).parameters.keys():
         raise typer.BadParameter(f"--{name.replace('_', '-')} goes with {GOES_WITH[name]}")
     try:
+        # From the store, whose file is deleted when the sweep is done: the same command goes on where it was
+        # interrupted.
         return verb(open(), **arguments, resume=True)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)
@@ -293,12 +297,14 @@ def _steer(
     ] = None,
 ) -> DoseResponse:
     contrasts = {"positive", "negative"} <= arguments.keys()
+    # One of the three; and of the first both sides, or none.
     if contrasts + (gguf is not None) + (load is not None) != 1 or contrasts != bool(
         {"positive", "negative"} & arguments.keys()
     ):
         raise typer.BadParameter("give --positive and --negative, or --gguf, or --load")
     if not contrasts and arguments.keys() & {"hook", "method"}:
         raise typer.BadParameter("--hook and --method say how directions are made of --positive and --negative")
+    # Read before the model is opened, which takes longer.
     texts = texts_of(prompt, prompts)
     pairs = {name: arguments.pop(name) for name in ("positive", "negative", "hook", "method") if name in arguments}
     shared = {name: arguments[name] for name in ("batch_size", "progress") if name in arguments}

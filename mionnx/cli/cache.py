@@ -57,6 +57,7 @@ def list_(output: Output) -> None:
     for facts in entries:
         what = [f"{name} {value}" for name, value in facts["what"].items()]
         what += [f"and {format_bytes(facts['shared_bytes'])} of the checkpoint's files"] * bool(facts["shared_bytes"])
+        # A model's key says its name; others are hashes, of which a beginning tells them apart.
         key, size = facts["key"] if facts["kind"] == MODELS else facts["key"][:12], format_bytes(facts["bytes"])
         table.add_row(facts["kind"], key, size, facts["used"], "yes" * facts["in_use"], ", ".join(what))
     output.deliver(entries, entries, [table])
@@ -141,7 +142,9 @@ def clear(output: Output) -> None:
     Example: mionnx cache clear
     """
     cache = _cache()
+    # What killed processes left is no entry.
     unfinished, before = cache.tidy(), cache.all()
+    # `remove` says why an entry stays, and nothing where it went.
     stay = Counter(cache.remove(entry) for entry in before)
     removed = stay.pop("", 0)
     parts = [f"removed {removed} entries"]

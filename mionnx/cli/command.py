@@ -76,8 +76,10 @@ class Command:
             arguments: Arguments, of_call: Arguments, of_show: Arguments, output: Output, opening: Opening | None
         ) -> None:
             output.check()
+            # An estimate is for people, and takes a trial of one layer.
             if self.before and not output.as_json:
                 arguments["before"] = self.before
+            # A command without a model has no `opening`.
             result = call(opening and (opening.once if self.once else opening.model), arguments, **of_call)
             output.deliver(result, self.facts(result), self.show(result, **of_show))
             if code := self.exit_code(result):
@@ -88,6 +90,7 @@ class Command:
     @property
     def help(self) -> str:
         """The verb's docstring below its first line, `more`, and the examples, in Markdown."""
+        # The first line is the list's, and options have the arguments: what stands between is the help.
         words = re.split(r"^(?:Args|Raises|Returns|Example):", getdoc(self.verbs[0]) or "", maxsplit=1, flags=re.M)[0]
         examples = ["Example:" if len(self.examples) == 1 else "Examples:", *self.examples]
         return "\n\n".join([*words.strip().split("\n\n")[1:], *filter(None, [self.more]), *examples])

@@ -141,7 +141,7 @@ def _compile(
     open: Open, arguments: Arguments, interventions: Interventions, capture: Captures = None
 ) -> dict[str, Any]:
     model = open()
-    spec = interventions.spec(model.num_heads, None)
+    spec = interventions.spec(model.num_heads, None)  # no prompt: edges are between positions of any text
     for hook in capture or ():
         spec.capture(hook)
     folder = model.compile(spec, **arguments)
@@ -208,6 +208,7 @@ def playground(
     model = opening.model()
     spec = None if hooks is None else HookSpec.load(hooks)
     with TemporaryDirectory() as scratch:
+        # Without a folder the page is there as long as the server runs.
         site = folder or Path(scratch) / "site"
         site = write_playground(model, site, hooks=spec, title=title, examples=examples, points=points or ())
         facts, line = _summary(site)

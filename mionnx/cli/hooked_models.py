@@ -113,6 +113,7 @@ def adopt(
             "hook_points": len(adopted.hooks),
             "expanded": dict(adopted.expanded),
             "lacking": adopted.notes,
+            # A file with two names is a hard link to the source's.
             "linked": sorted(path.name for path in folder.iterdir() if path.stat().st_nlink > 1),
         }
     names = ("law", "layer", "difference", "holds")
@@ -141,6 +142,7 @@ def _adopted(facts: dict[str, Any], laws: list[Any]) -> Iterator[RenderableType]
         layer = "" if law.layer is None else str(law.layer)
         table.add_row(law.law, layer, f"{law.difference:.1e}", f"{law.allowed:.1e}")
     yield table
+    # Empty: `try_all` found no graph of a file as it came.
     if facts.get("calls") == {}:
         yield "calls: the adopted graph serves all, the model has none of a file as it came"
     for kind, against in facts.get("calls", {}).items():
@@ -156,6 +158,7 @@ def check(opening: Opening, output: Output) -> None:
     hooked = opening.model(check="full").hooked
     names = sorted(onnx_file.locations(hooked.proto))
     size = sum((hooked.folder / name).stat().st_size for name in names)
+    # Opening raises if a byte differs.
     facts = {"folder": str(hooked.folder), "files": names, "bytes": size, "as_exported": True}
     output.deliver(hooked, facts, [f"{hooked.folder}: {', '.join(names)} ({format_bytes(size)}) as exported"])
 
@@ -177,6 +180,7 @@ def hooks(opening: Opening, output: Output, layers: Layers = None) -> None:
         Column("shape", overflow="fold"),
         title=f"{hooked.metadata.family}, layers: 0 to {last}",
     )
+    # A row for each kind: without the layer's number its hook points are the same row.
     for row in dict.fromkeys(_row(hooked, point, among is None) for point in points):
         table.add_row(*map(escape, row))
     output.deliver(hooked, {str(point): hooked.axes(point) for point in points}, [table])

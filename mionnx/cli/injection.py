@@ -72,6 +72,7 @@ class Opening:
     def once(self) -> MIModel:
         """Open it for graphs that run once each: weights are not packed, except blocks."""
         model = self.model()
+        # Packing weights costs more than it saves in a single run.
         model.variants.settle(prepack=False)
         return model
 
@@ -111,6 +112,7 @@ class Output:
                 result.save(path)
         if self.as_json:
             values = facts.to_dict() if hasattr(facts, "to_dict") else facts
+            # All digits, since programs read it; infinities and NaN are null, as JSON has none.
             typer.echo(json.dumps(plain(values, None), indent=1, allow_nan=False))
             return
         for piece in pieces:

@@ -52,6 +52,7 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # Names and sentences alone, for the list of commands: a command is imported when it is called.
         self.commands = {name: TyperCommand(name, help=sentence) for name, (_, sentence) in COMMANDS.items()}
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
@@ -119,14 +120,17 @@ def _note(message: Warning | str, category: type[Warning], *place: Any, **more: 
 def _say(title: str, style: str, message: str) -> None:
     """Print a message on stderr, in a terminal in lines of its width."""
     console = Console(stderr=True)
+    # Only a terminal has a width: in a file or a pipe a message stays one line.
     lines = wrapped(f"{title} {message}", console.width) if console.is_terminal else [f"{title} {message}"]
     text = Text("\n".join(lines))
     text.stylize(style, 0, len(title))
+    # The lines are as wide as the terminal already.
     console.print(text, soft_wrap=True)
 
 
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text: a word that is too long for one goes on behind a separator of paths."""
     wrapper = TextWrapper(width, break_long_words=False)
+    # By default TextWrapper divides at hyphens too, which names of models have.
     wrapper.wordsep_re = re.compile(r"(\s+|[^\s/\\]*[/\\]+)")
     return [line for paragraph in text.split("\n") for line in wrapper.wrap(paragraph) or [""]]

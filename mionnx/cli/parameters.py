@@ -176,6 +176,7 @@ def options_of(
         return {
             name: forms[name].argument(options[name].name.replace("_", "-"), value)
             for name, value in parsed.items()
+            # What is left out is no argument: the verb's own default holds.
             if value not in (None, [])
         }
 
@@ -192,6 +193,7 @@ def keyword(name: str, kind: Any, shape: Any, default: Any) -> Parameter:
 
 def _spellings(word: str, form: Form, default: Any) -> list[str]:
     flag = "--" + word.replace("_", "-")
+    # A flag that is on by default, or undecided, needs a way to say no.
     if form.kind is bool and default is not False:
         return [f"{flag}/--no-{flag[2:]}"]
     return [flag, *SAME.get(word, ())]
@@ -212,15 +214,18 @@ def _members(hint: Any) -> list[Any]:
 
 def _form(name: str, hint: Any) -> Form:
     members = _members(hint)
+    # A verb that takes a path itself, as `harvest` its texts, reads the file itself.
     if name in WORDS and Path not in members:
         return WORDS[name]
     lists = [part for part in members if get_origin(part) in (Iterable, Sequence)]
     listed = [member for part in lists for inner in get_args(part) for member in _members(inner)]
     for kind in (bool, Path):
+        # A flag or a path decides the form, whatever else the parameter takes in Python.
         if kind in members:
             return Form(kind, metavar=None if kind is bool else "FOLDER" if name == "folder" else "PATH")
     if choices := [member for member in members if get_origin(member) is Literal]:
         return Form(choices[0])
+    # Tokens, by text or id.
     if int in listed and str in listed:
         return TEXT if str in members else TEXTS
     if int in listed:
@@ -238,6 +243,7 @@ def help_of(verb: Any) -> dict[str, str]:
     section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(verb) or "", re.S | re.M)
     entries: list[str] = []
     for line in (section[1] if section else "").splitlines():
+        # Entries are indented by four columns, their further lines by more.
         if re.match(r"    \S", line):
             entries.append(line.strip())
         elif line.strip():

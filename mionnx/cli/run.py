@@ -140,13 +140,14 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give one PROMPT, or --prompts FILE")
     sampling = [name for name in SAMPLING if name in arguments]
-    if sampling and do_sample is False:
+    if sampling and do_sample is False:  # said, and not left out
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sampling)
         raise InputError(f"{options}: sampling only, and --no-do-sample is given: leave one of the two out")
     arguments["do_sample"] = bool(do_sample or sampling)
     model = opening.model()
     texts = [prompt] if prompts is None else read_prompts(prompts)
     tokens = [_tokens(model, text, chat, system) for text in texts]
+    # A mask for the longest text: shorter ones take their part of it.
     spec = interventions.spec(model.num_heads, max(map(len, tokens)))
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
@@ -158,6 +159,7 @@ def generate(
         if prompts is not None:
             results[title] = _rows(model.generate(tokens, hooks, **arguments))
             continue
+        # A chat's answer begins below the question; a text goes on in its line.
         begin = (f"{title}: " if compare else "") + str(prompt) + ("\n" if chat else "")
         write = partial(typer.echo, nl=False) if chat else _after_space(model, tokens[0])
         streamer = None if output.as_json else PromptStreamer(model.tokenizer, begin, write)
@@ -211,6 +213,7 @@ class PromptStreamer(TextStreamer):
 def _after_space(model: MIModel, tokens: Tokens) -> Callable[[str], None]:
     """A printer of text pieces; a space precedes the first where the tokenizer puts one."""
     ids = tokens.ids.tolist()
+    # A token after the prompt, decoded by itself, loses the space that stands before it in the text.
     apart = decode(model.tokenizer, [*ids, ids[-1]])[len(decode(model.tokenizer, ids)) :].startswith(" ")
     first = True
 

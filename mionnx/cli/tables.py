@@ -39,6 +39,7 @@ def lens_table(result: LensResult, index: int) -> Table:
 def attention_table(result: AttentionPatterns, index: int) -> Table:
     """The key that each head attends to most at one position, with its weight."""
     title = escape(f"most attended token at position {index}, {result.tokens[index]!r}, by head")
+    # Eight columns fit into a terminal; above, the heads of a layer share one.
     wide = len(result.heads) > 8
     table = Table("layer", *(["heads"] if wide else map(str, result.heads)), title=title)
     for i, layer in enumerate(result.layers):
@@ -60,6 +61,7 @@ def attribution_table(result: Attribution, k: int) -> Table:
         Column("contribution", justify="right"),
         title=escape(title),
         show_footer=True,
+        # As wide as its title, so that this is not folded over two narrow columns.
         min_width=min(80, len(title) + 2),
     )
     shown = result.top(k)

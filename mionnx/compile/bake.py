@@ -50,7 +50,7 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], rep
     Args:
         knobs: name of an input -> indices of the interventions that it controls.
     """
-    turned: dict[int, Constant] = {}
+    turned: dict[int, Constant] = {}  # by the number of the intervention that it turns
     for name, where in knobs.items():
         turned |= dict.fromkeys(where, _knob(name, [bound.edits[n] for n in where]))
     report.inputs += knobs
@@ -59,6 +59,7 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], rep
         _edit(calls, edit, intervention, bound.hooks.dims(HookPoint.parse(edit.hook)), turned.get(n))
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
     bake_metric(graph, bound, calls, report)
+    # Nodes that work out positions were appended behind the edits that read them.
     sort_nodes(graph)
 
 
@@ -74,6 +75,7 @@ def _knob(name: str, where: Sequence[tuple[Edit, Intervention]]) -> Constant:
                 "(scale by one factor)"
             )
         defaults.add(strength)
+    # One input has one default, and the graph without it must give what the spec says.
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
     return Constant(name, np.array(defaults.pop(), np.float32))
@@ -122,6 +124,8 @@ def _values(calls: TokenFacts, place: Selection, inputs: Sequence[Variable], kno
     """Turn the inputs of values into constants, times a knob's strength if there is one."""
     graph, edit, rules = calls.graph, place.edit, place.intervention.rules
     arrays = _fixed(place, inputs[0].dtype) if inputs else ()
+    # A value of the whole activation is not broadcast by its kind's nodes: only a graph that spreads it serves any
+    # length.
     if rules.shape is ValueShape.EXACT and not (edit.at_positions or edit.masked):
         _spread(calls, place, inputs[0], arrays[0])
         return
@@ -131,11 +135,13 @@ def _values(calls: TokenFacts, place: Selection, inputs: Sequence[Variable], kno
         return
     ((variable,), (array,)) = inputs, arrays
     op = Builder(graph, edit.hook, f"{edit.prefix}.knob", calls.report)
+    # A knob is float32 for whoever feeds it, whatever the graph's dtype is.
     strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)
     turned = rules.with_strength(op, array, strength)
     if rules.strength_step is None:
         replace_input(graph, variable, turned)
         return
+    # The strength enters at one step of the intervention; other steps read the value itself.
     step = f"{edit.prefix}.{rules.strength_step}:"
     node = next(node for node in graph.nodes if node.name.startswith(step))
     node.inputs = [turned if entry is variable else entry for entry in node.inputs]
@@ -180,18 +186,20 @@ def _mask(calls: TokenFacts, place: Selection) -> Tensor:
     op = Builder(calls.graph, edit.hook, f"{edit.prefix}.mask", calls.report)
     dtype = calls.graph.tensors()[edit.value_input].dtype
     heads, *axes = mask.shape[1:]
+    # An entry of 0 behind the last along each axis: index `size` reads it.
     full = np.pad(mask.astype(dtype), [(0, 0), (0, 0), *((0, int(size > 1)) for size in axes)])
     index: Tensor | None = None
     for axis, size, positions in ((0, axes[0], calls.positions), (1, axes[1], calls.keys)):
         if size > 1:
             beyond = op.Or(op.Less(positions, 0), op.Greater(positions, size))
+            # Queries [batch, seq, 1] and keys [batch, 1, total] together index [batch, seq, total].
             at = op.Unsqueeze(op.Where(beyond, size, positions, dtype=np.int64), [2 - axis])
-            index = at if index is None else op.Add(op.Mul(index, [size + 1]), at)
+            index = at if index is None else op.Add(op.Mul(index, [size + 1]), at)  # row by row, as in `flat`
     if index is None:
         constant: Tensor = op.constant(full)
         return constant
     flat = op.constant(full.reshape(heads, -1))
-    return op.Transpose(op.Gather(flat, index, axis=1), perm=[1, 0, 2, 3])
+    return op.Transpose(op.Gather(flat, index, axis=1), perm=[1, 0, 2, 3])  # from [heads, batch, seq, total]
 
 
 def _refuse_mask(edit: Edit, intervention: Intervention) -> None:

@@ -32,6 +32,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         _check(state, metadata)
     for term, name in GATES.items() if states else ():
         if term == "erase" and not metadata.has_removal:
+            # Models without a removal key have no such gate.
             continue
         op = Builder(graph, name, f"mionnx.{name}", report)
         real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])  # tokens that are no padding
@@ -39,6 +40,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         for n, state in enumerate(states):
             if term in state.terms:
                 gate = op.Mul(gate, _factor(op, f"{n}", state, metadata, calls))
+        # These gates are switches: a token is let through or not.
         if term in ("decay", "token_shift"):
             gate = op.Cast(gate, to=np.bool_)
         tensors = graph.tensors()
@@ -52,6 +54,7 @@ def _check(state: State, metadata: Metadata) -> None:
     if not metadata.recurrent:
         raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state")
     numbers = [position for position in state.positions_ if not isinstance(position, str)]
+    # At least as many tokens as the positions ask for; a compiled graph knows no length.
     longest = max([1, *(position + 1 if position >= 0 else -position for position in numbers)])
     state.validate(sizes.num_layers, longest, sizes.num_heads)
     refuse_terms(state, metadata)
@@ -75,6 +78,7 @@ def _distances(op: Builder, gate: Tensor) -> Tensor:
     slots = op.Where(seen, ranks, beyond)
     empty = op.Expand(-1, op.Add(op.Mul(shape, [1, 1, 2]), [0, 0, 2]))
     table = op.ScatterElements(empty, slots, op.Expand(columns, shape), axis=2)
+    # A token sees those before it: ranks one further to the right, and 0 before the first.
     before = op.GatherElements(table, op.Pad(ranks, [0, 0, 1, 0, 0, 0]), axis=2)
     return op.Sub(op.Range(0, op.Squeeze(after), 1), before)
 

@@ -74,6 +74,7 @@ def _weights(op: Builder, calls: TokenFacts, metric: MetricSpec, last: bool) -> 
         raise _last_alone(metric, f"position {position}")
     at = op.constant([[position]]) if position >= 0 else op.Add(calls.length, [position])
     read = op.Cast(op.Equal(calls.positions, at), to=np.float32)
+    # Only the last column's logits are computed: 1 if it is the one that is read.
     return op.ReduceMax(read, [1], keepdims=1) if last else read
 
 
@@ -81,6 +82,7 @@ def _next_tokens(op: Builder, calls: TokenFacts) -> tuple[Tensor, Tensor]:
     """[batch, seq] of the loss: each token's next one, and how much it counts."""
     ids, real = calls.graph.tensors()["input_ids"], op.Cast(op.GreaterOrEqual(calls.positions, 0), to=np.float32)
     counted = op.Mul(real, _following(op, real))
+    # A row with nothing to predict is divided by 1 and counts 0.
     total = op.Max(op.ReduceSum(counted, [1], keepdims=1), op.constant(1.0, np.float32))
     return _following(op, ids), op.Div(counted, total)
 
@@ -88,6 +90,7 @@ def _next_tokens(op: Builder, calls: TokenFacts) -> tuple[Tensor, Tensor]:
 def _following(op: Builder, value: Tensor) -> Tensor:
     """[batch, seq]: what stands one token later, and 0 at the last."""
     first = op.Slice(value, [0], [1], [1])
+    # Zeros of the same dtype and number of rows.
     return op.Concat(op.Slice(value, [1], [REST], [1]), op.Sub(first, first), axis=1)
 
 
@@ -145,6 +148,7 @@ def _bake(graph: Graph, part: BoundCapture, calls: TokenFacts, report: Report) -
     chosen = calls.chosen(f"{node.output}.chosen", part.request.positions)
     here = op.Equal(op.Unsqueeze(calls.positions, [2]), op.Unsqueeze(chosen, [1]))  # [batch, seq, n]
     counted = op.Cast(here, to=np.int32)
+    # Of integers, since ArgMax takes no bool.
     replace_input(graph, tensors[node.columns_input], op.ArgMax(counted, axis=1, keepdims=0))
     present = op.Cast(op.ReduceMax(counted, [1], keepdims=0), to=np.bool_)
     _mark_absent(graph, op, part, tensors[node.fetched], present)
@@ -158,5 +162,6 @@ def _mark_absent(graph: Graph, op: Builder, part: BoundCapture, value: Tensor, p
     absent = op.constant(-1 if dtype.kind in "iu" else np.array(np.nan), dtype)
     value.name = f"{name}.found"
     marked = op.Where(op.Unsqueeze(present, others) if others else present, value, absent)
+    # The output keeps the name that callers ask for.
     named = type(value)(name, dtype=value.dtype, shape=value.shape)
     graph.outputs = [write(marked, named) if output is value else output for output in graph.outputs]

@@ -103,6 +103,7 @@ def compile_model(
     if folder.exists():
         raise ModelError(f"{folder} exists already")
     if hooks.metric is not None:
+        # A compiled graph has no tokenizer: texts become ids.
         hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
     spec = hooks if captures else _without_captures(hooks)
     if plain != spec.is_empty():
@@ -174,6 +175,7 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
     _refuse_large_fragments(spec)
     bake(edited, bound, knobs, report)
     prune(edited, report)
+    # A knob is one number: an input of shape [].
     proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     if plan.gradients is not None:
         proto = add_gradients(proto, plan.gradients, report)
@@ -182,6 +184,7 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
+        # Serialisation is not the same bytes each time unless asked for.
         "graph_sha256": hashlib.sha256(original.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights_sha256": model.weights_sha256,
         "spec_sha256": _nameable(spec, plan).sha256,  # of the file's bytes

@@ -100,6 +100,7 @@ def write_package(
     """Write a compiled graph of a model, whose weights are still in the model's files, as a folder."""
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial, _room(model, packaging):
+        # Triton wants each version of a model in a numbered folder.
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True, exist_ok=True)
         _write_model(model, proto, at, packaging, progress)
@@ -131,6 +132,7 @@ def _write_model(
         options = Options(provider)
         engine_of(options).write_optimised(proto.SerializeToString(), model.folder, at / GRAPH, DATA, options)
         written = onnx.load(at / GRAPH, load_external_data=False)
+        # Exactly ours, whatever the optimiser keeps of them.
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)
         if (at / DATA).exists():
@@ -149,6 +151,7 @@ def _write_model(
         for done, name in enumerate(files := onnx_file.locations(proto) if model.has_weights else {}):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
+            # A file of the model may be a symbolic link: what it points to is copied or linked.
             _deliver((model.folder / name).resolve(), at / name, packaging.placed)
     (at / GRAPH).write_bytes(proto.SerializeToString())
 

@@ -24,7 +24,7 @@ def reshape_shared(proto: onnx.ModelProto) -> None:
     """Make weights that lie at one place of a file one weight; under other names it is reshaped."""
     first: dict[tuple[Place, int], onnx.TensorProto] = {}
     nodes: list[onnx.NodeProto] = []
-    for tensor in [*_external(proto)]:
+    for tensor in [*_external(proto)]:  # a list: weights are removed on the way
         original = first.setdefault((_place(tensor), tensor.data_type), tensor)
         if original is tensor or _place(tensor)[2] < SMALLEST:
             continue
@@ -34,6 +34,7 @@ def reshape_shared(proto: onnx.ModelProto) -> None:
         )
         proto.graph.initializer.remove(tensor)
         proto.graph.initializer.append(shape)
+    # In front of all other nodes, in their own order.
     for node in reversed(nodes):
         proto.graph.node.insert(0, node)
 
@@ -65,6 +66,7 @@ def _read_turned(proto: onnx.ModelProto, file: Path) -> bool:
         factor = weights[node.input[1]]
         table = next((name for name in sorted(tables) if _is_turned(weights[name], factor, file)), None)
         if table is not None:
+            # These files are ONNX Runtime's already, so its own product may read the table turned.
             node.op_type, node.domain, node.input[1] = "FusedMatMul", DOMAIN, table
             node.attribute.append(onnx.helper.make_attribute("transB", 1))
             turned = True
@@ -84,6 +86,7 @@ def _is_turned(table: onnx.TensorProto, factor: onnx.TensorProto, file: Path) ->
     one, other = (
         _bytes(file, _place(tensor)).view(f"u{size}").reshape(tuple(tensor.dims)) for tensor in (table, factor)
     )
+    # By bits, one row first: most pairs differ there.
     return bool(np.array_equal(one[0], other[:, 0]) and np.array_equal(one, other.T))
 
 
@@ -96,6 +99,7 @@ def _compact(proto: onnx.ModelProto, file: Path) -> None:
         for tensor in _external(proto):
             place = _place(tensor)
             if place not in moved:
+                # ONNX Runtime maps the file: weights lie at multiples of `ALIGNMENT`.
                 stream.seek(-(-stream.tell() // ALIGNMENT) * ALIGNMENT)
                 moved[place] = (place[0], stream.tell(), place[2])
                 stream.write(_bytes(complete, place).data)
@@ -119,4 +123,5 @@ def _point(tensor: onnx.TensorProto, place: Place) -> None:
 
 
 def _bytes(file: Path, place: Place) -> NDArray[Any]:
+    # Nothing cannot be mapped.
     return np.memmap(file, np.uint8, "r", place[1], (place[2],)) if place[2] else np.empty(0, np.uint8)

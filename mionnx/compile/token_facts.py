@@ -26,6 +26,7 @@ class TokenFacts:
     def positions(self) -> Tensor:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         tensors = self.graph.tensors()
+        # A hooked graph may work out positions already.
         existing = tensors.get(f"{TOKEN_POSITIONS}.of_tokens") or tensors.get(TOKEN_POSITIONS)
         return token_positions(self.graph, self.report) if existing is None else existing
 
@@ -89,6 +90,7 @@ class TokenFacts:
             parts.append(op.Where(op.And(real, now), self.positions, NOWHERE))
         if len(parts) == 1:
             return parts[0]
+        # Numbers are the same for every row, phases are not: both as [batch, n].
         wide = op.Concat(op.Shape(self.positions, start=0, end=1), [1], axis=0)
         return op.Concat(*(op.Expand(part, wide) for part in parts), axis=1)
 

@@ -81,6 +81,7 @@ def harvest(
 
 
 def _by_workers(workers: Workers, maker: ShardMaker, groups: Groups) -> Iterator[FinishedShard]:
+    # The model is opened in the workers, with their number of threads.
     maker = replace(maker, model=workers.model(maker.model))
     return workers.map(groups.__iter__, _ShardWork, maker)
 
@@ -154,6 +155,7 @@ class _SharedSweep(Sweep):
         """Compute all pairs; see `Sweep.run`."""
         begin, grid, count = time.perf_counter(), self.setting.grid, len(self.pairs)
         stored, unpatched, idle = self._stored(), np.empty((2, count)), 0
+        # Cells of the file are not computed again; the pairs are, since the metric without a patch is in no file.
         pieces = [(pair, stored.missing(pair)) for pair in range(count)]
         work = _PairWork, self.workers.model(self.model), self.compared, self.setting
         try:

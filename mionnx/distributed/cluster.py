@@ -58,11 +58,12 @@ class Workers:
         Raises:
             RuntimeMissingError: the head of the cluster does not answer any more.
         """
+        # One row, of which the next step makes all pieces.
         data = self.ray.data.from_items([{"begin": 0}])
         data.context.target_max_block_size = 1  # a piece goes to a worker as soon as it is made
         data.context.enable_progress_bars = False
         pool = self.ray.data.ActorPoolStrategy(size=self.count)
-        data = data.map_batches(_all_of(pieces), num_cpus=0)
+        data = data.map_batches(_all_of(pieces), num_cpus=0)  # it only hands out pieces: all CPUs are the workers'
         data = data.map_batches(
             _Worker,
             fn_constructor_args=(work, arguments),
@@ -94,7 +95,7 @@ def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
         except BaseException as error:
             queue.put((False, error))
 
-    Thread(target=fetch, daemon=True).start()
+    Thread(target=fetch, daemon=True).start()  # ends with this process, even if Ray never answers
     misses = 0
     while True:
         try:
@@ -134,7 +135,7 @@ class _Piece:
 
 def _batch(value: Any) -> dict[str, Any]:
     """A batch of Ray Data with one object."""
-    pieces = np.empty(1, object)
+    pieces = np.empty(1, object)  # filled by index: `np.array` would look into the object
     pieces[0] = _Piece(value)
     return {"piece": pieces}
 
@@ -195,6 +196,7 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
     gpus = int(model.options.place[0] == "cuda")
     try:
         room = _room(ray.cluster_resources(), cpus, gpus)
+        # Another cluster may grow, or become free; this machine does not.
         if address == LOCAL and room < (workers or 1):
             wish = f"{count(workers or 1, 'worker')} of {count(cpus, 'CPU')} and {count(gpus, 'GPU')}"
             raise InputError(f"{wish}: this machine has room for {room}")

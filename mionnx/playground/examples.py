@@ -61,6 +61,7 @@ def _check_fields(where: str, example: Any) -> None:
     for name, value in example.items():
         if name not in FIELDS:
             raise InputError(f"{where} has a field {name!r}{nearest(name, FIELDS)}")
+        # True is an integer to Python, and not to a page.
         if not isinstance(value, FIELDS[name]) or isinstance(value, bool):
             raise InputError(f"{where}: {name} is {value!r:.60}")
     if example.get("view") not in VIEWS:

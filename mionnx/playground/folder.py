@@ -108,7 +108,7 @@ def playground(
 
 def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
     folder = model.hooked.folder
-    files_beside(folder, KEPT)
+    files_beside(folder, KEPT)  # refuses files that lead out of the folder
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
     size = sum(graph.weights.values())
@@ -168,6 +168,7 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
         (at / FLOATS_GRAPH).write_bytes(graph.floats)
     for name in TOKENIZER:
         files = files_beside(model.hooked.folder, [name])
+        # The tokenizer library reads both files; a config without entries changes nothing.
         (at / name).write_bytes(files[0].read_bytes() if files else b"{}")
     return [
         {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
@@ -283,11 +284,13 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     tokens = np.arange(3, 3 + 7 * LENGTH, 7) % vocabulary
     ids = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
     spec, entries = _changes(model, layer, graph)
+    # The plain run and a changed one: a runtime may compute the slots wrongly.
     logits = [model.forward(tokens[None], one).output()[0, -1, ids] for one in (None, spec)]
     largest = max(float(np.abs(one).max()) for one in logits)
     return {
         "tokens": tokens.tolist(),
         "ids": ids.tolist(),
+        # Of logits near 0 the tolerance is absolute.
         "tolerance": TOLERANCE * max(largest, 1.0),
         "runs": [
             {"interventions": changes, "logits": [round(float(x), 6) for x in one]}

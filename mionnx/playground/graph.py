@@ -155,6 +155,7 @@ def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, EditSite]) ->
     for point, one in index_hooks(spec, model).interventions:
         _refuse_intervention(point, one, sites[point.name])
         if one.kind in EXTRA:
+            # Slots are in the spec's order: what it does after this kind needs an affine slot behind it.
             order[point.name] += [one.kind, "affine"]
             sites[point.name].kinds = tuple(sorted({*sites[point.name].kinds, one.kind}))
     for name, slots in order.items():
@@ -162,6 +163,7 @@ def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, EditSite]) ->
         for slot in slots:
             inputs: list[str] = []
             for kind in SLOT_KINDS[slot]:
+                # Named as the inputs of the plan's edits: by the number of the edit at its hook point.
                 inputs += (f"{name}.{count}.{kind}.{value}" for value in KINDS[kind].values)
                 count += 1
             sites[name].slots.append((slot, tuple(inputs)))

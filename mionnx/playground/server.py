@@ -29,11 +29,13 @@ ISOLATING = {
     "Cross-Origin-Embedder-Policy": "require-corp",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+# A folder that was written anew is shown as it is now, not as the browser knows it.
 ALWAYS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 MIME = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm", ".json": "application/json"}
 OWN_HOSTS = ("localhost", "127.0.0.1")
 UNKNOWN = "application/octet-stream"
 PAGE, FORBIDDEN = "/index.html", frozenset("\0\\:")
+# O_NOFOLLOW: a link that takes the file's place after `_path` looked is not followed; O_BINARY is Windows'.
 FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 THREADS = 32
 SECONDS = 20  # that a connection may be silent
@@ -93,6 +95,7 @@ class _Files(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
+    # Ctrl-C ends the server at once, whatever connections are open.
     daemon_threads = True
     block_on_close = False
     request_queue_size = THREADS
@@ -101,6 +104,7 @@ class _Server(ThreadingHTTPServer):
         self._free = BoundedSemaphore(THREADS)
         super().__init__(*address)
         port = self.server_address[1]
+        # Without a port the name means port 80.
         self.names = [[f"{name}:{port}"] for name in OWN_HOSTS] + [[name] for name in OWN_HOSTS if port == HTTP_PORT]
 
     def process_request(self, request: Any, client_address: Any) -> None:

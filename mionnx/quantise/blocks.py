@@ -41,7 +41,9 @@ def quantise_blocks(
     zero_points = None if symmetric else np.empty((rows, count), np.uint8)
     weights = None
     if importance is not None and bits == 4:
+        # The last block is filled with columns that count nothing.
         weights = np.pad(importance, (0, count * block_size - columns)).reshape(count, block_size)
+    # The search for weighted scales holds several arrays as large as the part.
     step = max(1, (NUMBERS_AT_ONCE if weights is None else NUMBERS_AT_ONCE // 8) // columns)
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
@@ -54,6 +56,7 @@ def quantise_blocks(
             scale, zero = _symmetric(blocks, bits) if symmetric else _spread(blocks, bits)
         scale = scale.astype(matrix.dtype)  # the numbers are those nearest to what will be read
         stored = scale.astype(np.float32)[..., None]
+        # A block of zeros has the scale 0, and so may one of faint numbers in float16.
         steps = np.divide(blocks, stored, out=np.zeros_like(blocks), where=stored != 0)
         integers = np.clip(np.rint(steps) + zero[..., None], 0, 2**bits - 1).astype(np.uint8)
         packed[part], scales[part] = pack(integers, bits), scale
@@ -67,6 +70,7 @@ def _symmetric(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float
     at = np.abs(blocks).argmax(axis=-1, keepdims=True)
     largest = np.take_along_axis(blocks, at, axis=-1)[..., 0]
     middle = np.full_like(largest, 2 ** (bits - 1))
+    # Q4_0: the largest number is -8 steps, with the scale's sign; Q8_0: 127 steps up or down.
     divisor = np.float32(-8) if bits == 4 else np.float32(127) * np.sign(largest)
     scale = np.divide(largest, divisor, out=np.zeros_like(largest), where=largest != 0)
     return scale, middle
@@ -74,6 +78,7 @@ def _symmetric(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float
 
 def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Scales and zero points [rows, blocks] that spread each block over all integers."""
+    # 0 is always in the range, so that it stays exactly 0.
     low = np.minimum(blocks.min(axis=-1), 0)
     high = np.maximum(blocks.max(axis=-1), 0)
     scale = (high - low) / np.float32(2**bits - 1)
@@ -93,11 +98,13 @@ def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -
     # square is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in
     # ggml-quants.c). For each of some ranges the numbers are rounded, and the scale is the least-squares one of these.
     weights = (importance / max(float(importance.mean()), np.finfo(np.float32).tiny)).astype(np.float32) + FAINT
+    # -1: any gain is better, also the 0 of a block of zeros.
     best, scales = np.full(blocks.shape[:2], -1, np.float32), np.zeros(blocks.shape[:2], np.float32)
     zeros = np.full(blocks.shape[:2], 8, np.float32)
     for steps, zero in _symmetric_steps(blocks) if symmetric else _spread_steps(blocks):
         weighted = weights * steps
         along, squares = (weighted * blocks).sum(-1), (weighted * steps).sum(-1)
+        # What the least-squares scale takes away from the weighted squares: along^2 / squares.
         gain = np.divide(along * along, squares, out=np.zeros_like(along), where=squares > 0)
         better = gain > best
         best[better] = gain[better]

@@ -96,6 +96,7 @@ def _add_stack(
     nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
     own = stack.experts[0] in given
     blocks = [given[name] for name in stack.experts] if own else []
+    # Of each expert: a Slice and a MatMulNBits, and a Gather where inputs are in an order of its own.
     each = 3 if any(one.order is not None for one in blocks) and order_of_all(blocks) is None else 2
     if settings.keeps(stack.weight) and not own:
         choice.left[stack.weight] = ASKED
@@ -106,6 +107,7 @@ def _add_stack(
     else:
         form = _matrix(stack.weight, stack.turned, settings, {})
         for name in stack.experts:
+            # A pattern may name single experts of a stack.
             matrix = replace(form, bits=max(form.bits, settings.bits_of(name)))
             choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else matrix
         choice.stacks.append(stack.weight)
@@ -146,6 +148,7 @@ def _add_table(
 def _count(model: HookedModel, choice: Choice) -> None:
     """Add the bytes, and the weights that no product reads."""
     for tensor in model.proto.graph.initializer:
+        # Vectors (norms, biases) are not counted: they always stay.
         if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 1:
             size = prod(tensor.dims) * onnx_file.weight(model.proto, model.folder, tensor.name).dtype.itemsize
             if tensor.name in choice.matrices or tensor.name in choice.stacks:

@@ -83,6 +83,7 @@ def find_weights(model: HookedModel) -> WeightUses:
         if product is not None and node.output[0] not in routers:
             products.append(Product(node, *product, head=node.output[0] in heads))
     lookups = [node for node in flow.nodes if node.op_type == "Gather" and _reads_tokens(flow, node)]
+    # Of several look-ups it is not known which is the tokens' table.
     table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in floats else None
     stacks = [stack for node in flow.nodes if (stack := _stack(node, floats)) is not None]
     return WeightUses(products, table, None if table is None else table.input[0], stacks)
@@ -98,6 +99,7 @@ def _stack(node: onnx.NodeProto, floats: dict[str, onnx.TensorProto]) -> ExpertS
     matrix, begin, end = (value.name for value in body.input)
     cut, product, padded, count, picked, entry_rows = body.node
     turned = product.op_type == "Gemm"
+    # Each step reads what it reads in the exporter's body: no other Scan is taken for it.
     fits = (
         list(cut.input[1:]) == [begin, end],
         list(product.input) == [cut.output[0], matrix],
@@ -119,11 +121,13 @@ def _product(flow: Dataflow, node: onnx.NodeProto, floats: dict[str, onnx.Tensor
     if node.op_type not in ("MatMul", "Gemm") or node.domain:
         return None
     facts = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
+    # MatMulNBits knows none of these.
     if facts.get("transA") or any(facts.get(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         return None
     name, turned = node.input[1], bool(facts.get("transB", 0))
     maker = flow.producer(name)
     if maker is not None and maker.op_type == "Transpose":
+        # Without `perm` the axes are reversed.
         order = next((list(entry.ints) for entry in maker.attribute if entry.name == "perm"), [1, 0])
         name, turned = maker.input[0], turned ^ (order == [1, 0])
     return (name, turned) if name in floats and len(floats[name].dims) == 2 else None

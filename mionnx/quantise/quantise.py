@@ -100,6 +100,7 @@ def _write_weights(
     for name, matrix in matrices.items():
         rows = rows_of(model, name, matrix.turned)
         parts = matrix.kinds(name, rows.shape, rows.dtype)
+        # An order that experts share is one initializer, of the first of them.
         kinds |= {part: kind for part, kind in parts.items() if part != BlockNames.of(name).order or part in read}
     with streamed(folder / BLOCK_WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
         for name, array in floats.items():
@@ -144,6 +145,7 @@ def _put_floats(
             file.put(name, number, (matrix if turned[name] else matrix.T)[None])
         return
     numbers = given[name].numbers() if name in given else array
+    # The checkpoint's blocks are [out, in], the graph may hold the weight turned.
     file.put(name, 0, numbers if numbers.shape == array.shape else numbers.T)
 
 
@@ -185,6 +187,7 @@ def _describe(
     """Write the metadata: those of the model, its new weights, and how they were made."""
     digest, files = describe_export(folder, [BLOCK_WEIGHTS], [folder / BLOCK_WEIGHTS], progress)
     attention = [
+        # The hook points of heads' shares read the projection by its name and orientation, which the blocks change.
         replace(one, output_projection=BlockNames.of(one.output_projection).packed, output_is_rows=False)
         if one.output_projection in choice.matrices
         else one

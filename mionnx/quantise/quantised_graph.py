@@ -57,7 +57,7 @@ class Matrix:
             parts.scales: (scales, (rows, count)),
         }
         if self.zero_points:
-            kinds[parts.zero_points] = (BYTES, (rows, -(-count * self.bits // 8)))
+            kinds[parts.zero_points] = (BYTES, (rows, -(-count * self.bits // 8)))  # each row begins at a whole byte
         if self.given is not None and self.given.offsets:
             kinds |= {parts.offsets: (FLOAT, (count, rows))} if self.product else {}
             kinds |= {parts.row_offsets: (FLOAT, (rows, count))} if self.table else {}
@@ -72,6 +72,7 @@ class Matrix:
             parts.packed: blocks.packed,
             parts.scales: blocks.scales,
             parts.zero_points: blocks.zero_points,
+            # A product multiplies sums [.., blocks] with offsets [blocks, out].
             parts.offsets: None if blocks.offsets is None else blocks.offsets.T,
             parts.row_offsets: blocks.offsets,
             parts.order: None if self.given is None else self.given.order,
@@ -120,6 +121,7 @@ def with_blocks(
     products = {
         one.node.output[0]: one
         for one in read
+        # A tied unembedding stays in floats where that is asked for, though the table's blocks are there.
         if settings.unembedding or not one.head or matrices[one.weight].given is not None
     }
     stacks = {one.node.output[0]: one for one in uses.stacks if one.experts[0] in matrices}
@@ -143,6 +145,7 @@ def with_blocks(
 
 def _ranks(proto: onnx.ModelProto, matrices: Mapping[str, Matrix]) -> dict[str, int]:
     """The ranks of values, where blocks have offsets."""
+    # Ranks are needed for sums of blocks alone.
     if not any(matrix.given is not None and matrix.given.offsets for matrix in matrices.values()):
         return {}
     graph = onnx.shape_inference.infer_shapes(proto).graph
@@ -189,6 +192,7 @@ class _Writer:
             if order is None and matrix.given is not None and matrix.given.order is not None:
                 rows = self._in_order(rows, BlockNames.of(name).order, matrix.given.order)
             products.append(self._product(name, rows, f"{y}.expert{number}", matrix, sizes))
+        # Behind all rows the one of zeros, for places that no row fills.
         joined = self._add("Concat", [*products, stack.nobody], f"{y}.joined", axis=0)
         self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
         shapes = {name: [None, sizes[0]] for name in (*products, joined)} | {y: [stack.count, None, sizes[0]]}
@@ -207,6 +211,7 @@ class _Writer:
         while not reads[-1]:
             reads.pop()  # inputs left out at the end are not named
         facts = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
+        # 0 is the operator's default.
         return self._add("MatMulNBits", reads, y, DOMAIN, **facts, **({"accuracy_level": level} if level else {}))
 
     def _apart(self, value: str, count: int) -> list[str]:
@@ -246,6 +251,7 @@ class _Writer:
             return
         rows = self._add("GatherBlockQuantized", reads, f"{y}.of_blocks", DOMAIN, **sizes)
         picked = self._add("Gather", [parts.row_offsets, ids], f"{y}.row_offsets", axis=0)
+        # Each block's offset, once for each of its numbers.
         last = self._add("Unsqueeze", [picked, self._constant(f"{y}.last", [-1])], f"{y}.each")
         sides = [1] * (self._rank(ids) + 1) + [matrix.block_size]
         wide = self._add("Expand", [last, self._constant(f"{y}.sides", sides)], f"{y}.wide")
@@ -286,11 +292,13 @@ def _drop_unread(proto: onnx.ModelProto) -> None:
     graph = proto.graph
     while True:
         read = {name for node in graph.node for name in _reads(node)} | {value.name for value in graph.output}
+        # A Transpose that nothing reads may be all that reads another one: again until none is left.
         idle = [node for node in graph.node if node.op_type == "Transpose" and node.output[0] not in read]
         if not idle:
             break
         for node in idle:
             graph.node.remove(node)
+    # Copies: clearing the list would take the tensors with it.
     left = [onnx.TensorProto.FromString(one.SerializeToString()) for one in graph.initializer if one.name in read]
     del graph.initializer[:]
     graph.initializer.extend(left)

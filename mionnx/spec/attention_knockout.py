@@ -44,6 +44,7 @@ class LayerTargets(Brief, Storable):
             raise InterventionError(
                 f"layer_range({start}, {end}) is empty: the end is included and must not lie before"
             )
+        # Counted before the list is made: a range may have a length of any size.
         return self.layers(range(start, start + at_most("layers", end + 1 - start)))
 
     def target_layers(self, num_layers: int) -> list[int]:
@@ -114,6 +115,7 @@ class KnockoutSpec(LayerTargets, HeadTargets):
     def length_of_any_text(self) -> int:
         """Number of positions of the mask for texts of any length."""
         for query, key in self.edges:
+            # From the end, or from every query on, an edge depends on the text's length.
             if query is None or min(query, key or 0) < 0:
                 raise InterventionError(
                     f"edge {'*' if query is None else query}>{'*' if key is None else key} is another one in each "
@@ -190,8 +192,10 @@ def create_knockout_mask(
     heads = slice(None) if spec.heads_ is None else spec.heads_
     if spec.heads_ is not None and max(spec.heads_) >= n_heads:
         raise InterventionError(f"head {max(spec.heads_)} of {n_heads} heads (0 to {n_heads - 1})")
+    # Refuses what memory has no room for.
     mask = zeros((len(lengths), n_heads, max(lengths), max(lengths)), kind, InterventionError)
     for row, length in zip(mask, lengths, strict=True):
+        # Behind its own length a row's mask stays 0: a shorter row takes its part.
         row[heads, :length, :length] = np.where(_blocked(spec, length), -np.inf, 0)
     return mask
 

@@ -32,6 +32,7 @@ class HookChoice:
             return self.what.name == name
         if not isinstance(self.what, str):
             return bool(self.what(name))
+        # Very large hook points are not meant by a glob as wide as `*`.
         return fnmatchcase(name, self.what) and (_names_one(self.what) or not HookPoint.parse(name).on_request)
 
     @property
@@ -41,6 +42,7 @@ class HookChoice:
             raise SpecFileError(f"{self.title} by predicate cannot be saved: name the hook points, or use a glob")
         return str(self.what)
 
+    # Nothing in it changes, and predicates are equal only if they are one object.
     def __copy__(self) -> "HookChoice":
         return self
 
@@ -50,6 +52,7 @@ class HookChoice:
     def __reduce__(self) -> tuple[Any, ...]:
         if callable(self.what):
             try:
+                # Tried now, so that the error names the predicate and what to do.
                 pickle.dumps(self.what)
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise SpecFileError(

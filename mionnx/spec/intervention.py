@@ -119,6 +119,7 @@ class Intervention(Brief, Change):
         return any(getattr(self, limit) is not None for limit in LIMITS)
 
     @property
+    # A mask has the keys of the text so far, of which every step has one more.
     def varies_by_step(self) -> bool:
         """Whether the inputs of values and positions change from step to step of a generation."""
         return self.positions is not None or self.rules.shape is ValueShape.ATTENTION_MASK

@@ -45,6 +45,7 @@ PHASES = ("prompt", "generated")
 
 def checked(limits: Mapping[str, Any]) -> dict[str, Any]:
     """Limits by name, each as a tuple or a phase; None where there is none."""
+    # Positions are checked apart: they may be a phase, or a list for each row.
     indices = {name: check_indices(name, limits.get(name)) for name in LIMITS[1:]}
     return {"positions": check_positions(limits.get("positions")), **indices}
 
@@ -61,6 +62,7 @@ def indices_of(what: str, indices: Indices) -> tuple[int, ...]:
     indices = _plain(indices)
     entries = tuple(listed(what, indices, InterventionError)) if isinstance(indices, Iterable) else (indices,)
     try:
+        # True is an integer to Python, and no index.
         numbers = tuple(operator.index(entry) for entry in entries if not isinstance(entry, bool))
     except TypeError:
         numbers = ()
@@ -81,6 +83,7 @@ def check_positions(limit: Positions | None) -> tuple[Any, ...] | str | None:
     if not isinstance(positions, Iterable) or isinstance(positions, Mapping):
         return check_indices("positions", positions)
     entries = listed("positions", positions, InterventionError)
+    # Rows of lists; a list of integers and None is a wrong list of positions, and refused as such.
     if entries and not any(entry is None or isinstance(entry, int | np.integer) for entry in entries):
         return tuple(check_indices("positions", row) for row in entries)
     return check_indices("positions", entries)

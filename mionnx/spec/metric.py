@@ -57,6 +57,7 @@ class MetricSpec:
             raise GradientError(f"metric {name!r} reads the logits; only 'cotangent' reads another value, of {of}")
         self.name, self.answer, self.versus, self.rules = name, answer, versus, rules
         self.reference = _numbers("reference", reference, (1, 2))
+        # The value at a hook point may have up to five axes, logits have three.
         self.cotangent = _numbers("cotangent", cotangent, (1, 2, 3) if of is None else (1, 2, 3, 4, 5))
         self.of = None if of is None else HookPoint.parse(of).name
         self.position = _position(name, position, self.cotangent, self.of)

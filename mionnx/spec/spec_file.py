@@ -63,6 +63,7 @@ def load(path: str | Path, spec: Spec) -> Spec:
         if not {*REQUIRED} <= declaration.keys() <= {*REQUIRED, *OPTIONAL} or not all(lists):
             raise ValueError(f"the declaration must be lists: {', '.join(REQUIRED)}; {', '.join(OPTIONAL)} may follow")
         fill(spec, declaration, tensors)
+    # Each tensor that was used was taken out.
     if tensors:
         raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
     return spec

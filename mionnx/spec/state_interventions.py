@@ -140,6 +140,7 @@ class StateSteeringSpec(StateTargets, HeadTargets):
     scale: float = 1.0
     heads_: list[int] | None = None
 
+    # The scale comes first, before the fields of the targets.
     def __init__(self, scale: float) -> None:
         super().__init__()
         try:

@@ -152,10 +152,12 @@ def bisect(
         raise ModelError(f"{report} exists already")
     models = [model.hooked, *([other.hooked] if other else [])]
     check_tolerance(tolerance)
+    # Of two models the coarser dtype decides.
     least = max(TOLERANCES[one.metadata.dtype] for one in models) if tolerance is None else tolerance
     first, second = _sides(models, call, runtimes, hooks or HookSpec())
     with shown(progress) as show, TemporaryDirectory() as scratch:
         recording = RecordedValues(Path(scratch) / "first")
+        # Of the first side everything is recorded; each step of the second runs on these values.
         record(first, recording, ComparisonSettings(least, progress=show))
         hook, largest = _coarse(first, second, recording, least, show)
         if hook is None:
@@ -180,6 +182,7 @@ def _sides(models: Sequence[HookedModel], call: TokenBatch, titles: Sequence[str
     names = [name for name in names_of(models[0], COARSE, spec) if name in models[-1].order]
     several = ("this model", "other model") if len(models) > 1 else ("",)
     graphs = [GraphUnderTest(one, spec, names, [call], title) for one, title in zip(models, several, strict=True)]
+    # One runtime may be given for both models.
     first, second = (_side(graphs[at], titles[at % len(titles)]) for at in (0, -1))
     return first, second
 

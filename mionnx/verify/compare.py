@@ -138,6 +138,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettin
         _fault(first, second, local, scratch, settings),
         runtime.environment(),
         time.monotonic() - begin,
+        # Layers are compared between models: runtimes of one model differ by steps.
         layer_losses({name: differences[name].lost for name in names}) if other else [],
     )
 
@@ -174,6 +175,7 @@ def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
     for ids, beside in zip(one, other, strict=True):
         width = min(ids.shape[1], beside.shape[1])
         equal = ids[:, :width] == beside[:, :width]
+        # The product along a row is 0 from the first different token on: what follows has another context.
         same += int(np.cumprod(equal, axis=1).sum())
         total += equal.size
     return same / max(1, total)
@@ -181,7 +183,9 @@ def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
 
 def _local(first: Side, second: Side, settings: ComparisonSettings) -> dict[str, Difference]:
     """Measure the difference that each step adds by itself, by the hook point at its end."""
+    # Steps run in the side that can run parts, on the values of the other.
     side, recording = (second, first.recording) if second.by_parts else (first, second.recording)
+    # A step needs whole values, of all positions, to run on.
     if not settings.local or settings.positions is not None or recording is None:
         return {}
     names, steps = second.graph.names, {}
@@ -196,10 +200,12 @@ def _fault(
     first: Side, second: Side, local: dict[str, Difference], scratch: Path, settings: ComparisonSettings
 ) -> Fault | None:
     """Find the first step that adds more than the tolerance, as narrow as both sides allow."""
+    # In execution order: the first.
     name = next((name for name, one in local.items() if one.relative > settings.tolerance), None)
     if name is None:
         return None
     fault = _fault_at(second.graph, name, local[name])
+    # A recorded run has no graph to run parts of.
     if first.runtime is None:
         return fault
     if first.by_parts and second.by_parts:
@@ -239,6 +245,7 @@ def _narrowed(first: Side, second: Side, fault: Fault, tolerance: float) -> Faul
     """Find the nodes of a step that differ by themselves."""
     names, recording = second.graph.names, first.recording
     assert recording is not None
+    # The step was judged over all prompts: the fault may show in any one of them.
     for prompt in range(len(second.graph.calls)):
         inputs = {start: recording.get(prompt, start) for start in names[: names.index(fault.hook)]}
         part = narrow(first, second, inputs, fault.hook, prompt, tolerance)

@@ -80,6 +80,7 @@ class Difference:
             self._add(flat[start : start + ELEMENTS_AT_ONCE], beside[start : start + ELEMENTS_AT_ONCE])
 
     def _add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
+        # Of equal arrays no distance is computed: all are 0.
         if np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             self._count(one.astype(np.float64), np.zeros(one.shape), one.astype(np.float64))
             return
@@ -89,7 +90,7 @@ class Difference:
             apart = np.abs(first - second)
         same = (first == second) | (np.isnan(first) & np.isnan(second))
         apart[same] = 0
-        apart[np.isnan(apart)] = np.inf
+        apart[np.isnan(apart)] = np.inf  # a number beside NaN
         compared = self._count(first, apart, second)
         ulps = ulp_distance(one, other, self.unit)[compared]
         self.max_ulp = max(self.max_ulp, float(ulps.max(initial=0)))
@@ -106,6 +107,7 @@ class Difference:
         self.max_abs = max(self.max_abs, float(apart.max(initial=0)))
         self.sum_abs += float(apart.sum())
         self.finite &= bool(np.isfinite(one).all())
+        # Infinite numbers would make all sums infinite; `max_abs` and `finite` tell of them.
         fine = np.isfinite(one) & np.isfinite(other)
         one, other, apart = one[fine], other[fine], apart[fine]
         self.error += float(apart @ apart)
@@ -129,6 +131,7 @@ class Difference:
     def cosine(self) -> float:
         """The cosine of the angle between the two; 1 where both are zero."""
         size = float(np.sqrt(self.squares[0]) * np.sqrt(self.squares[1]))
+        # Rounding can take it above 1.
         return min(1.0, self.dot / size) if size else float(self.squares[0] == self.squares[1])
 
     def at(self, name: str, local: "Difference | None") -> HookDifference:
@@ -142,6 +145,7 @@ class Difference:
 
 def coarser(*dtypes: str) -> str:
     """The one of some floating dtypes that has the fewest digits."""
+    # The largest step between 1 and the next number.
     return max(dtypes, key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
 
 
@@ -165,7 +169,7 @@ def _divergence(
     first: NDArray[np.float64], second: NDArray[np.float64], equal: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
     """KL(first || second) of log probabilities [positions, vocab]; 0 where they are equal."""
-    kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
+    kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)  # rounding can take it below 0
     kl[np.isnan(kl)] = np.inf  # a token is impossible in one of the two
     kl[equal] = 0
     return kl
@@ -200,6 +204,7 @@ class LogitDifference:
 
     def _add(self, one: NDArray[np.float64], other: NDArray[np.float64]) -> None:
         first, second = log_softmax(one, axis=-1), log_softmax(other, axis=-1)
+        # Rows of -inf at masked tokens give NaN, although they are equal.
         equal = (one == other).all(-1)
         kl, back = _divergence(first, second, equal), _divergence(second, first, equal)
         self.positions += len(one)

@@ -87,8 +87,10 @@ class GraphUnderTest:
     def hashes(self) -> dict[str, str]:
         """SHA-256 of the rewritten graph, of the bytes of its weights, and of the spec."""
         weights = sha256()
+        # In the order of names: the same hash wherever the files lie.
         for name in sorted(onnx_file.locations(self.model.proto)):
             with (self.model.folder / name).open("rb") as file:
+                # Piece by piece: a file may be larger than memory.
                 while block := file.read(2**20):
                     weights.update(block)
         return {"graph": self.graph_hash(), "weights": weights.hexdigest(), "spec": self.spec.sha256}
@@ -113,7 +115,7 @@ class GraphUnderTest:
         for name in names:
             axes = self.model.axes(HookPoint.parse(name))
             shapes = [shape_of(axes, dynamic_sizes(call.batch, call.seq, call.total)) for call in self.calls]
-            largest = max((4 * prod(shape) for shape in shapes), default=0)
+            largest = max((4 * prod(shape) for shape in shapes), default=0)  # float32 at the borders of a part
             if group and size + largest > GROUP:
                 yield group
                 group, size = [], 0
@@ -126,6 +128,7 @@ class GraphUnderTest:
         """A call with tokens [batch, n] after its prompt [batch, seq]."""
         both = np.concatenate([call.input_ids, ids], axis=1)
         batch = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        # `make_token_batch` knows no generation: how far the text will go is that of the first call.
         return replace(batch, final_lengths=call.final_lengths)
 
 
@@ -154,6 +157,7 @@ def _rename(proto: onnx.ModelProto, renamed: dict[str, str]) -> None:
     for node in proto.graph.node:
         for names in (node.input, node.output):
             names[:] = [renamed.get(name, name) for name in names]
+    # These names are the wide inputs and outputs now, which describe themselves.
     values = [value for value in proto.graph.value_info if value.name not in renamed]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(values)

@@ -48,7 +48,7 @@ class RecordedValues:
         """Write a value at the end."""
         data = np.ascontiguousarray(value)
         self._places[f"{prompt}.{name}"] = (str(data.dtype), value.shape, self._end)
-        if data.size:
+        if data.size:  # a file cannot be mapped from nothing
             try:
                 with self.path.open("ab") as file:
                     file.write(data.data)
@@ -56,6 +56,7 @@ class RecordedValues:
                 raise SpecFileError(
                     f"cannot keep {name} in {self.path.parent}: {error}; TMPDIR names a folder with more room"
                 ) from error
+            # Hashed as it is written: `keep` reads the file once, to copy it.
             self._hash.update(data.data)
         self._end += data.nbytes
 
@@ -73,6 +74,7 @@ class RecordedValues:
             end = start + prod(shape) * np.dtype(dtype).itemsize
             header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         with atomic_path(path) as partial, partial.open("wb") as file, self.path.open("rb") as values:
+            # The header has the checksum, of itself and the values.
             file.write(sealed(header, self._hash.copy()))
             shutil.copyfileobj(values, file)
 

@@ -78,6 +78,7 @@ class Request:
         missing = [] if other is None else [name for name in names if name not in other.order]
         if other is None or not missing:
             return names
+        # What was asked for by its name is missed; what a glob means besides is left out.
         absent = next((name for name in missing if name in _globs(points)), None)
         shared = [name for name in names if name not in missing]
         if absent or not shared:
@@ -92,6 +93,7 @@ class Request:
         why = {runtime.title: runtime.missing(graph) for runtime in runtimes}
         ready = [runtime for runtime in runtimes if why[runtime.title] is None]
         skipped = {title: reason for title, reason in why.items() if reason is not None}
+        # A recorded run, a second model or a repetition is the other side of a single runtime.
         least = 1 if self.against or self.record or self.other or self.repeat else 2
         if len(ready) < least:
             reasons = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
@@ -155,6 +157,7 @@ def as_recorded(
     absent = [name for name in names if name not in facts["names"]]
     if absent:
         raise HookError(f"{absent[0]} was not recorded in {path}; it has {', '.join(facts['names'])}")
+    # No more tokens than were chosen when it was recorded.
     greedy, positions = min(settings.greedy, facts["count"]), facts["positions"]
     if greedy < settings.greedy:
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")

@@ -211,6 +211,7 @@ class Verification(Shown):
             "computed; dotted: what each step adds by itself, run on the first runtime's values; dashed: the "
             "tolerance. What is identical lies on the lowest line."
         )
+        # A tolerance of 0 has no place on a logarithmic axis.
         levels = {"tolerance": self.tolerance} if self.tolerance > LEAST_DIFFERENCE else {}
         unit = "largest difference / largest value"
         return Lines(names, series, "", unit, LEAST_DIFFERENCE, scale="log", levels=levels, note=note)
@@ -222,6 +223,7 @@ class Verification(Shown):
         for beside in self.besides:
             row, logits = beside.worst, beside.logits
             verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
+            # A vocabulary of fewer than five tokens has a share of another name.
             fifth = next((value for name, value in logits.items() if name.startswith("top_") and name != "top_1"), None)
             numbers = (row.max_abs, row.max_ulp, logits["kl_mean"], logits["kl_max"])
             largest, ulp, mean, most = map(readable, numbers)
@@ -247,7 +249,7 @@ class Verification(Shown):
             table = Table("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "", "top 1", on_page=page)
             for loss in self.matrices:
                 numbers = map(readable, (loss.weight_error, loss.output_error, loss.kl))
-                cells = (*numbers, repr(loss.kl), percent(loss.top_1))
+                cells = (*numbers, repr(loss.kl), percent(loss.top_1))  # the exact number, for the length of the bar
                 table.add_row(escape(loss.name), str(loss.bits), f"{loss.bytes:,}", *cells)
             yield table
 

@@ -24,6 +24,7 @@ from mionnx.machine.cache_keys import instruction_sets, processor_name
 from mionnx.run import exporting
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 
+# ONNX Runtime goes by its providers.
 OTHER_ENGINES = {name: engine.settings for name, engine in ENGINES.items() if name != Options.engine}
 RUNTIME_NAMES = ("torch", *(f"ort-{short}" for short in PROVIDERS), *OTHER_ENGINES)
 WITH_THREADS = ("torch", "ort-cpu", *(name for name, settings in OTHER_ENGINES.items() if "threads" in settings))
@@ -110,7 +111,7 @@ class GraphRuntime(Runtime):
             def run(call: TokenBatch, sink: Sink) -> None:
                 outputs = piece(graph.feeds(call))
                 for name in names:
-                    sink(name, outputs.pop(name))
+                    sink(name, outputs.pop(name))  # taken out, so that memory holds no value that was handed on
 
             yield run
 
@@ -198,10 +199,11 @@ def _listener(
             chosen = value if name == selection.edit.at_experts else choice.get(point.layer)
             value = selection.applied(value.astype(graph.model.dtype(point)), chosen).astype(value.dtype)
         if point.variant == "MlpExpertIndices":
+            # After the interventions: later hook points of the layer are limited by these experts.
             choice[point.layer] = value
         if name in names:
             sink(name, value)
-        return value if here else None
+        return value if here else None  # None: torch goes on with its own tensor
 
     return listen
 

@@ -73,6 +73,7 @@ def local_difference(side: Side, recording: RecordedValues, before: Sequence[str
     starts = graph.dataflow.needed(before, [end])
     with side.opened(starts, [end]) as piece:
         for prompt, call in enumerate(graph.calls):
+            # Recorded values take the place of what the step would read in this side's own run.
             feeds = graph.feeds(call) | {name: recording.get(prompt, name) for name in starts}
             difference.add(recording.get(prompt, end), piece(feeds)[end])
     return difference
@@ -125,6 +126,7 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
     shortest = next((one for one in map(part, values) if one.difference.relative > tolerance), None)
     if shortest is None:
         return part(values[-1])
+    # Ever more values before it are the first runtime's own: the run of nodes gets shorter from its beginning.
     for count in range(1, values.index(shortest.value)):
         shorter = part(shortest.value, *values[:count])
         if shorter.difference.relative <= tolerance:
@@ -144,7 +146,8 @@ def _run(side: Side, inputs: Arrays, value: str, expected: NDArray[Any], prompt:
     if expected.shape == outputs[value].shape:
         difference.add(expected, outputs[value])
     else:
-        difference.max_abs = float("inf")
+        difference.max_abs = float("inf")  # another shape is no rounding
+    # Some inputs of the call, as masks, belong to other parts of the graph.
     used = {entry.name: feeds[entry.name] for entry in graph.part(starts, [value]).graph.input if entry.name in feeds}
     return StepPart(value, starts, graph.nodes_of(starts, [value]), used, {value: expected}, outputs, difference)
 

@@ -114,7 +114,7 @@ def verify(
     if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
         runtimes = RUNTIMES[:1]
     prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
-    greedy = 0 if texts else greedy
+    greedy = 0 if texts else greedy  # windows are cut anywhere: what follows them says nothing
     calls = [call_of(model, prompt) for prompt in prompts]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
@@ -178,6 +178,7 @@ def _verified(
     sides = [Side(graph, runtime) for runtime in runtimes]
     with TemporaryDirectory() as scratch:
         if recording is None:
+            # The first runtime is the reference: it is recorded before the others run.
             first, environment = sides.pop(0), runtimes[0].environment()
             record_side(first, RecordedValues(Path(scratch) / "first"), settings)
         else:
@@ -198,6 +199,7 @@ def _verified(
 
 def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
     """Mark a batch as the first step of a generation: interventions may reach later tokens."""
+    # With one token no later step follows.
     return replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + greedy - 1) if greedy > 1 else call
 
 
@@ -269,7 +271,7 @@ def _all_compared(
             besides.append(compare(first, side, scratch, settings))
         except ModelError as error:
             failed[side.title] = str(error)
-        for name in ("second", "inner"):
+        for name in ("second", "inner"):  # the next side records its own
             (scratch / name).unlink(missing_ok=True)
     return besides, failed
 
@@ -326,6 +328,7 @@ def _repeated(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, 
             differences = {name: Difference(unit=graph.model.metadata.dtype) for name in graph.names}
 
             def look(prompt: int, name: str, value: NDArray[Any]) -> None:
+                # The first rows of a batch are the text itself.
                 differences[name].add(recording.get(prompt, name), value[: graph.calls[prompt].batch])
 
             stream(Side(rerun, again), look, progress)

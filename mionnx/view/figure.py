@@ -42,6 +42,7 @@ def write_numbers(axes: "Axes", values: NDArray[Any], limit: float, size: float 
     """
     places = 2 if limit >= 0.1 else 3 if limit >= 0.01 else 4
     for row, column in np.ndindex(*values.shape):
+        # Beyond 0.6 of the darkest colour black is hard to read.
         colour = "white" if abs(values[row, column]) > 0.6 * limit else "black"
         text = decimal(values[row, column], places)
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)

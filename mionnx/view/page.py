@@ -37,6 +37,7 @@ MOST_WEIGHTS = 2**26  # bytes of weights that a page may hold
 def render_view(view: View) -> str:
     """A page of panels, with the scripts of their kinds."""
     data = _embedded(vars(view))
+    # The data names the kinds of its panels: a page holds the scripts of these alone.
     scripts = ["page.js", *dict.fromkeys(file for kind, file in SCRIPTS.items() if f'"kind":"{kind}"' in data)]
     return _environment().get_template("page.html").render(view=view, data=data, scripts=scripts)
 
@@ -57,6 +58,7 @@ def _environment() -> Environment:
 
 def _embedded(data: Any) -> Markup:
     text = json.dumps(plain(data), separators=(",", ":"), allow_nan=False)
+    # "</script>" or a comment in a text would end the element; as escapes they are the same JSON.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
@@ -108,6 +110,7 @@ def _cell(markup: Any) -> list[str]:
 
 def _weights(panel: Patterns) -> dict[str, Any]:
     """Patterns in 8 bits; of causal ones the lower triangles."""
+    # At least half is left where patterns are causal: before their triangles are looked for, too much is refused.
     _refuse_too_large(panel, panel.patterns.size // 2)
     causal = not any(np.triu(layer, 1).any() for layer in panel.patterns)
     weights = panel.patterns[..., *np.tril_indices(len(panel.tokens))] if causal else panel.patterns

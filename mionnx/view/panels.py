@@ -45,6 +45,7 @@ class Table(rich.table.Table):
             yield from self.narrower.__rich_console__(console, options)
 
     def __str__(self) -> str:
+        # Without colours: the text may go into a file or a notebook.
         console = Console(color_system=None)
         with console.capture() as captured:
             console.print(self)

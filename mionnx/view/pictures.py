@@ -36,6 +36,7 @@ def draw(view: View) -> "Figure":
     """A figure of the panels that have a picture: all but tables, and panels of an option."""
     rows = [row for row in map(_drawn, view.panels) if row]
     texts = [row for row in rows if isinstance(row[0], Text)]
+    # After so many texts a picture says how many more there are.
     rows = [row for row in rows if row not in texts[TEXTS:]]
     sizes = [[_size(panel, len(row)) for panel in row] for row in rows]
     heights = [max(tall for _, tall in row) for row in sizes]
@@ -57,6 +58,7 @@ def draw(view: View) -> "Figure":
 def _drawn(panel: Any) -> list[Any]:
     if isinstance(panel, list):
         return [one for part in panel for one in _drawn(part)]
+    # With several scores a page lets choose; a picture has no option.
     without = isinstance(panel, Text) and len(panel.scores) != 1
     return [] if without or type(panel) not in _DRAWN else [panel]
 
@@ -69,6 +71,7 @@ def _ticks(axis: "Axis", labels: Sequence[Any], inches: float, upright: bool = F
     """As many labels as there is room for; turned where they are long."""
     texts = [token_label(str(label), LABEL * 2) for label in labels]
     letters = max((max(map(len, text.split("\n"))) for text in texts), default=1)
+    # In inches: a letter of size 7 is 0.075 wide, a line 0.13 high.
     turned = not upright and letters * 0.075 > inches / max(1, len(texts))
     room = 0.13 if turned or upright else 0.075 * letters + 0.08
     places = range(0, len(texts), max(1, ceil(room * len(texts) / inches)))
@@ -87,6 +90,7 @@ class _Map(NamedTuple):
 def _maps(panel: HeatMap) -> tuple[list[_Map], float]:
     """The maps of a panel, [rows, columns] each, and the number of the full colour."""
     name, values = next(iter(panel.colours.items()))
+    # Where all numbers are 0 or missing, any limit gives white.
     largest = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
     limit = panel.limits.get(name, largest)
     array = np.asarray(values)[None] if np.ndim(values) == 1 else np.asarray(values)
@@ -102,6 +106,7 @@ def _maps(panel: HeatMap) -> tuple[list[_Map], float]:
     maps = [
         _Map(", ".join(f"{name} {token_label(of[i])}" for name, of, i in zip(names, labels, index, strict=True)),
              array[:, *index], range(columns))
+        # The maps with the largest numbers, in their own order.
         for index in sorted(sorted(between, key=lambda index: -size[index])[:MAPS])
     ]  # fmt: skip
     if panel.errors is not None and len(maps) == 1:
@@ -113,6 +118,7 @@ def _maps(panel: HeatMap) -> tuple[list[_Map], float]:
 def _wrapped(columns: int) -> int:
     """Columns of each row of words: at most 30 unless there are hundreds."""
     most = WRAP if columns <= DENSE else max(DENSE, ceil(columns / WORD_ROWS))
+    # As many rows as that needs, of equal length.
     return ceil(columns / ceil(columns / most))
 
 
@@ -259,6 +265,7 @@ def _draw_lines(part: "Part", panel: Lines, beside: int) -> None:
         if one.dotted:  # it belongs to the series before it
             axes.plot(across, values, ":", color=axes.lines[-1].get_color(), linewidth=1)
             continue
+        # Each curve is one container: the next colour of matplotlib's cycle.
         colour = f"C{len(axes.containers)}" if len(panel.series) > 1 else BLUE
         axes.errorbar(
             across, values, one.errors, marker="o", markersize=3, capsize=2, color=colour, label=token_label(one.name)
@@ -269,9 +276,11 @@ def _draw_lines(part: "Part", panel: Lines, beside: int) -> None:
         axes.axhline(level, color=GREY, linewidth=0.8, linestyle="--", label=name)
     axes.set_yscale(panel.scale)
     if panel.scale == "linear" and panel.low is not None:
+        # Points at 0 and 1 would be cut in half by the frame.
         margin = 0.0 if panel.high is None else 0.03
         axes.set_ylim(panel.low - margin, panel.high and panel.high + margin)
     if panel.spaced == "log":
+        # Linear from 0 to 1, logarithmic above: 0 has a place.
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(0, float(across[-1]) * 1.3 + 1)
     elif numeric and np.issubdtype(across.dtype, np.integer):
@@ -295,6 +304,7 @@ def _draw_graph(part: "Part", panel: Graph, beside: int) -> None:
     axes, edges = part.subplots(), panel.edges[: panel.drawn]
     place = _placed({label.partition("<")[0]: label for edge in edges for label in edge[:2]}, panel.places)
     limit = max((abs(score) for *_, score in edges), default=1.0) or 1.0
+    # The leading edges last, on top of the others.
     for sender, receiver, score in reversed(edges):
         strength = abs(score) / limit
         ends = zip(place[sender.partition("<")[0]], place[receiver.partition("<")[0]], strict=True)
@@ -319,6 +329,7 @@ def _placed(names: Iterable[str], places: Mapping[str, tuple[float, float]]) -> 
     right = max(map(len, rows), default=1) / 2 + 0.3
     return {
         name: (column - (len(row) - 1) / 2 + 0.2 * (number % 2) if "." in name else right, number)
+        # Every other row is shifted, so that edges between nodes of one column do not run through those between.
         for number, row in enumerate(rows)
         for column, name in enumerate(row)
     }
@@ -337,7 +348,9 @@ def _draw_patterns(part: "Part", panel: Patterns, beside: int) -> None:
     from matplotlib.colors import Normalize, PowerNorm
 
     axes, (layers, heads, size, _) = part.subplots(), panel.patterns.shape
+    # Weights of many tokens are small: their square roots keep them visible.
     scale = PowerNorm(0.5, 0, 1) if size > NAMED_WEIGHTS and layers * heads > 1 else Normalize(0, 1)
+    # A line of NaN, which is drawn as nothing, between neighbouring heads and layers.
     tiles = np.full((layers, size + 1, heads, size + 1), np.nan, np.float32)
     tiles[:, :size, :, :size] = panel.patterns.transpose(0, 2, 1, 3)
     alone, unit = layers == heads == 1, "weight (square-root scale)" if isinstance(scale, PowerNorm) else "weight"

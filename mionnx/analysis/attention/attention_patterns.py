@@ -44,7 +44,7 @@ class AttentionPatterns(Shown):
     patterns: NDArray[np.float32]
     effective: bool
 
-    frame_height = 720
+    frame_height = 720  # pixels of the page in a notebook
 
     def of(self, layer: int, head: int) -> NDArray[np.float32]:
         """One head's pattern, [query, key].
@@ -158,6 +158,7 @@ def attention(
 def _checked(what: str, numbers: int | Sequence[int] | None, count: int) -> list[int]:
     series = range(count) if numbers is None else [numbers] if isinstance(numbers, int | np.integer) else numbers
     indices = [int(one) for one in series if 0 <= one < count]
+    # A number out of range or given twice makes the two lengths differ.
     if not indices or len({*indices}) != len(series):
         raise InputError(f"{what}s {numbers!r}: the model has the {what}s 0 to {count - 1}; name each once")
     return indices

@@ -65,7 +65,7 @@ class HeadScores(Shown):
     batch: int
     model: str
 
-    frame_height = 640
+    frame_height = 640  # pixels of the page in a notebook
 
     def __getitem__(self, kind: str) -> NDArray[np.float64]:
         """The scores of one kind, [layer, head].
@@ -184,6 +184,7 @@ def head_scores(
     spec = HookSpec().extend(hooks or HookSpec())
     _refuse_row_hooks(model, spec)
     for point in points:
+        # Queries of the second half alone: in the first no token has occurred before.
         spec.capture(point, positions=sequences.queries)
     # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
@@ -197,7 +198,7 @@ def head_scores(
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
             done += len(ids)
             show("attention patterns", done, batch)
-    del cache
+    del cache  # the last patterns, before memory is given back
     model.give_back(later=True)
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)
 
@@ -210,6 +211,7 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
     for point, one in hooks.interventions:
         own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
         rank = len(hooks.axes(point))
+        # A value with all axes may have another entry for each row.
         each = any(value.ndim == rank and len(value) > 1 for value in one.values)
         if own or each or one.rows is not None:
             raise InterventionError(
@@ -253,6 +255,7 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
         return [], np.array(ends, np.int64)
     decoder = getattr(model.tokenizer, "get_added_tokens_decoder", None)  # a World tokenizer adds none
     special = [token for token, entry in decoder().items() if entry.special] if decoder else []
+    # Any text shows which tokens come before it.
     encoded = encode(model.tokenizer, "a")
     marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
     return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)
@@ -280,6 +283,7 @@ class RepeatedSequences:
     @property
     def chance(self) -> float:
         """Score of uniform attention to all positions."""
+        # A query at position p sees p + 1 keys.
         return float(np.mean([1 / (position + 1) for position in self.queries]))
 
 
@@ -291,9 +295,11 @@ def repeat_sequences(
         at_least(name, value, least)
     if period > len(candidates):
         raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
+    # 8 bytes an id: the two halves, and the row that they are joined to.
     if (size := batch * (len(prefix) + 2 * period) * 16) > memory.available():
         raise InputError(f"batch={batch}: the sequences alone need {memory.format_bytes(size)}, more than is free")
     random = np.random.default_rng(seed)
+    # No token twice in a period, so that each has one earlier place.
     once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
     start = np.tile(np.array(prefix, np.int64), (batch, 1))
     return RepeatedSequences(np.concatenate([start, once, once], axis=1), period, len(prefix))

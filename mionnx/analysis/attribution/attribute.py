@@ -120,6 +120,7 @@ def _attribution(
     if chosen == against:
         raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
     parts, unembedding = _components(model, cache), model.opened(LinearParts)
+    # With a soft cap the model's logits are no sum; those before the cap are.
     uncapped = unembedding.uncapped(logits, cache[_end(model)][0, 0])
     values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
     logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
@@ -163,6 +164,7 @@ def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
         if label.endswith("_attn_out") and apart:
             shares = _head_shares(model, cache, layer)
             parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
+            # What is no head's: the output's bias, which belongs to the layer.
             parts[f"{layer}_attn_bias"] = value - shares.sum(axis=0)
         else:
             parts[label] = value
@@ -175,6 +177,7 @@ def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
     graphs = model.opened(LinearParts)
     if layer not in graphs.output_norms:
         return shares.astype(np.float64)
+    # All output norms are one graph, opened once, rather than one graph a layer.
     beside = tuple(graphs.output_norms.values())
     norm = graphs.linear(graphs.output_norms[layer], shares.sum(axis=0, keepdims=True), beside)
     return norm.apply(shares[:, None])[:, 0]
@@ -192,6 +195,7 @@ def _contributions(model: Runner, stack: Vector, cache: HookCache, answer: int, 
 def _refuse_gap(model: Runner, values: Vector, logit: float) -> None:
     slack = ROUNDED if model.hooked.rounds_activations else SLACK[np.dtype(model.hooked.dtype(_end(model))).itemsize]
     gap = abs(float(values.sum()) - logit)
+    # Relative to the sum of all sizes, since large contributions of both signs may cancel; `not <=` refuses NaN too.
     if not gap <= slack * max(1.0, float(np.abs(values).sum())):
         raise ModelError(
             f"{model.hooked.metadata.family}: the components contribute {decimal(values.sum(), 5)}, and the logit is "

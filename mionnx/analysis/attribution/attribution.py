@@ -129,6 +129,7 @@ def leading(labels: list[str], values: Numbers, k: int | None) -> list[tuple[str
 
 def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
     """[layer, head]: the contributions of heads among those of components; None without any."""
+    # Components without a head have other labels ("0_mlp_out", "embed"), of which none begins with L.
     chosen = [value for label, value in zip(labels, values, strict=True) if label.startswith("L")]
     return np.array(chosen).reshape(layers, -1) if chosen else None
 

@@ -45,7 +45,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     refuse_several_streams(hooked, "a stack of what layers add")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
-    input_of(hooked, layer, mlp_input)
+    input_of(hooked, layer, mlp_input)  # refuses an MLP's input at the end of the stream
     parts = [("embed", str(HookPoint.ResidPre(0)))]  # an RWKV norms its embedding before it
     if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
         parts = [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
@@ -70,7 +70,7 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
             continue
         parts.append((f"{i}_pre", str(HookPoint.ResidPre(i))))
         if (incl_mid and i < layer) or (mlp_input and i == layer):
-            hooked.axes(HookPoint.ResidMid(i))
+            hooked.axes(HookPoint.ResidMid(i))  # raises where blocks are parallel and have no such point
             parts.append((f"{i}_mid", str(HookPoint.ResidMid(i))))
     return parts
 
@@ -113,6 +113,7 @@ def stacked(cache: HookCache, named: Named, pos_slice: PosSlice) -> Labelled:
 
 def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Labelled:
     """The heads' shares as a stack [layer x head, batch, pos, hidden], labelled L0H0, L0H1, ..."""
+    # Heads as the first axis, to be concatenated over layers.
     shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
     labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
     return sliced(np.concatenate(shares), pos_slice), labels

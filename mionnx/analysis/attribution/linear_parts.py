@@ -72,7 +72,9 @@ def centre(values: Array, centred: bool) -> Array:
 def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any], name: str) -> LinearNorm:
     """Find the linear map that equals a norm, [n, hidden] -> [n, hidden], at a stream [..., hidden], by running it."""
     hidden = stream.shape[-1]
+    # Alternating signs, so that the mean is 0 and every entry of the weight shows.
     probe = np.where(np.arange(hidden) % 2, -PROBE_ENTRIES, PROBE_ENTRIES)
+    # One run for all: zeros give the bias, a constant tells whether the mean is taken out, the probe gives the weight.
     rows = np.concatenate([[np.zeros(hidden), np.full(hidden, PROBE_ENTRIES), probe], stream.reshape(-1, hidden)])
     outputs = norm(rows.astype(stream.dtype)).astype(np.float64)
     bias, flat, probed = outputs[:3]  # b = f(0)
@@ -80,6 +82,7 @@ def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any]
     # Where the mean is taken out, a constant gives no more than b.
     centred = bool(np.abs(flat - bias).max() <= tolerance * np.abs(probed - bias).max())
     deviations = centre(probe, centred)
+    # For this probe the scale is known: the root of the mean square, beside which epsilon does not count.
     weight = (probed - bias) / (deviations / np.sqrt((deviations**2).mean()))
     actual, gained = centre(rows[3:].astype(np.float64), centred) * weight, outputs[3:] - bias
     projected = (actual * gained).sum(axis=-1, keepdims=True)
@@ -124,6 +127,7 @@ class LinearParts(Segments):
         piece = self.open([*dict.fromkeys(first for first, _ in group)], [last for _, last in group])
         feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
         ranks = {name: entry.rank for name, entry in piece.program.inputs.items()}
+        # Norms of some families run on [rows, hidden], without a batch axis.
         feeds = {name: array if ranks[name] == 2 else array[None] for name, array in feeds.items()}
         return self.compute(piece, Rows.blank(1, len(rows)), [part[1]], feeds)[part[1]].reshape(rows.shape)
 
@@ -136,10 +140,12 @@ class LinearParts(Segments):
     def _line(self) -> tuple[float, NDArray[np.float64] | None]:
         """The factor, and what is added to all logits, [vocab] or None."""
         own = None if self.head.bias is None else np.asarray(self.head.bias, np.float64)
+        # The product is the logits already, or a soft cap follows it, before which logits are taken.
         if self.head.capped or self.head.product == str(HookPoint.Logits):
             return 1.0, own
         probes = [self._after(value) for value in (0.0, 1.0, 2.0)]  # a third point tells a line from a curve
         factors = probes[1] - probes[0]
+        # The factor must be the same for all logits, and from 1 to 2 as from 0 to 1.
         if np.abs(probes[2] - probes[1] - factors).max() > 1e-5 * np.abs(factors).max() or np.ptp(factors) > 1e-5 * abs(
             factors[0]
         ):
@@ -188,7 +194,9 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
     products = _products(flow, query, before)
     if not products:
         raise HookError(f"{query} comes from no matrix product")
+    # The last product before the queries is their projection, which reads the norm.
     end = flow.nodes[max(products)].input[0]
+    # Behind the norm the value may be reshaped, or quantised for the product: the norm ends before that.
     while (node := flow.producer(end)) is not None and node.op_type in AT_INPUTS:
         end = node.input[0]
     return before, end
@@ -206,6 +214,7 @@ def output_norms(hooked: HookedModel) -> dict[int, Part]:
         value, plain = end, True
         while (node := flow.producer(value)) is not None and product_of(flow, node) is None:
             plain &= node.op_type in PLAIN_OPERATORS
+            # The way back from the output to the heads goes along the operand that a weight's product feeds.
             value = next((name for name in node.input if _products(flow, name, start)), "")
         if not plain:
             norms[layer] = (value, end)

@@ -80,6 +80,7 @@ def decompose_resid(
         [component, batch, pos, hidden] and the labels: "embed", "pos_embed", "0_attn_out", "0_mlp_out", ...
 
     Raises:
+        # Tokens [pos], unless as many as there are prompts: then [batch].
         InputError: no such layer, mode or position.
         HookError: a cache that lacks captures.
 
@@ -126,6 +127,8 @@ def accumulated_resid(
     cache = cache_of(model, source, [name for _, name in named], end, mlp_input, apply_ln)
     stack, labels = decompose.stacked(cache, named, pos_slice)
     if apply_ln and end == model.num_layers:
+        # Each point has its own scale here, so the graph's norm runs on them; a stack of parts would need one scale for
+        # all.
         rows = np.ascontiguousarray(stack.reshape(-1, model.hidden_size))
         return model.opened(LinearParts).norm(final_norm(model.hooked), rows).reshape(stack.shape), labels
     return _normed(model, stack, cache, end, mlp_input, pos_slice, apply_ln), labels
@@ -320,7 +323,7 @@ def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDA
     ids = read_array("tokens", _as_ids(model, tokens))
     if ids.dtype.kind not in "iu" or ids.ndim > len(shape) or ids.ndim == 0:
         raise InputError(f"tokens must be one token, or ids or texts [batch] or [batch, pos], got {tokens!r}")
-    for token in ids.ravel().tolist():
+    for token in ids.ravel().tolist():  # refuses ids that are not in the vocabulary
         token_of(model, token)
     if ids.ndim == 1 and len(shape) == 2:
         ids = ids[:, None] if len(ids) == shape[0] else ids[None]
@@ -333,6 +336,6 @@ def _as_ids(model: Runner, tokens: Any) -> Any:
     """Tokens with the id of each text in its place."""
     if isinstance(tokens, str):
         return token_of(model, tokens)
-    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "OUT":
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "OUT":  # arrays of texts; ids stay arrays
         tokens = tokens.tolist()
     return [_as_ids(model, token) for token in tokens] if isinstance(tokens, list | tuple) else tokens

@@ -79,8 +79,10 @@ def circuit(
     begin = time.perf_counter()
     ranking = scores or edge_attribution(model, comparison, steps=steps, rules=rules, cotangent=cotangent)
     order = ranking.ranked()
+    # The rank of each edge; pairs without an edge rank behind all, so that no circuit keeps them.
     places = np.full(ranking.scores.shape, len(order))
     places[tuple(order.T)] = np.arange(len(order))
+    # A circuit keeps the edges of a rank below its size.
     by_pair, bases = _values(model, nodes, compared, places < np.array(sizes)[:, None, None])
     seconds = time.perf_counter() - begin
     clean_mean, corrupted_mean = bases.mean(axis=1).tolist()
@@ -180,6 +182,7 @@ class CircuitRun:
                 changes = self._mlp_changes(layer)
             self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
         streams, which = self._streams([len(self.nodes.receivers) - 1])
+        # Circuits that read the same last stream share one run of the head.
         return self.parts.logits(streams, tokens)[which[:, 0]]
 
     def _write(self, senders: list[int], changes: Floats) -> None:
@@ -200,6 +203,7 @@ class CircuitRun:
         base = self.values.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
         streams: list[Floats] = []
         which = np.empty((len(self.masks), len(receivers)), np.int64)
+        # Senders that have not written yet stay out: no receiver of this stage reads them.
         past = [sender for senders, _ in self.writes for sender in senders]
         for circuit, mask in enumerate(self.masks):
             own = np.zeros((len(receivers), mask.shape[0]), bool)
@@ -207,6 +211,7 @@ class CircuitRun:
             # Receivers that keep edges from the same senders read the same stream, which is computed once.
             masks, inverse = np.unique(own, axis=0, return_inverse=True)
             which[circuit] = inverse.ravel() + sum(map(len, streams))
+            # Each circuit's streams begin where those of the circuits before it end.
             streams.append(base + sum(sums(circuit, masks[:, senders]) for senders, sums in self.writes))
         return np.concatenate(streams), which
 
@@ -230,6 +235,7 @@ class CircuitRun:
             some, which = np.unique(masks, axis=0, return_inverse=True)
             mixed = np.where(some[:, None, :, None], read[circuit], base)
             change: Floats = self.parts.attention_out({layer: mixed})[layer] - written
+            # An exact 0: recomputing the corrupted output may differ from the captured one in its last bits.
             change[~some.any(axis=1)] = 0
             return change[which.ravel()]
 
@@ -241,6 +247,7 @@ class CircuitRun:
         changes = np.zeros((len(self.masks), len(senders), *written.shape), np.float32)
         circuits, heads = np.nonzero(self.masks[:, senders].any(axis=2))  # what nobody reads is not computed
         if len(circuits):
+            # A row for each head: its new value, and the corrupted ones of all others.
             own = (np.arange(len(senders)) == heads[:, None])[:, None, :, None]
             mixed = np.where(own, read[circuits], base)
             changes[circuits, heads] = self.parts.attention_out({layer: mixed})[layer] - written
@@ -260,4 +267,5 @@ def _numbers(nodes: Sequence[Node], *hooks: str) -> list[int]:
 def circuits_at_once(nodes: Nodes, seq: int, hidden: int) -> int:
     """Number of circuits for which memory has room."""
     a_layer = max(1, len(nodes.receivers) // nodes.layers)
+    # 4 bytes a number: each sender's change, and the streams of a layer's receivers with what they compute.
     return int(max(1, memory.available() // SHARE // (4 * seq * hidden * (len(nodes.senders) + 2 * a_layer))))

@@ -124,6 +124,7 @@ class Circuit(Shown):
     def _shares(self, edges: int) -> list[Edge]:
         """The leading edges with what each adds to the metric, to first order, by being kept."""
         sign = -1 if self.attribution.patching == "noising" else 1
+        # Scores are the effect of corrupting an edge, so keeping it has the opposite sign.
         return [(sender, receiver, sign * score) for sender, receiver, score in self.kept(edges)]
 
     def _shared(self, edges: list[Edge]) -> list[tuple[str, str]]:
@@ -134,6 +135,7 @@ class Circuit(Shown):
             for labels, start in ((self.attribution.senders, "a0.h"), (self.attribution.receivers, "a0.kv"))
         )
         layers = dict.fromkeys(name.partition(".")[0] for name in names if ".kv" in name)
+        # Query heads share keys and values in consecutive groups.
         pairs = [
             (f"{layer}.kv{head * groups // heads}", f"{layer}.h{head}") for layer in layers for head in range(heads)
         ]
@@ -165,6 +167,7 @@ def nodes_of(edges: Sequence[Edge]) -> list[str]:
 
 def level(name: str) -> float:
     """Height of a node: the embedding is lowest; in a layer keys and values, heads, MLP."""
+    # "embed" and "logits" are the only names without a layer's number.
     if not name[1:2].isdigit():
         return -1.0 if name == "embed" else np.inf
     layer, _, head = name[1:].partition(".")

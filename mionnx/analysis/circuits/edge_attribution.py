@@ -96,6 +96,7 @@ def edge_attribution(
     sending, receiving = [nodes.senders[i] for i in rows], [nodes.receivers[i] for i in columns]
     clean_mean, corrupted_mean = compared.ordered(*bases.mean(axis=1).tolist())
     result = EdgeAttribution(
+        # Pairs without an edge have products too, which mean nothing.
         np.where(edges, scores, 0.0)[chosen],
         edges[chosen],
         tuple(node.label for node in sending),
@@ -145,6 +146,7 @@ def _scores(nodes: Nodes, gradients: EdgeGradients) -> tuple[NDArray[np.float64]
         values = node_values(model, nodes, pair)
         changes = values.changes(parts).astype(np.float64)
         received = gradients.of(parts, values, number)
+        # A change times a gradient is summed over positions and width: one matrix product for all edges.
         total += changes.reshape(len(changes), -1) @ received.reshape(len(received), -1).T / len(compared)
         bases[:, number] = compared.bind(model, number, *values.logits).measure(values.logits)
     if not np.isfinite(total).all():
@@ -170,11 +172,13 @@ class EdgeGradients:
         """The gradient of one pair's metric by what each receiver reads, [receivers, seq, hidden]: mean over steps."""
         pair, total = self.compared.pairs[number], dict[Receives, Any]()
         reads = self.compared.reads(self.model, number, *values.logits)
+        # A right Riemann sum: the last point is the base itself, as in EAP-IG.
         shares = (np.arange(self.steps) + 1) / self.steps  # of the way from the other prompt to the base
         most = max(1, CALL_TOKENS // len(pair.base))
         for begin in range(0, self.steps, most):
             cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
             for key, value in _read_back(parts, cache, self.rules):
+                # Steps may be in several batches; each adds its share of the mean.
                 total[key] = total.get(key, 0) + value / self.steps
         return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
 
@@ -188,8 +192,10 @@ class EdgeGradients:
             start = str(HookPoint.ResidPre(0))
             base, other = (values.of(start, row) for row in (0, 1))
             path = other + np.multiply.outer(shares.astype(np.float32), base - other)
+            # The path is between embeddings alone: ids stay those of the base.
             spec.intervene(start, Intervention.Replace(path))
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
+        # The last receiver is the final norm, whose gradient is by the stream before it.
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
@@ -218,6 +224,7 @@ def _by_head(
     """The gradients by the streams as single heads read them; `hooks`: queries, keys or values -> their stream."""
     seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
+    # A row for each step and head: as many heads as the hook point with the most has (keys may be shared).
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
     shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
     totals = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}

@@ -81,6 +81,7 @@ class EdgeAttribution(Shown):
 
     def ranked(self) -> NDArray[np.int64]:
         """[edges, 2]: sender and receiver of every edge, the largest score by size first."""
+        # Stable: edges of one size stay in execution order.
         order = np.argsort(-np.abs(self.scores[self.edges]), kind="stable")
         ranked: NDArray[np.int64] = np.argwhere(self.edges)[order]
         return ranked

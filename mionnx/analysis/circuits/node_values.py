@@ -52,6 +52,8 @@ class NodeValues:
             if node.head is not None:
                 changes.append(heads[node.hook][node.head])
             else:
+                # The embedding's node is named by its hook point; what it adds with positions is the stream before
+                # layer 0.
                 name = str(HookPoint.ResidPre(0)) if node.layer is None else node.hook
                 changes.append(self.of(name, 1) - self.of(name, 0))
         return np.stack(changes)
@@ -59,6 +61,7 @@ class NodeValues:
 
 def one_head_each(base: Floats, other: Floats) -> Floats:
     """Mix values by row: in row h, head h is the other's; [n_heads, seq, n_heads, head_dim]."""
+    # Row h, position, head, width: the diagonal of rows and heads.
     own = np.eye(base.shape[1], dtype=bool)[:, None, :, None]
     return np.where(own, other[None], base[None])
 

@@ -91,6 +91,7 @@ def all_nodes(model: HookedModel) -> Nodes:
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     for layer in range(layers):
+        # A parallel layer's attention is read from the next layer on: one stage later.
         z, stage = str(HookPoint.AttnZ(layer)), 2 * layer + 1 + parallel
         senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
@@ -107,8 +108,10 @@ def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
         raise InputError(f"edges: {family!r} rounds activations with one scale for a whole call, so rows are not apart")
     flow = Dataflow(model.proto)
     entries = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
+    # Masks, positions and caches come to every layer beside the stream, and do not depend on what senders write.
     entries = {name for name in entries if not name.startswith("past")}
     entries -= {tensor.name for tensor in model.proto.graph.initializer}
+    # Shapes depend on the tokens' number alone, so the way through them does not count.
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
     for value, sources in _ways(model.metadata.sizes.num_layers, parallel):
         for name in (value, *sources):

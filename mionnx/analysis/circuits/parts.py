@@ -23,6 +23,7 @@ class Parts:
     """The parts of one model, on prompts of `seq` tokens; streams are [rows, seq, hidden]."""
 
     def __init__(self, model: Runner, nodes: Nodes, seq: int) -> None:
+        # The same pieces as sweeps use, so that a model has them open once.
         self.segments, self.nodes, self.seq = model.opened(Segments.of_sweep), nodes, seq
 
     def attention_inputs(self, layer: int) -> tuple[str, ...]:
@@ -62,6 +63,7 @@ class Parts:
             of: names of the values; each depends on one of the streams.
             seeds: value -> the numbers, of its shape.
         """
+        # A cotangent for each value: the request's metric is their sum of products.
         request = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
         piece = self.segments.open(by, of, gradients=request)
         feeds = {**streams, **{entry: seeds[name] for name, entry in request.seeds.items()}}
@@ -79,6 +81,7 @@ class Parts:
         z, out = str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))
         moving = flow.descendants([z])
         nodes = (flow.nodes[i] for i in flow.ancestors([out], [z]) if moving & {*flow.reads[i]})
+        # A product of two values that both move with the heads would not be linear.
         return all(node.op_type in LINEAR and sum(name in moving for name in node.input) == 1 for node in nodes)
 
     def _run(self, values: Mapping[str, Floats], *ends: str) -> Arrays:

@@ -60,9 +60,11 @@ def features(
     if not isinstance(tokens, Tokens):
         raise InputError(f"features are those of one text, or of Tokens, got {prompt!r}")
     chosen = None if follow is None else [sae.known(feature) for feature in follow]
+    # The graph follows one feature at least; its column is cut off below.
     ids, values, followed = _ranked(model, tokens, sae, k, chosen or [0], hooks)
     if chosen is None:
         chosen = _largest(ids, values)
+        # Which features are largest is known only now: a second run follows them through all tokens.
         followed = _ranked(model, tokens, sae, k, chosen or [0], hooks)[2]
     if not chosen:
         followed = followed[:, :0]
@@ -90,6 +92,7 @@ def _ranked(
 def _largest(ids: np.ndarray, values: np.ndarray) -> list[int]:
     """The features with the largest activations among those ranked; none that is nowhere active."""
     order = np.argsort(-values, axis=None, kind="stable")
+    # Where fewer than k features are active at a token, the rest of its k have the activation 0.
     return [*dict.fromkeys(ids.ravel()[order][values.ravel()[order] > 0].tolist())][:FOLLOWED]
 
 
@@ -149,6 +152,7 @@ class FeatureActivations(Shown):
         followed = {*scores}
         for position in range(len(self.tokens)):
             for feature, value in self.top(position):
+                # Only what was among the largest is known of the others.
                 if feature not in followed:
                     scores.setdefault(feature, {})[position] = value
         numbers = {feature: number for number, feature in enumerate(scores)}

@@ -60,6 +60,7 @@ class Config:
 
 def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning."""
+    # Newer versions have some of the entries in a table of their own.
     facts = {**cfg.get("metadata", {}), **cfg}
     version = re.match(r"[0-9]{1,9}(?![0-9])", str(facts.get("sae_lens_version")))
     old = version is None or int(version[0]) < 6
@@ -69,6 +70,7 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     if not isinstance(options, dict):
         raise ModelError(f"activation_fn_kwargs is {brief(options)}, and no table")
     k = facts.get("k", options.get("k"))
+    # In older files the architecture of a top-k SAE is "standard", and its activation tells.
     if function == "topk" and k is not None:
         name = "topk"
     if name not in ARCHITECTURES:
@@ -77,6 +79,7 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
         raise ModelError(f"an SAE with the activation {brief(function)}; known here: relu, topk")
     activation, transcoder = ARCHITECTURES[name]
     hook = str(facts.get("hook_name") or facts.get("hook_point") or "")
+    # Before version 6 the name of the hook point said that heads are read as one vector.
     shape = facts.get("reshape_activations") or ("hook_z" if old and "hook_z" in hook else "none")
     largest = k if activation == "topk" else 0
     if type(largest) is not int or (activation == "topk" and largest < 1):
@@ -86,6 +89,7 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
         transcoder,
         "W_skip" in names,
         _normalisation(facts.get("normalize_activations")),
+        # SAELens' own defaults: an SAE does, a transcoder does not.
         bool(facts.get("apply_b_dec_to_input", not transcoder)),
         largest,
         bool(facts.get("rescale_acts_by_decoder_norm", False)),

@@ -41,6 +41,7 @@ def ranking(config: Config, weights: Weights, inputs: Mapping[str, NDArray[np.in
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n]. The inputs are
     "k", int64 [1], how many are ranked, and "followed", int64 [n], whose activations leave the graph.
     """
+    # A weight that no node reads would be held in memory for nothing.
     unread = {"W_skip", "W_dec"} if config.subtracts_bias else {"W_skip", "W_dec", "b_dec"}
     tensors = {name: array for name, array in _tensors(config, weights).items() if name not in unread}
     lines = [*_first(config), *_encode(config, "clean_", tensors)]
@@ -79,6 +80,7 @@ def _fragment(
 def _first(config: Config) -> Lines:
     """Constants, and the value as one vector a token."""
     lines = ["last = Constant <value = int64[1] {-1}> ()"]
+    # A shape of 0 keeps an axis, -1 joins the others: heads and their widths.
     if config.by_head:
         lines += ["flat = Constant <value = int64[3] {0, 0, -1}> ()", "vector = Reshape(x, flat)"]
     else:
@@ -88,6 +90,7 @@ def _first(config: Config) -> Lines:
 
 def _encode(config: Config, tag: str, tensors: Weights) -> Lines:
     """From the vector, or the hook point behind it, to the activations."""
+    # The clean pass has no hook points: nothing inside it is ever changed.
     source, pre = ("vector", f"{tag}pre") if tag else ("hook_sae_input", "hook_sae_acts_pre")
     centred = f"Sub({tag}normal, b_dec)" if config.subtracts_bias else f"Identity({tag}normal)"
     lines = _normalise(config, tag, source, tensors["W_enc"].shape[0])
@@ -173,6 +176,7 @@ def _decode(config: Config, tag: str, acts: str) -> Lines:
     lines += [f"{tag}written = MatMul({acts}, W_dec)", f"{tag}sum_out = Add({tag}written, b_dec)"]
     recons = f"{tag}recons" if tag else "hook_sae_recons"
     lines.append(_same(recons, f"{tag}sum_out"))
+    # A transcoder gives another value than it reads, whose scale the input's does not tell.
     if config.normalisation == "none" or config.transcoder:
         return [*lines, _same(f"{tag}restored", recons)]
     if config.normalisation == "layer_norm":

@@ -161,10 +161,12 @@ class SAE:
             raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
         spec = HookSpec().intervene(self.hook, self.splice(error))
         if fixed or factors:
+            # A fixed feature: its own activation times 0, plus the fixed one.
             scales = self._row({**dict.fromkeys(fixed, 0.0), **factors}, 1.0)
             spec.intervene(self.acts, Intervention.Scale(scales, positions=positions))
         if fixed:
             spec.intervene(self.acts, Intervention.Add(self._row(fixed, 0.0), positions=positions))
+        # After factors and fixed values, so that limits hold for what they leave.
         if limits:
             spec.intervene(self.acts, self._clamp(limits, positions))
         return spec
@@ -206,6 +208,7 @@ class SAE:
             raise InterventionError(
                 f"feature {feature} writes {why}, which is no direction: use spec(scale=) or (fix=)"
             )
+        # A row of length 1, as activations are in units of the rows' lengths.
         return Direction(self.hook, row / np.linalg.norm(row) if own.by_decoder_norm else row)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -257,8 +260,10 @@ def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]
     """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
     weights: Weights = {}
     for member, array in read_npz(path):
+        # Gemma Scope writes `w_enc`, SAELens `W_enc`.
         name = f"W_{member[2:]}" if member.startswith("w_") else member
         if name in weights:
             raise ModelError(f"{path} has two members for {name}: refused")
         weights[name] = _floats(array, f"{path}: {member}")
+    # Which of the two it is, the file does not say: a place for the output makes it a transcoder.
     return Config("jumprelu", transcoder=bool(hook_out), hook=hook, hook_out=hook_out), weights

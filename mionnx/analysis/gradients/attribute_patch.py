@@ -105,6 +105,7 @@ def attribute_patch(
             raise InputError(f"confirm={confirm}: {grid.template} over {', '.join(grid.over)} has {grid.cells} cells")
         sweeps[grid.template] = sweep
         hooks += [grid.hook(layer) for layer in grid.layers]
+    # Refuses hook points without a gradient before anything runs.
     model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=rules), differentiated=True)
     results = _results(sweeps, FirstOrder(model, hooks, compared, cotangent, rules, linearize_at, steps), confirm)
     return results if several else next(iter(results.values()))
@@ -155,6 +156,7 @@ def _fitting(
     fitting: list[Cells] = []
     for template, own in kinds.items():
         first = template.format(i=own[0])
+        # The layers of a kind are alike, so the first tells.
         if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and first in with_gradient:
             fitting.append((template, names, own if layers is None else layers))
     if not fitting:
@@ -173,6 +175,7 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
             for kind, sweep in sweeps.items():
                 grid = sweep.setting.grid.at(pair.places)
                 cells = grid.by_cell([effects[grid.hook(layer)] for layer in grid.layers], np.sum)
+                # The metric of the patched run plus the change: in the form of an exact sweep's values.
                 by_pair[kind].append(bases[0, number] + cells)
         seconds = time.perf_counter() - begin
         results = {}
@@ -186,7 +189,7 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
 
 
 def _result(result: SweepResult, sweep: Sweep, first_order: FirstOrder, confirm: int) -> AttributedSweep:
-    exact = np.full(result.values.shape, np.nan)
+    exact = np.full(result.values.shape, np.nan)  # NaN: not computed exactly
     if confirm:
         leading = np.argsort(-np.abs(result.effect), axis=None, kind="stable")[:confirm]
         exact.flat[leading] = sweep.compute(leading).mean(axis=0)
@@ -263,10 +266,12 @@ class AttributedSweep(SweepResult):
             raise InputError(
                 f"a sweep over other cells: {exact.hook} {exact.over}; this one is {self.hook} {self.over}"
             )
+        # A sweep over other positions has another shape, and no cell in common.
         compared = np.isfinite(values) if values.shape == self.values.shape else np.zeros(self.values.shape, bool)
         if not compared.any():
             raise InputError("no cell was computed exactly: give confirm=10, or a patch_sweep to compare with")
         estimates, truth = self.effect[compared], values[compared] - (self.base if exact is None else exact.base)
+        # All of the confirmed cells would be leading in both: only a part of them can tell.
         default = min(10, len(estimates)) if exact is not None else max(1, len(estimates) // 2)
         at_least("top", default if k is None else k, 1)
         count = min(default if k is None else k, len(estimates))
@@ -298,6 +303,7 @@ class AttributedSweep(SweepResult):
 
 
 def _pearson(one: Numbers, other: Numbers) -> float:
+    # A correlation with a constant is undefined.
     if len(one) < CORRELATED or not np.ptp(one) or not np.ptp(other):
         return float("nan")
     return float(np.corrcoef(one, other)[0, 1])

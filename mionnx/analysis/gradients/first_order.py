@@ -45,6 +45,7 @@ class FirstOrder:
             of the corrupted and of the clean prompt.
         """
         pair, compared = self.compared.pairs[number], self.compared
+        # Row 0 is the corrupted prompt, which is patched; row 1 the clean one.
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
         # Top tokens, and the reference of "kl", are known only from logits, and the graph needs them as its inputs.
@@ -69,10 +70,8 @@ class FirstOrder:
         return {hook: gradients[hook].astype(np.float64)[rows].mean(axis=0) for hook in self.hooks}
 
     def _along(self, pair: Pair, differences: Arrays, reads: Mapping[str, Any]) -> Arrays:
-        """Gradients [...], each the mean along its own hook point's straight path.
-
-        A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
-        """
+        """Gradients [...], each the mean along its own hook point's straight path."""
+        # The midpoint rule: its error falls with the square of the number of steps.
         path = (np.arange(self.steps) + 0.5) / self.steps
         most = max(1, CALL_TOKENS // len(pair.base))
         gradients: Arrays = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
@@ -81,6 +80,8 @@ class FirstOrder:
             ids = np.repeat(pair.base[None], len(shares), axis=0)
             spec = _corrupted(pair, range(len(shares)))
             for other in self.hooks:
+                # Nothing is added at the other hook points, but the interventions are there: one graph serves all
+                # paths.
                 added = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
                 spec.intervene(other, Intervention.Add(added.astype(np.float32)))
             spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
@@ -108,6 +109,7 @@ def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[n
         difference = np.where(clean == corrupted, 0.0, clean - corrupted)
     axes = HookPoint.parse(hook).axes or ()
     if has_sequence(axes):
+        # Equal tokens at the beginning have equal values: a difference there is rounding.
         difference[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
     return difference
 
@@ -135,6 +137,7 @@ def with_metric(
     if not callable(metric):
         return spec.set_metric(metric, **reads, rules=rules)
     if callable(cotangent):
+        # Interventions alone: the metric that gradients need is made of these logits.
         plain = HookSpec()
         plain.interventions += spec.interventions
         cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST_LOGITS).output()[:, 0])

@@ -98,6 +98,8 @@ def gradients(
     last, spec = Logits(positions=-1 if position is None else position), spec.gradient(points)
     top = answer is None and "answer" in READS[name]
     if callable(cotangent) or top:
+        # A first pass tells the top token, or the logits that the cotangent is made of. Before it the request is bound
+        # with a number in the place of what is not known, so that a wrong one is refused at once.
         trial = {**read, "answer": 0 if top else answer, "cotangent": np.ones(1) if callable(cotangent) else cotangent}
         model.binder.bind(spec.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
         logits = run(hooks, logits=last).output()[:, -1]
@@ -115,6 +117,7 @@ def gradients(
 
 def copy_of(hooks: HookSpec | None) -> HookSpec:
     """A copy of a spec; one that has a metric or gradients is refused."""
+    # A copy, to which the verb adds: the caller's spec stays as it is.
     spec = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
     if spec.metric is not None or spec.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
@@ -146,6 +149,7 @@ def _of_value(
     numbers = np.ones(1) if callable(cotangent) else np.atleast_1d(cotangent)
     full = deepcopy(spec).gradient(points).set_metric("cotangent", cotangent=numbers, of=of, rules=rules)
     if callable(cotangent):
+        # Refuses a wrong request before the first pass.
         model.binder.bind(full, Outputs(logits=False, carried=False), differentiated=True)
         numbers = np.atleast_1d(cotangent(run(spec, logits=False)[of.name]))
         full.set_metric("cotangent", cotangent=numbers, of=of, rules=rules)

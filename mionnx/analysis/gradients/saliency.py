@@ -141,6 +141,7 @@ def gradient_times_input(
     grad, numbers = _gradient(cache, point)
     scores = _by_position(grad * cache[point.name], point)
     each = zip(texts, scores, numbers, strict=True)
+    # Rows are padded on the left.
     results = [SalientText(_words(model, ids), score[-len(ids) :], float(number)) for ids, score, number in each]
     return Saliency("gradient x input", point.name, metric, tuple(results))
 
@@ -169,6 +170,7 @@ def _integrated(
     value = first[point.name]
     start = _baseline(model, baseline, value, ids, point, capture)
     if request["answer"] is None and "answer" in READS[request["metric"]]:
+        # The answer of the text itself all along the path: the top token may change on the way.
         request = {**request, "answer": int(first.output()[0, -1].argmax())}
     # As ids: the first pass has looked at their spelling.
     request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
@@ -184,6 +186,7 @@ def _integrated(
     total, middles = np.zeros(value.shape[1:], np.float64), (np.arange(steps) + 0.5) / steps
     for points in batches_of([len(ids)] * steps, steps if batch_size is None else batch_size):
         total += along(middles[points])[0].sum(axis=0)
+    # At 0 of the path: the metric of the baseline, which the scores' sum is compared with.
     _, (from_, *_) = along(np.zeros(1))
     scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
     return SalientText(_words(model, ids), scores, float(_gradient(first, point)[1][0]), float(from_))
@@ -209,6 +212,7 @@ def _baseline(
         raise InputError(f"the baseline is no array: {error}") from error
     if array is not None and array.dtype.kind not in "fiub":
         raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
+    # Integers are another text's ids, fractions are the value itself.
     if array is None or array.dtype.kind in "iu":
         (other,) = prompt_ids(model, baseline if array is None else array)
         if len(other) != len(ids):
@@ -303,6 +307,7 @@ class Saliency(Shown):
 
     def view(self) -> View:
         """The texts, each token coloured by its score."""
+        # A scale of colours has a length, also where all scores are 0.
         limit = max(1e-12, *(float(np.abs(one.scores).max()) for one in self.texts))
         panels = [self._panel(number, one, limit) for number, one in enumerate(self.texts, 1)]
         meaning = f"Each token is coloured by its share of {self.metric} at {self.hook}: red raises it, blue lowers it."

@@ -55,9 +55,11 @@ class TokenArray:
 
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
+        # An index that does not begin with the tokens, as `[..., 0]`, needs all of them.
         if not entries or entries[0] is None or entries[0] is Ellipsis:
             return self.__array__()[index]
         first, others = entries[0], entries[1:]
+        # True is an integer to Python, and a mask to numpy.
         if isinstance(first, int | np.integer) and not isinstance(first, bool):
             return self._chosen(np.array([first]))[0][others]
         values = self._slice(first) if isinstance(first, slice) else self._chosen(self._tokens(first))
@@ -92,6 +94,7 @@ class TokenArray:
             tokens = np.flatnonzero(tokens)
         if tokens.size and not (-len(self) <= tokens.min() and tokens.max() < len(self)):
             raise NoTokenError(f"{self.name} has the tokens 0 to {len(self) - 1}")
+        # As in numpy the numbers may have several axes, which the result has in their place.
         flat = np.where(tokens < 0, tokens + len(self), tokens).astype(np.int64).reshape(-1)
         values = np.empty((len(flat), *self.shape[1:]), self.dtype)
         where = np.searchsorted(self._ends, flat, side="right")

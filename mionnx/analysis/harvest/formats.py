@@ -36,10 +36,11 @@ def open_shard(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            # The smallest header is "{}".
             if not 2 <= length <= path.stat().st_size:
                 raise ValueError("its header does not fit into it")
             entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
+        entries.pop("__metadata__", None)  # an entry of safetensors itself, no array
         return {name: _mapped(path, 8 + length, entry) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecFileError(f"{path} is no whole shard of activations: {error}") from error
@@ -50,6 +51,7 @@ def _mapped(path: Path, start: int, entry: Mapping[str, Any]) -> NDArray[Any]:
     dtype, shape = np.dtype(NUMPY_NAMES[entry["dtype"]]), tuple(entry["shape"])
     if end - begin != prod(shape) * dtype.itemsize or start + end > path.stat().st_size:
         raise ValueError("its arrays do not fit into it")
+    # An empty file region cannot be mapped.
     if not prod(shape):
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", start + begin, shape)
@@ -68,6 +70,7 @@ def parquet(folder: Path, number: int, written: Path, arrays: Arrays, context: i
     name = f"shard-{number:05}.parquet"
     with atomic_path(folder / name) as partial:
         schema = pyarrow.schema([(key, _arrow_type(pyarrow, array)) for key, array in arrays.items()])
+        # Activations hardly repeat or compress: both would cost time and save nothing.
         with table_file.ParquetWriter(partial, schema, compression="none", use_dictionary=False) as writer:
             for piece in pieces(len(next(iter(arrays.values()))), PIECE):
                 columns = [_arrow_column(pyarrow, array[piece]) for array in arrays.values()]
@@ -107,6 +110,7 @@ def finish_saelens(folder: Path, hooks: list[str], shards: int) -> None:
         info = datasets.Dataset.from_file(str(folder / hook / files[0])).info
         info.write_to_directory(str(folder / hook))
         state: dict[str, Any] = {"_data_files": [{"filename": name} for name in files]}
+        # A fixed fingerprint, since the same harvest gives the same bytes; `load_from_disk` needs one.
         state |= {"_split": None, "_fingerprint": "0" * 16}
         state |= {"_format_type": None, "_format_kwargs": {}, "_format_columns": None, "_output_all_columns": False}
         (folder / hook / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))

@@ -120,7 +120,7 @@ def open_writer(
     dataset = Texts(texts, settings.column)
     rows = HarvestRows(model, dataset, settings.context, settings.packed, separator, settings.positions)
     changes = HookSpec().extend(spec)
-    changes.captures = []
+    changes.captures = []  # named below: the hash is of interventions
     identity = {
         "model": {"family": model.hooked.metadata.family, "weights_sha256": model.hooked.weights_sha256},
         "hooks": [capture.node.output for capture in bound.captures],
@@ -180,6 +180,7 @@ class ShardWriter:
         manifest = self._begin(columns)
         a_token = sum(column.bytes_a_token for column in columns)
         a_token += sum(kind.itemsize for kind in TOKEN_COLUMNS.values())
+        # An iterator gave its first row above, and gives it no more.
         rows = self.rows if self.rows.texts.again else chain([first], left)
         exact, shards = cast_spec(self.spec, self.bound, None), dict(enumerate(manifest.shards))
         how = settings.format, settings.batch_size, settings.context
@@ -194,6 +195,7 @@ class ShardWriter:
                 warnings.warn(f"{one.damage}: it was made again", DamagedShardWarning, stacklevel=2)
             shards[one.number], texts = one, max(texts, one.texts)
             progress("harvest", texts, self.rows.texts.count)
+        # More shards than these texts make: they are of a longer dataset, and would be left without an entry.
         count = max([-1, *finished(self.folder), *maker.earlier]) + 1
         if count > len(shards):
             raise SpecFileError(f"{self.folder} holds {count} shards, and these texts make {len(shards)}")
@@ -201,7 +203,7 @@ class ShardWriter:
 
     def _begin(self, columns: Sequence[Column]) -> Manifest:
         """The manifest of an earlier harvest of the same into the folder, or a new one."""
-        _remove_partial(self.folder)
+        _remove_partial(self.folder)  # no process is writing them: this one has the lock
         earlier = read_manifest(self.folder)
         if earlier is not None:
             refuse_other(self.folder, earlier.settings, self.identity)

@@ -100,6 +100,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def finished(folder: Path) -> list[int]:
     """The numbers of the finished shards of an interrupted harvest."""
+    # A note that is being written has another name.
     return sorted(int(path.stem) for path in (folder / PROGRESS).glob("*.json") if path.stem.isdecimal())
 
 
@@ -108,6 +109,7 @@ def noted(folder: Path, number: int) -> Shard | None:
     path = _note(folder, number)
     try:
         return Shard(**json.loads(path.read_text()))
+    # A damaged note counts as none: its shard is made again, and gives the same bytes.
     except (FileNotFoundError, ValueError, TypeError):
         return None
     except OSError as error:

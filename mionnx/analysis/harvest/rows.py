@@ -91,7 +91,7 @@ class HarvestRows:
             ids, _ = self._ids(text)
         place = np.arange(len(ids))
         if self.separator is not None and ids[0] != self.separator:
-            ids, place = np.r_[self.separator, ids], np.r_[-1, place]
+            ids, place = np.r_[self.separator, ids], np.r_[-1, place]  # -1: a separator is in no text
         return np.stack([ids, np.full(len(ids), number), place], axis=1)
 
     def _window(self, columns: Integers) -> HarvestRow:
@@ -150,5 +150,6 @@ def digest(rows: Iterable[HarvestRow]) -> str:
     sha256 = hashlib.sha256()
     for row in rows:
         for part in (row.ids, row.text, row.position, row.keep):
+            # Lengths come before the numbers, so that rows cut at other places have another digest.
             sha256.update(np.int64(len(part)).tobytes() + np.ascontiguousarray(part).tobytes())
     return sha256.hexdigest()

@@ -46,13 +46,14 @@ class Settings:
         check_batch_size(self.batch_size)
         if self.context is not None or self.packed:
             at_least("context (tokens of a window)", self.context or 0, 1)
+        # Windows of which only some tokens are written have no longer one length.
         check_format(self.format, self.dtype, self.packed and self.positions is None)
         if self.dtype is not None and self.dtype not in HARVEST_DTYPES:
             raise InputError(f"dtype={self.dtype!r}; one of {', '.join(HARVEST_DTYPES)}")
         if self.k is not None and self.sae is None:
             raise InputError("k= is how many features of an autoencoder are written: give sae=")
         if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
-            integers(self.positions)
+            integers(self.positions)  # refuses what is no integer, before anything runs
 
     @property
     def features(self) -> int | None:
@@ -62,6 +63,7 @@ class Settings:
     def record(self, separator: int | None) -> dict[str, Any]:
         """The settings in a manifest."""
         by = self.positions
+        # A function's code cannot be compared: a harvest goes on where the name is the same.
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
         same = ("context", "packed", "dtype", "format", "batch_size", "shard_bytes")
         hook = None if self.sae is None else self.sae.config.hook
@@ -101,6 +103,7 @@ def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
     at_least("k", k, 1)
     if k > sae.d_sae:
         raise InputError(f"k={k} of {sae.d_sae} features")
+    # Its features are written in its place.
     spec.captures = [request for request in spec.captures if str(request) != where]
     inputs = {"k": np.array([k]), "followed": np.array([0])}
     spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, inputs)))

@@ -57,6 +57,7 @@ class Column:
 
     def lost(self, values: Sequence[NDArray[Any]]) -> bool:
         """Whether values, cast to fewer bits by the graph, hold infinity or NaN."""
+        # A cast to fewer bits makes numbers above its range infinite, with all bits of the exponent set.
         if self.dtype.itemsize >= self.own.itemsize or self.dtype not in INFINITY:
             return False
         infinity = INFINITY[self.dtype]
@@ -65,8 +66,9 @@ class Column:
     def _cast(self, values: NDArray[Any]) -> NDArray[Any]:
         if values.dtype == self.dtype:
             return values
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # refused below, with the number
             cast = values.astype(self.dtype)
+        # Infinity or NaN of the model itself is written as it is.
         if self.dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all() and np.isfinite(values).all():
             raise InputError(f"{self.name} has {np.abs(values).max():.4g}, too large for {self.dtype}: use bfloat16")
         return cast
@@ -82,6 +84,7 @@ def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dt
             )
         axis, value = sequence_axis(node.axes), cache[node.output]
         shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
+        # Features and experts are numbered far below 2^31; int32 halves the file.
         written = np.dtype(np.int32) if own == np.int64 else own
         columns.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
     return columns
@@ -147,10 +150,12 @@ class ShardMaker:
 
     def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
         """A shard: as it is there, or made now."""
+        # A dataset of SAELens has rows of one length, so the last, shorter window has no place in it.
         windows = [row for row in rows if self.format != "saelens" or len(row) == self.context]
         texts, dropped = int(rows[-1].text[-1]) + 1, sum(map(len, rows)) - sum(map(len, windows))
         earlier, tokens, damage = noted(self.folder, number) or self.earlier.get(number), digest(windows), None
         if earlier is not None:
+            # Texts are compared before checksums: a folder of other texts is refused, a damaged shard made again.
             if earlier.digest != tokens:
                 raise SpecFileError(f"{self.folder}: shard {number} was made of other texts: choose another folder")
             damage = self._damage(earlier)

@@ -58,10 +58,12 @@ def _files(source: Path) -> list[Path]:
         raise InputError(f"{str(source)[:60]!r} is no file and no folder: {error}") from error
     if not source.is_dir():
         raise InputError(f"{source} is no file and no folder; texts themselves are given as a list, or an iterator")
+    # A `DatasetDict`: which of its splits is meant is not to be guessed.
     if (source / "dataset_dict.json").is_file():
         splits = json.loads((source / "dataset_dict.json").read_text()).get("splits", [])
         raise InputError(f"{source} has splits: choose one, {', '.join(str(source / split) for split in splits)}")
     if (source / "state.json").is_file():
+        # In the order of the dataset, which the names of the files need not have.
         return [source / entry["filename"] for entry in json.loads((source / "state.json").read_text())["_data_files"]]
     files = sorted(path for path in source.iterdir() if path.suffix in READERS and path.is_file())
     if not files:
@@ -113,6 +115,7 @@ def _arrow(path: Path, column: str) -> Iterator[Any]:
 
 def _entries(column: Any) -> Iterator[Any]:
     """The texts of an array of arrow; lists of ids as arrays, without an object a token."""
+    # Texts, and lists with missing entries, have no plain array of numbers behind them.
     if column.null_count or not hasattr(column, "offsets") or not hasattr(column, "values"):
         yield from column.to_pylist()
         return

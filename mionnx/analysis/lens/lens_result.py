@@ -85,6 +85,7 @@ class LensResult(Shown):
 
     def _contents(self) -> dict[str, Any]:
         contents, reader = super()._contents(), _reader(self)
+        # These functions belong to an open model: a `SavedReader` takes their place.
         for name in ("spell", "known", "read"):
             del contents[name]
         tokens = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist(), *self.tracked})
@@ -136,6 +137,7 @@ class LensResult(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield f"at position {self.positions[-1]}, after {self.tokens[-1]!r}:"
+        # A model with fewer points would show one twice.
         for i in np.unique(np.linspace(0, len(self.points) - 1, PRINTED_POINTS).astype(int)):
             best = [f"{self.spell(token)!r} {decimal(probability, 3)}" for token, probability in self.best(i, -1)[:3]]
             yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
@@ -157,6 +159,7 @@ class LensResult(Shown):
     def converged(self) -> list[str | None]:
         """[positions]: the first point from which the answer stays the top token; None where it never does."""
         right = self.top_ids[:, :, 0] == self.answers
+        # From the end: whether the answer is on top here and at every later point.
         settled = np.logical_and.accumulate(right[::-1])[::-1]
         return [self.points[int(column.argmax())] if column.any() else None for column in settled.T]
 
@@ -195,11 +198,13 @@ class LensResult(Shown):
         shares, ranks = np.exp(self.readout.log_probs), self.readout.ranks
         return [
             {"id": token, "token": self.spell(token), "probability": shares[..., i], "rank": ranks[..., i]}
+            # Column 0 is the answer, see `_lens_result`.
             for i, token in enumerate(self.tracked, 1)
         ]
 
     def view(self) -> View:
         """Map of the top tokens, coloured by a measure of choice, and a chart of each position."""
+        # Ascending, for `searchsorted`: a cell has the index of its word, and the page each word once.
         words = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist()})
         colours: dict[str, Any] = {
             "probability of the top token": self.top_probs[..., 0],
@@ -215,6 +220,7 @@ class LensResult(Shown):
             colours,
             {name: 1.0 for name in colours if name.startswith("probability")},
             [RANK],
+            # Probabilities have one scale in all maps, from 0 to 1.
             diverging=False,
             hover={"answer": [[self.spell(token) for token in self.answers.tolist()]] * len(self.points)},
             marked=settled,
@@ -237,6 +243,7 @@ class LensResult(Shown):
             if token != answer and token not in self.tracked:
                 peaks[token] = max(peaks.get(token, 0.0), share)
         for token in sorted(peaks, key=lambda token: -peaks[token])[: max(0, CURVES - len(series))]:
+            # Outside the top tokens a rival's probability is not known: the curve has a gap there.
             shares = np.where(ids == token, self.top_probs[:, column], 0).sum(1)
             series.append(Series(self.spell(token), np.where((ids == token).any(1), shares, np.nan)))
         points = [label_of(point) for point in self.points]

@@ -116,6 +116,7 @@ def logit_lens(
     texts = texts_of(model, source)
     indices = [_indices(text, positions) for text in texts]
     names = _stream_names(model, layers, points)
+    # The stream after the last layer is the reference of divergences and tells the answers.
     captured = [*names, str(HookPoint.ResidPost(model.num_layers - 1))]
     tracked = [token_of(model, token) for token in token_ids]
     spec = HookSpec().extend(hooks or HookSpec())
@@ -138,6 +139,7 @@ def logit_lens(
 def _lens_result(
     text: PromptText, names: list[str], indices: list[int], reader: LensReader, tracked: list[int], k: int
 ) -> LensResult:
+    # The answers come first, since their probabilities are read at every point.
     last = reader.last()
     if has_nan(last.top):
         raise ModelError(f"logits are NaN and the streams are not: {ON_NAN}, in the final norm or the head")
@@ -245,6 +247,7 @@ def track_token(
         model.track_token("The capital of France is", "Paris")  # float32 [n_layers]
     """
     lens = logit_lens(model, one_text(model, prompt).ids, hooks, k=1, positions=position, token_ids=[token])
+    # Column 0 is the answer's, 1 the token's.
     return np.exp(lens.readout.log_probs[:, 0, 1])
 
 
@@ -274,10 +277,12 @@ def track_race(
     Example:
         model.track_race("The capital of France is", k=3)[2]  # the top three after layer 2
     """
+    # A batch of ids from a tokenizer is a mapping too.
     if isinstance(source, Mapping) and IDS not in source:
         if not source or position != -1 or hooks is not None:
             raise InputError("track_race takes a prompt, or {layer: residual} with nothing but k")
         rows = [streams_of(residual, model.hidden_size, f"layer {layer}") for layer, residual in source.items()]
         return dict(zip(map(int, source), _read_vectors(model, np.stack(rows), k), strict=True))
     lens = logit_lens(model, one_text(model, source).ids, hooks, k=k, positions=position)
+    # The points are one a layer, in order.
     return {layer: lens.best(layer, 0) for layer in range(model.num_layers)}

@@ -69,6 +69,7 @@ class Lens(Segments):
         results += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
         results += [np.empty(shape, np.float32) for _ in range(2)]
         for rows, columns in self._blocks(*shape, chosen.shape[1]):
+            # The reference goes with every block, as its first row: divergences need its logits beside the others'.
             block = np.concatenate([reference[None, columns], streams[rows, columns]])
             for array, part in zip(results, self._distribution(block, chosen[columns], k), strict=True):
                 array[rows, columns] = part[1:]
@@ -86,6 +87,7 @@ class Lens(Segments):
         row = self.sizes.vocab_size * (4 * COPIES + 5 * chosen)  # ranks compare every token with each chosen one
         fitting = max(2, ROOM // row)  # the reference and one stream at least
         high = min(streams, fitting - 1)
+        # Each row of streams has the reference beside it.
         wide = max(1, fitting // (high + 1))
         for first in range(0, streams, high):
             for column in range(0, positions, wide):
@@ -178,6 +180,7 @@ class SavedReader:
 
     def read(self, chosen: NDArray[np.int64]) -> Readout:
         """Read a tracked token, the same at every position."""
+        # Column 0 is the answer's.
         column = [1 + self.tracked.index(self.known(int(chosen[0, 0])))]
         readout = self.readout
         return replace(readout, log_probs=readout.log_probs[..., column], ranks=readout.ranks[..., column])

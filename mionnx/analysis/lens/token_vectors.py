@@ -56,8 +56,9 @@ def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArr
     """
     token_id = token_of(model, token)
     if not scaled:
-        return np.array(model.opened(Vocabulary).embedding[token_id])
+        return np.array(model.opened(Vocabulary).embedding[token_id])  # a copy: the table is mapped from the file
     spec = HookSpec().capture(HookPoint.Embed)
+    # The scale is in the graph alone, so the graph gives it.
     return model.forward([token_id], spec, logits=False)[HookPoint.Embed][0, 0]
 
 
@@ -93,6 +94,7 @@ def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> S
     Example:
         model.embedding_neighbors("Paris", k=3)
     """
+    # Rows of the table are compared: a scale would not change a cosine.
     vector = embedding_for(model, query, scaled=False) if isinstance(query, str) else _one_vector(model, query, "query")
     return largest(cosines(model.opened(Vocabulary).embedding, vector), k)
 

@@ -123,6 +123,7 @@ def _read_labels(
             raise InputError(f"{name}={choice!r}; {' or '.join(allowed)}{nearest(choice, allowed)}")
     if isinstance(labels, str | bytes | dict) or not hasattr(labels, "__len__"):
         raise InputError(f"labels are a list or an array, one a text or one a token, got {type(labels).__name__}")
+    # As Python's own numbers, whose type tells classes from values.
     column = [*read_array("labels", labels).tolist()] if hasattr(labels, "shape") else [*labels]
     text_of = np.asarray(activations.text_index).astype(np.int64)
     of_tokens = _of_tokens(activations, text_of, len(column), per)
@@ -172,6 +173,7 @@ def _of_tokens(activations: Activations, text_of: NDArray[np.int64], count: int,
         raise InputError(f"{count} labels; the harvest has {texts} texts and {tokens} tokens: one for each of either")
     if per is None and len(fitting) > 1 and not np.array_equal(text_of, np.arange(tokens)):
         raise InputError(f"{count} labels for {texts} texts of {tokens} tokens: say per='text' or per='token'")
+    # As many texts as tokens are texts of one token: either reading is the same.
     return (per or fitting[-1]) == "token"
 
 
@@ -208,6 +210,7 @@ def _folds(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[
         raise InputError(f"{texts} labelled texts in {folds} folds: give folds={max(2, texts)} or more texts")
     regression = labelled.classes is None
     split = (GroupKFold if regression else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
+    # The values do not matter to the division, only how many there are.
     for fit, score in split.split(np.empty(len(labelled.targets)), labelled.targets, labelled.groups):
         if not regression and len({*labelled.targets[fit].tolist()}) < len(labelled.classes or ()):
             raise InputError("a class is in the texts of one fold only: give more texts of each class, or fewer folds")
@@ -251,6 +254,7 @@ def _scores(model: Any, values: NDArray[Any], targets: NDArray[Any], labelled: L
         return {**scores, "auc": float("nan")}  # a class that no text of the fold has
     probabilities = model.predict_proba(values)
     numbers = np.arange(probabilities.shape[1])
+    # Of two classes scikit-learn takes the probability of the second alone.
     probabilities = probabilities[:, 1] if len(numbers) == TWO else probabilities
     auc = roc_auc_score(targets, probabilities, multi_class="ovr", labels=numbers)
     return {**scores, "auc": float(auc)}

@@ -129,6 +129,7 @@ class ProbeResult(Shown):
             if label is not None:
                 raise InputError(f"label={label!r}: these probes predict values")
             return weights[0]
+        # Two classes have one row of weights, for the second against the first.
         if label is None and len(self.classes) == len(weights) + 1:
             return weights[0]
         if isinstance(label, np.ndarray) or label not in self.classes:
@@ -171,11 +172,13 @@ class ProbeResult(Shown):
     def view(self) -> View:
         """Map of the scores above the baseline, and curves over the layers."""
         scores, spread, kinds = self.score(self.metric), self.spread(), self._kinds()
+        # Outside the layers: the embedding, the final norm.
         places = sorted({-1 if point.layer is None else point.layer for points in kinds.values() for point in points})
         series = [self._series(kind, points, places) for kind, points in kinds.items()]
         unit = "layer" if places[0] >= 0 else "layer (-1: outside the layers)"
         curves = Lines(np.array(places), series, unit, f"{self.metric}, held out", levels={"baseline": self.baseline})
         layers = [[point.layer for point in points] for points in kinds.values()]
+        # A map of kinds and layers, if every kind has the same layers; else a line a hook point.
         grid = len({tuple(one) for one in layers}) == 1 and None not in layers[0]
         names = [point.name for points in kinds.values() for point in points]
         axes = {"hook point": [*kinds], "layer": [*map(str, layers[0])]} if grid else {"hook point": names}

@@ -259,6 +259,7 @@ def _until(model: Runner, spec: HookSpec, end: HookPoint, everything: bool) -> H
 
 def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> HookSpec:
     if names_filter is None:
+        # Derived values are computed on request, from others that are among these.
         return _capturing(model, [point for point in model.hook_points() if not point.derived])
     single = isinstance(names_filter, HookPoint | str) or callable(names_filter)
     spec = HookSpec()
@@ -305,6 +306,7 @@ def _run(
         def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
             if name not in dead:
                 return here.call(hooked, part, 0, name, value)
+            # A function may write into the array: only a copy tells whether it did.
             before = value.copy()
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
@@ -320,15 +322,10 @@ def _run(
 def _run_backwards(
     model: Runner, request: ListRequest, functions: Mapping[str, list[HookFunction]], metric: Mapping[str, Any]
 ) -> HookCache:
-    """Run a model and go back from a metric, with functions at the gradients, by hook point in execution order.
-
-    1. The gradients of the metric by all hooked values come from one pass.
-    2. The functions are called from the last hook point to the first, with the gradient by the value there.
-    3. A gradient g changed to g' reaches earlier hook points as the difference does: one more pass differentiates the
-       value times (g' - g), and its gradients are added to theirs.
-    """
+    """Run a model and go back from a metric, with functions at the gradients, by hook point in execution order."""
 
     def forward(spec: HookSpec, logits: bool = True) -> HookCache:
+        # In one pass, since a changed gradient goes back through the same rows again.
         return _forward(model, replace(request, spec=spec, logits=logits, batch_size=None))
 
     cache = forward(deepcopy(request.spec).set_metric(**metric).gradient([*functions]))
@@ -338,8 +335,11 @@ def _run_backwards(
         before = gradients[name].copy()
         gradients[name] = _called(model, name, functions[name], gradients[name])
         change = gradients[name] - before
+        # The hook points that this value is computed from; no other gradient changes with its own.
         leading = flow.read_by(flow.ancestors([name]))
         earlier = [other for other in functions if other in leading and other != name]
+        # A gradient g that became g' reaches earlier hook points as g' - g does: one more pass differentiates the value
+        # times (g' - g), and its gradients are added to theirs.
         if earlier and change.any():
             again = deepcopy(request.spec).capture(name).set_metric("cotangent", cotangent=change, of=name)
             for other, value in (forward(again.gradient(earlier), logits=False).grad or {}).items():
@@ -366,6 +366,7 @@ def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float6
     Returns:
         of logits [batch, seq, vocab], [batch, seq - 1]; NaN where either of the two tokens is padding.
     """
+    # A loss is of a real token after a real one.
     predicted = batch.real[:, :-1] & batch.real[:, 1:]
     if not predicted.any():
         raise InputError("a loss needs a text of two tokens or more: it is of each token, given those before it")

@@ -156,6 +156,7 @@ def generate_with_hooks(
         text, ids = model.generate_with_hooks("The capital of France is", 3, ablate_layers=1)
     """
     spec = _ablation(model, ablate_layers) if ablate_layers is not None else HookSpec()
+    # With one new token no position is generated, and an intervention there would be refused as one without effect.
     positions: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
     spec.extend(_steering(model, steers or (), positions))
     result = generate(model, one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)

@@ -149,6 +149,7 @@ def _tokenised(model: Runner, text: str, prepend_bos: bool | None) -> NDArray[np
         if prepend_bos:
             raise InputError(f"prepend_bos=True: the config of {model.hooked.name} names no beginning-of-text token")
         return ids
+    # A text may begin with the token's own spelling: only the ids without special tokens tell what was added.
     plain = encode(model.tokenizer, text, add_special_tokens=False).ids
     added = ids[:1].tolist() == bos and ids[1 : 1 + len(plain)].tolist() == plain
     if added == prepend_bos:

@@ -56,6 +56,7 @@ def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) 
         first = list[NDArray[np.float32]]()
         for number, logits in enumerate(model.chain.logits_of([*map(Stage.first, calls)])):
             path = Path(folder) / f"{number}.npy"
+            # Log probabilities of a whole vocabulary at every token: too much to hold for all prompts.
             np.save(path, log_probabilities(logits))
             first.append(np.load(path, mmap_mode="r"))
             progress("the model's own text", number + 1, len(calls))
@@ -92,6 +93,7 @@ class Moves:
     @classmethod
     def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
         """The moves in order."""
+        # Names break ties: the same order in every run.
         order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
         return cls(begin, end, order, [more[loss.name] for loss in order])
 
@@ -120,6 +122,7 @@ class Moves:
         """
         # a knapsack by dynamic programming, costs in grains; scipy's `milp` prints its solver's lines into a command's
         grains = min(GRAINS, TABLE // max(1, len(self.losses)))
+        # Rounded up: the sum of grains never stands for less than the sum of costs.
         costs = [int(min(np.ceil(loss.kl / max(left, 1e-300) * grains), grains + 1)) for loss in self.losses]
         saved, stays = np.zeros(grains + 1, np.int64), np.zeros((len(costs), grains + 1), bool)
         for at, (cost, more) in enumerate(zip(costs, self.more, strict=True)):
@@ -128,6 +131,7 @@ class Moves:
                 stays[at, cost:] = other > saved[cost:]
                 saved[cost:] = np.maximum(saved[cost:], other)
         moved, free = set[str](), grains
+        # From the last matrix back, what each choice left free tells which were made.
         for at in range(len(costs) - 1, -1, -1):
             if stays[at, free]:
                 free -= costs[at]
@@ -167,6 +171,7 @@ class Search:
             def others(names: Sequence[str]) -> Arrays:
                 nonlocal done
                 arrays: Arrays = {}
+                # One matrix at a time, and for both of its inputs once.
                 for one in {by_input[name].name: by_input[name] for name in names if name in by_input}.values():
                     array = self.model.held(one.name, one.numbers())
                     arrays |= {name: array for name in one.inputs if name in names}
@@ -256,6 +261,7 @@ class Search:
         sets, best = list[dict[str, int]](), moves.steps[high]
         within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
         last = len(self.measured) + MORE
+        # Turns are limited too: a set that was measured before, or takes no fewer bytes, costs no measurement.
         for turn in range(4 * MORE):
             if self.kl(best) >= CLOSE * self.bound or len(self.measured) == last:
                 break

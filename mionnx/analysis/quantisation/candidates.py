@@ -67,6 +67,7 @@ def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> lis
         def numbers() -> of_graph.Matrix:
             return matmul_nbits(flow, other.folder, reader) if product else of_graph.embedding(other)
 
+        # 4 is the operator's default.
         return Candidate(name, attributes(reader).get("bits", 4), size, numbers, product, table)
 
     names = dict.fromkeys([one.weight for one in uses.products] + ([uses.table] if uses.table else []))

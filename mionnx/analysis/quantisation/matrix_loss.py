@@ -63,7 +63,7 @@ class Divergence:
         if np.isnan(kl).any():
             raise ModelError("the logits of a model with other weights are no numbers: its weights are damaged")
         self.positions += len(kl)
-        self.total += float(kl.clip(min=0).sum())
+        self.total += float(kl.clip(min=0).sum())  # rounding can take it below 0
         self.same += int((first.argmax(-1) == other.argmax(-1)).sum())
 
     @property
@@ -155,6 +155,7 @@ class FloatModel:
         expert = expert_of(name)
         if expert is None:
             return np.ascontiguousarray(oriented)
+        # A copy of the stack, in which one matrix is another.
         stack = np.array(rows_of(self.hooked, expert[0], turned=True))
         stack[expert[1]] = oriented
         return stack
@@ -168,6 +169,7 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
     chosen, left = list[TokenBatch](), SAMPLE_TOKENS
     for place in places:
         if left > 0:
+            # Two tokens at least: the last predicts nothing.
             ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]
             chosen.append(make_token_batch(ids, None, None, model.metadata.sizes))
             left -= ids.size
@@ -232,4 +234,5 @@ def _relative_error(pairs: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> float
         exact = own.astype(np.float32)
         error += float(np.square(exact - other.astype(np.float32)).sum())
         size += float(np.square(exact).sum())
+    # Of a matrix of zeros any difference is an error of 1.
     return float(np.sqrt(error / size)) if size else float(error > 0)

@@ -112,6 +112,7 @@ def _quantise_by_text(
     """Write a quantised model: scales by what matrices read, bits within a bound of KL."""
     if budget is not None and not (np.isfinite(budget) and budget > 0):
         raise InputError(f"budget must be a number of nats above 0, got {budget!r}")
+    # At once: measuring takes minutes.
     if folder.exists():
         raise ModelError(f"{folder} exists already")
     remove_leftovers(folder.parent, holding=())
@@ -182,6 +183,7 @@ def _settings(settings: Quantisation, wide: list[str], floats: list[str], no_oth
 def _measured(hooked: HookedModel, text: MeasuredText, threads: int, progress: Progress) -> Divergence:
     """KL of a quantised model over a text, its products in floats."""
     products = any(node.op_type == "MatMulNBits" for node in hooked.proto.graph.node)
+    # In floats: rounding of what products read is no part of the blocks' cost.
     model = at_level(hooked, 0) if products else hooked
     bound, options = bind(HookSpec(), model, Outputs(carried=False)), Options(threads=threads)
     graph, _ = rewrite(model.proto, bound.plan, model.metadata)

@@ -53,6 +53,7 @@ def own_text(model: Runner) -> list[Ids]:
     if model.has_tokenizer:
         special = np.asarray(encode(model.tokenizer, "").ids, np.int64)
         first = int(special[0]) if len(special) else 0
+    # Without a special token of the tokenizer: the token that ends a text, as many models begin with it.
     first = first or next(iter(model.hooked.end_tokens()), 0)
     length = min(OWN_LENGTH, model.hooked.metadata.sizes.max_positions or OWN_LENGTH)
     begin = np.full((OWN_ROWS, 1), first, np.int64)
@@ -71,5 +72,6 @@ def digest(ids: Sequence[Ids]) -> str:
     """SHA-256 of windows' tokens, in hexadecimal."""
     sha = sha256()
     for one in ids:
+        # The shape too, so that windows cut elsewhere differ; little-endian on every machine.
         sha.update(np.array(one.shape, "<i8").tobytes() + np.ascontiguousarray(one, "<i8").tobytes())
     return sha.hexdigest()

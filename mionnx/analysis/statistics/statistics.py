@@ -137,6 +137,7 @@ class Statistics(Brief, Stored):
         Raises:
             InputError: a token of a class that did not occur, or classes of a function that a file does not hold.
         """
+        # A loaded file knows that there was a function, and not which.
         if self.by == FUNCTION:
             raise InputError("the classes are a function's, which no file holds: set `by` to it again")
         try:
@@ -202,6 +203,7 @@ class Statistics(Brief, Stored):
         return self._moments[name]
 
     def _shown(self, array: NDArray[Any]) -> NDArray[Any]:
+        # Without classes there is one, of all tokens.
         return array[0] if self.by is None else array
 
     def _facts(self) -> Iterator[str]:
@@ -264,6 +266,7 @@ def statistics(
             for ids, cache in zip(rows, caches, strict=True):
                 classes = classes_of(by, ids)
                 for name in names:
+                    # Tokens as the first axis; a row is one text.
                     axis = sequence_axis(HookPoint.parse(name).axes or ())
                     moments.add(name, Moments.of(np.moveaxis(cache[name], axis, 1)[0], classes, covariance))
             done += len(rows)

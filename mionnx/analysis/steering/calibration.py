@@ -35,6 +35,7 @@ def texts_of(name: str, texts: Texts) -> list[str]:
 
 def one_list_each(positions: Any) -> bool:
     """Whether positions are a list for each prompt, rather than the same for all."""
+    # None and "prompt" are the same tokens in every text.
     plain = isinstance(positions, str | int | np.integer) or positions is None
     return not plain and not all(isinstance(one, int | np.integer) for one in positions)
 
@@ -136,11 +137,13 @@ def vector_norms(
 
     each = [positions_of(positions, prompt, len(texts)) for prompt in range(len(texts))]
     if one_list_each(positions):
+        # Each text has its own spec then, and a batch has one.
         by_text = [lengths([text], own)[0] for text, own in zip(texts, each, strict=True)]
     else:
         by_text = lengths(texts, positions)
     later = np.concatenate([_later(len(text), own) for text, own in zip(texts, each, strict=True)])
     pooled = np.concatenate(by_text, axis=1)
+    # Only where every token is the first of its text do first tokens count: see `calibrate`.
     return np.asarray(np.median(pooled[:, later] if later.any() else pooled, axis=1))
 
 
@@ -164,6 +167,7 @@ def map_values(
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
         values = numbers(cache)
+        # Norms and means of float16 values overflow or lose digits in float16.
         return np.stack([reduce(values[point][0].astype(np.float64)) for point in points])
 
     spec = HookSpec().capture([*points], positions=positions)

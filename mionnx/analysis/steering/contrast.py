@@ -62,6 +62,7 @@ def contrast(
     short, template = template_of(hook)
     points = [template.format(i=layer) for layer in chosen]
     at = [positions] if isinstance(positions, int | np.integer) else [*positions]
+    # Both sides in one list, so that prompts of like length share a pass.
     ids, mean = model.ids([*sides[0], *sides[1]]), partial(np.mean, axis=0)
     activations = map_values(model, ids, points, at, mean, batch_size, "capturing", progress)
     plus, minus = np.split(np.stack(activations, axis=1), 2, axis=1)  # [layers, pairs, width]

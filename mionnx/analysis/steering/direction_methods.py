@@ -39,7 +39,9 @@ def principal_axis(differences: Matrix) -> Matrix:
     The differences are not centred: this is the first principal component of both sides of each pair about the pair's
     own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
     """
+    # `full_matrices` would make [width, width] for one row of it.
     axis = np.linalg.svd(differences, full_matrices=False)[2][0]
+    # The sign of an axis is arbitrary; the mean along it gives it the direction from negative to positive.
     return axis * (differences @ axis).mean()
 
 
@@ -52,6 +54,7 @@ def directions_of(positive: Matrix, negative: Matrix, method: str, layers: tuple
         raise InputError(f"method {method!r}; one of {', '.join(METHODS)}{nearest(method, METHODS)}")
     vectors = np.stack([METHODS[method](one) for one in positive - negative])
     for layer, vector, scale in zip(layers, vectors, np.abs(positive).max(axis=(1, 2)), strict=True):
+        # A difference below the rounding of float32 activations points nowhere.
         if np.linalg.norm(vector) <= 1e-6 * max(float(scale), 1e-30):
             raise InterventionError(f"layer {layer}: the positive and the negative prompts do not differ there")
     return vectors
@@ -77,6 +80,7 @@ def _held_out(differences: Matrix, method: str) -> float:
     count = len(differences)
     if count < 2:
         return float("nan")
+    # The pair that is judged has no part in its direction.
     others = [METHODS[method](np.delete(differences, pair, axis=0)) for pair in range(count)]
     return float(np.mean([one @ other > 0 for one, other in zip(differences, others, strict=True)]))
 

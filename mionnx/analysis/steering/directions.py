@@ -43,6 +43,7 @@ class Direction(Brief):
     vector: NDArray[np.float32]
 
     def __post_init__(self) -> None:
+        # One spelling of the name, however the hook point was written.
         object.__setattr__(self, "hook", str(HookPoint.parse(self.hook)))
         vector = _vectors(self.vector)
         if vector.ndim != 1 or not np.linalg.norm(vector):
@@ -53,6 +54,7 @@ class Direction(Brief):
     def norm(self) -> float:
         return float(np.linalg.norm(self.vector))
 
+    # A float64 strength would make the product float64.
     def intervention(self, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
         """Add `strength` times the vector; at every token if no positions are given."""
         return Intervention.Add(self.vector * np.float32(strength), positions=positions)
@@ -135,6 +137,7 @@ class Directions(Shown):
 
     def only(self, layers: Sequence[int]) -> Directions:
         """The directions of some of the layers."""
+        # `point` raises for a layer without a direction.
         at = [self.layers.index(layer) for layer in layers if self.point(layer)]
         separation = None
         if self.separation is not None:
@@ -218,6 +221,7 @@ class Directions(Shown):
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
             declaration = json.loads(metadata["declaration"])
+            # What is left in `tensors` are the directions.
             measures = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
             vectors = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
             layers = sorted(vectors)
@@ -239,6 +243,7 @@ class Directions(Shown):
                 f"a control vector is added at hook_{VECTOR_HOOK}, and these directions are at {self.hook}"
             )
         vectors = dict(zip(self.layers, self.vectors, strict=True))
+        # A file of layer 0 alone would be empty: `write` refuses it.
         if self.layers[0] != 0 or len(self.layers) == 1:
             return control_vector.write(vectors, path, model_hint)
         del vectors[0]
@@ -285,7 +290,7 @@ class Directions(Shown):
         return table
 
     def _columns(self) -> Columns:
-        cosines = [*self.convergence(), np.nan]
+        cosines = [*self.convergence(), np.nan]  # the last layer has no next one
         columns: dict[str, Any] = {"layer": [*self.layers], "length": self.norms, "cosine with the next": cosines}
         return columns if self.separation is None else {**columns, **vars(self.separation)}
 
@@ -301,7 +306,7 @@ class Directions(Shown):
 
 def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(to_array(vectors), np.float32)
+        array = np.array(to_array(vectors), np.float32)  # a copy: the caller's array may change
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():

@@ -85,11 +85,13 @@ def dose_response(
         dose.probabilities[0], dose.flips[0]
     """
     texts, doses = texts_of("prompts", prompts), _doses(strengths)
+    # All strengths are 0: any tolerance above 0 will do.
     finest: float = FINEST * float(np.abs(doses).max()) or FINEST
     if bisect is not None and not bisect >= finest:
         raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
     with shown(progress):
         trial = DoseTrial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
+        # Of two as far from 0 the positive one: targets are the answers in its direction.
         strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
         if target is None:
             targets = np.array(
@@ -100,6 +102,7 @@ def dose_response(
         warn_of_spellings(model, {"target": target}, trial.baseline)
         answers = trial.answers(doses, targets)
         baseline = trial.baseline.argmax(axis=1)
+        # A prompt that the target answers without steering has nothing to flip.
         hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
         flips = trial.flips([*brackets(doses, hit)], targets, bisect)
         tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
@@ -162,6 +165,7 @@ class DoseTrial:
             flipping = self._narrower(flipping, targets, bisect)
         flips = np.full(len(self.texts), np.nan)
         for prompt, _, high in flipping:
+            # `not <=`, since flips are NaN at first.
             if not abs(flips[prompt]) <= abs(high):
                 flips[prompt] = high
         return flips
@@ -174,6 +178,7 @@ class DoseTrial:
         hits = [logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)]
         narrow = [one for one in flipping if one not in wide]
         for n, (one, inner) in enumerate(zip(wide, cuts, strict=True)):
+            # The upper end of a bracket is a hit already, so it needs no run.
             first = [*hits[n * STRENGTHS_BETWEEN : (n + 1) * STRENGTHS_BETWEEN], True].index(True)
             narrow.append((one[0], inner[first], inner[first + 1]))
         return narrow
@@ -187,12 +192,13 @@ def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator
         for prompt, hits in enumerate(hit[:, outward]):
             if hits.any():
                 first = int(hits.argmax())
+                # On each side the search begins at 0, where the answer is the baseline.
                 yield prompt, float(strengths[outward[first - 1]]) if first else 0.0, float(strengths[outward[first]])
 
 
 def _doses(strengths: ArrayLike) -> NDArray[np.float64]:
     try:
-        doses = np.unique(np.asarray(to_array(strengths), np.float64))
+        doses = np.unique(np.asarray(to_array(strengths), np.float64))  # sorted, each once
     except (TypeError, ValueError) as error:
         raise InputError(f"strengths must be numbers: {error}") from error
     if doses.size == 0 or not np.isfinite(doses).all():
@@ -323,6 +329,7 @@ class DoseResponse(Shown):
             for top, probability, kl in zip(self.top(row), self.probabilities[row], self.kl[row], strict=True)
         ]
         name = f"{prompt} → {target.strip()}"
+        # The end of a long prompt stays, since the answer follows it.
         name = name if len(name) <= LETTERS else f"…{name[1 - LETTERS :]}"
         flip = self.flips[row]
         return Series(name, values, notes=notes, marks=[flip] if marked and np.isfinite(flip) else ())

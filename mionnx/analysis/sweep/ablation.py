@@ -88,7 +88,7 @@ def ablation_sweep(
         identity = f"mean {digest}"
     elif kind == "resample":
         compared, donors = _resampled(compared, others, seed or 0, repeats or 1), None
-        identity = f"resample {seed or 0}"
+        identity = f"resample {seed or 0}"  # drawn values make new pairs, whose other runs are the donors
     shortcuts = shortcuts_for(model.hooked, shortcuts)
     setting = SweepSetting(grid, f"{kind.capitalize()} ablation of", shortcuts, donors, identity)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
@@ -109,6 +109,7 @@ def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeat
 
 
 def _zeros(base: CleanRun) -> Arrays:
+    # Size 1 on every axis: broadcast to the value wherever it is put in.
     return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
 
 
@@ -124,14 +125,16 @@ def _mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By) -
     digest = hashlib.sha256()
     for prompt in prompts:
         classes = classes_of(by, prompt)
+        # The means are part of a sweep's key: a file of cells must not continue with means of other prompts.
         digest.update(prompt.tobytes() + b"|" + (b"" if by is None else classes.tobytes() + b"|"))
         for hook, value in run_clean(graphs, prompt[None], (), hooks).values.items():
-            own = Moments.of(np.moveaxis(value, axis, 1)[0], classes)
+            own = Moments.of(np.moveaxis(value, axis, 1)[0], classes)  # tokens as the first axis, one prompt at a time
             moments[hook] = moments[hook].merged(own) if hook in moments else own
 
     def donors(base: CleanRun) -> Arrays:
         places = _class_places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
         means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in moments.items()}
+        # Moments are float64; a donor has the dtype of the graph's value.
         return {hook: mean.astype(base.values[hook].dtype) for hook, mean in means.items()}
 
     return donors, digest.hexdigest()[:16]
@@ -158,9 +161,11 @@ def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: in
     draw, pairs = np.random.default_rng(seed), []
     for number in range(len(compared) * repeats):
         pair, prompt = compared.pairs[number // repeats], compared.bases[number // repeats]
+        # Of a longer text the beginning counts: what follows cannot change its values, and positions correspond.
         cut = [other[: len(prompt)] for other in reference if len(other) >= len(prompt)]
         fitting = [other for other in cut if not np.array_equal(other, prompt)]
         if not fitting:
             raise InputError(f"prompt {number}: no other reference prompt has {len(prompt)} tokens to resample from")
+        # The draw is among uncut prompts; the pair itself ends where its logits are read.
         pairs.append(replace(pair, other=fitting[int(draw.integers(len(fitting)))][: len(pair.base)]))
     return replace(compared, pairs=pairs, metric=compared.metric.for_repeats(repeats), repeats=repeats)

@@ -66,17 +66,20 @@ def run_clean(
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])
     run, rows = CleanRun(ids, corruption=corruption), Rows(ids)
     stream = Arrays()
-    for layer in range(EMBEDDING, graphs.layers):
+    for layer in range(EMBEDDING, graphs.layers):  # the embedding counts as a layer before the first
         if layer in layers:
-            run.streams[layer] = stream
+            run.streams[layer] = stream  # what enters the layer, so that a patched run can start there
         keys = graphs.keys_of(layer)
         own = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
+        # A key or value may be one of the hook points too: an output is asked for once.
         outputs = tuple(dict.fromkeys([*keys, *own]))
         stream, values = graphs.layer(layer, rows, stream, run.corrupted(layer, rows), outputs)
         run.values |= {hook: values[hook] for hook in own}
         run.past |= {name: values[hook] for hook, name in keys.items()}
+    # A sweep reads the last position alone.
     run.logits = graphs.logits(rows, stream, run.corrupted(graphs.layers, rows))[:, -1]
     if has_nan(run.logits):
+        # The cause is looked for only now: a check of each layer would slow every run.
         _refuse_nan(graphs, rows, run)
     return run
 

@@ -74,7 +74,7 @@ class Comparison(Brief):
         if self.patching not in (None, *PATCHINGS):
             advice = nearest(str(self.patching), PATCHINGS)
             raise InputError(f"patching={self.patching!r}; {' or '.join(PATCHINGS)}{advice}")
-        _ = self.request
+        _ = self.request  # refuses a wrong metric here, not at the first run
 
     @property
     def request(self) -> MetricRequest:
@@ -134,6 +134,7 @@ class Pair:
     def first(self) -> int:
         """The first position at which the prompts differ; 0 for an ablation or a spec."""
         alone = self.other is None or self.corruption is not None
+        # Interventions may change every position, and without a second run any position may be ablated.
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 
 
@@ -159,6 +160,7 @@ class Pairs:
 
     def __post_init__(self) -> None:
         for number, pair in enumerate(self.pairs):
+            # Equal up to the position read: no cell could have an effect, and `first` would find no position.
             if pair.other is not None and pair.corruption is None and np.array_equal(pair.base, pair.other):
                 raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
 
@@ -217,6 +219,7 @@ def compares(verb: Verb) -> Verb:
                     f"{verb.__name__}({min(twice)}=) stands beside a Comparison, which has the prompts and the metric: "
                     "change these there, and give other arguments by name"
                 )
+            # A field with its default counts as not given: the verb's own default holds.
             set_fields = {
                 field.name: value
                 for field in fields(Comparison)[1:]
@@ -229,6 +232,8 @@ def compares(verb: Verb) -> Verb:
                 arguments = arguments[0], comparison.clean, *arguments[2:]
             else:
                 named[first] = comparison.clean
+        # `corrupted` is the third argument of every such verb; the list is padded, since it may not be among
+        # `arguments`.
         if "corrupted" in shared and named.get("corrupted", [*arguments, None, None, None][2]) is None:
             raise InputError(f"{verb.__name__} compares two runs: give corrupted=, a prompt of as many tokens")
         return verb(*arguments, **named)
@@ -238,6 +243,7 @@ def compares(verb: Verb) -> Verb:
     missing = [
         entry[0]
         for entry in ENTRY.finditer(getdoc(Comparison) or "")
+        # The verb's own sentence on an argument comes before the one of `Comparison`.
         if (names := {*entry[1].split(", ")}) & {*shared} and not names & own
     ]
     call.__doc__ = text.replace("Args:\n", "\n".join(["Args:", *missing, ""]), 1)

@@ -53,6 +53,7 @@ class Corruption:
     def _places(self) -> list[int]:
         """Layer of each edit; `EMBEDDING` before the layers, the number of layers behind them."""
         points = [HookPoint.parse(edit.hook) for edit, _ in self.edits]
+        # A hook point without a layer is an embedding or the final norm.
         behind = [EMBEDDING if point.name in EMBEDDINGS else self.layers for point in points]
         return [other if point.layer is None else point.layer for point, other in zip(points, behind, strict=True)]
 
@@ -73,9 +74,11 @@ def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start:
     for name, value in inputs.items():
         if name not in (*edit.value_inputs, edit.mask_input) or value.ndim != len(edit.axes):
             continue  # directions, weights, experts
+        # An axis of size 1 is broadcast over positions, so there is nothing to cut.
         for axis, kind in enumerate(edit.axes):
             if kind in SEQUENCE_AXES and value.shape[axis] > 1:
                 value = value.take(range(start, stop), axis=axis)
+        # One value a row, in memory: `broadcast_to` alone gives a view of one row.
         repeated[name] = np.ascontiguousarray(np.broadcast_to(value, (count, *value.shape[1:])))
     return repeated
 
@@ -104,6 +107,7 @@ def _masked(selection: Selection, inputs: Mapping[str, NDArray[Any]]) -> tuple[E
     own = {name: array for name, array in inputs.items() if name.startswith(f"{edit.prefix}.")}
     if not edit.at_positions:
         return edit, own
+    # The graph of a layer may start behind some positions; a mask is cut with them, indices would have to be moved.
     del own[edit.positions_input]
     return replace(edit, at_positions=False, masked=True), {**own, edit.mask_input: selection.selected()}
 
@@ -158,6 +162,7 @@ class Noise(Brief):
         values = [model.forward(row, spec)[self.hook][0, list(at)] for row, at in zip(ids, places, strict=True)]
         std = self.std
         if std is None:  # of all numbers together
+            # In float64, since the numbers of all prompts together may be millions.
             numbers = np.concatenate([value.ravel() for value in values]).astype(np.float64)
             std = (self.sigmas or SIGMAS) * float(numbers.std(ddof=1))
         return [

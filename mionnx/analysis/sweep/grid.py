@@ -78,6 +78,7 @@ class Grid:
                 continue
             entries = np.arange(shape[axis]) + (first if name == "position" else 0)
             line = entries == index[:, None]
+            # A named position may be several tokens: the cell patches them together.
             if name == "position" and self.places is not None:
                 line = np.array([np.isin(entries, place) for place in self.places])[index]
             mask = mask & line.reshape([len(cells), *[-1 if i == axis else 1 for i in range(1, len(self.axes))]])
@@ -99,16 +100,20 @@ class Grid:
         Returns:
             in the shape of the grid; zero at positions that are not there.
         """
+        # `values` have no batch axis, so each axis is one further to the front.
         axes = [axis - 1 for axis in map(self.along, self.over) if axis is not None]
         layers = []
         for numbers in values:
             if "position" in self.over and self.places is not None:
                 at = sequence_axis(self.axes) - 1
+                # A name's tokens may lie behind the end of a prompt that is cut at the position read.
                 parts = [numbers.take([i for i in place if i < numbers.shape[at]], axis=at) for place in self.places]
                 numbers = np.stack([combine(part, axis=at) for part in parts], axis=at)
             numbers = combine(numbers, axis=tuple(axis for axis in range(numbers.ndim) if axis not in axes))
+            # `combine` left the axes in the value's order, the grid has its own.
             layers.append(numbers.transpose([sorted(axes).index(axis) for axis in axes]))
         cells = np.moveaxis(np.stack(layers), 0, self.over.index("layer"))
+        # The grid is as wide as the uncut prompts; positions behind the one read have no effect.
         padded = np.zeros(self.sizes, cells.dtype)
         padded[tuple(map(slice, cells.shape))] = cells
         return padded
@@ -148,6 +153,7 @@ def make_grid(
     _refuse_unaligned(names, seq, places is not None)
     sizes = {"layer": len(chosen), "position": len(places or ()) or seq or 1, "source": seq or 1}
     for name, axis in (("head", heads_axis(axes)), ("neuron", neurons_axis(axes))):
+        # Layers may differ in heads or neurons, and a grid is rectangular.
         counts = {int(model.axes(HookPoint.parse(template.format(i=layer)))[axis or 0]) for layer in chosen if axis}
         if len(counts) > 1 and name in names:
             raise InputError(f"{template} has {sorted(counts)} {name}s, by layer: layers= of one size make a grid")
@@ -248,6 +254,7 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
 def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
     """Prompts as tokenised texts; None for those that came as ids."""
     entries = [prompts] if isinstance(prompts, str | Tokens) else list(prompts)
+    # A list of integers is one prompt of ids, not several prompts.
     if len(entries) != count:
         return [None] * count  # one prompt of ids
     return [

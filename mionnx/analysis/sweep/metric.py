@@ -39,6 +39,7 @@ class Metric:
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
         """Compute the metric of some rows, [rows, vocab or needs] -> [rows]."""
+        # In float64: effects are differences between cells, often far smaller than the logits.
         values = np.asarray(self.of(logits.astype(np.float64)))
         if values.shape != (len(logits),) or values.dtype.kind not in "fiub":
             raise InputError(
@@ -152,6 +153,7 @@ def _function(function: Callable[..., Any], pair: int) -> Callable[[Numbers], An
         entries = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin
         return function
+    # A parameter with a default is the function's own.
     count = sum(entry.kind in POSITIONAL and entry.default is entry.empty for entry in entries)
     if count > 2:
         raise InputError(f"a metric takes the logits, and the index of the pair if it wants it, not {count} values")
@@ -162,6 +164,8 @@ def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
     """KL divergence KL(reference || row) of each row, in nats."""
     others = log_softmax(logits, axis=-1)
     probabilities = np.exp(reference)
+    # A logit of -inf has probability 0, and 0 * inf would be NaN; the sum is clipped, since rounding can take it below
+    # 0.
     terms = np.where(probabilities > 0, probabilities * (reference - others), 0.0)
     return np.maximum(terms.sum(axis=-1), 0.0)
 

@@ -103,6 +103,7 @@ class PatchedRuns:
             return np.ones(old.shape, bool)
         changed: NDArray[np.bool_] = old != np.broadcast_to(self.donors[hook], old.shape)
         if self._read_at_the_end(hook):
+            # The logits are read at the last position only, and nothing carries a change there any more.
             np.moveaxis(changed, sequence_axis(self.grid.axes), 0)[:-1] = False
         return changed
 
@@ -118,10 +119,12 @@ class PatchedRuns:
             try:
                 values = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
+                # ONNX Runtime's failed allocations come as a `ModelError`, known by their text alone.
                 if isinstance(error, ModelError) and not re.search("alloc|memory", str(error), re.IGNORECASE):
                     raise
                 if len(chunk) == 1:
                     raise InputError(f"a single cell of this sweep does not fit into memory: {error}") from error
+                # Half as many rows, for the batches to come too; this batch's cells alone are run again.
                 self.rows = len(chunk) // 2
                 self.run(chunk, metric, done)
             else:
@@ -131,11 +134,13 @@ class PatchedRuns:
         """[cells]: the first position that each can change."""
         if not self._windowed:
             return np.zeros(len(cells), np.int64)
+        # At least the last position is computed, since its logits are read.
         return np.minimum(np.maximum(self.grid.position_of(cells), self.first), self.seq - 1)
 
     def batches(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
         """Divide cells into batches: the cells of a call, and the position at which it starts."""
         starts = self._start(cells)
+        # Cells that start late need few positions: sorted, they do not wait in a batch with early ones.
         order = np.argsort(starts, kind="stable")
         waiting, starts = cells[order], starts[order]
         while len(waiting):
@@ -167,6 +172,7 @@ class PatchedRuns:
     def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
         start = int(self._start(cells)[0])
+        # Rows join the batch layer by layer, so they are sorted by the layer at which they start.
         order = np.argsort(self.grid.layer_of(cells), kind="stable")
         logits = self.layer_pass(self, cells[order], start).finish(metric)
         back = np.empty_like(logits)
@@ -207,6 +213,7 @@ class LayerPass:
         new = until - self.joined
         if new:
             base = self.patched.base.streams[layer]
+            # The new rows come from the run without a patch: before their own layer nothing differs from it.
             for name, array in base.items():
                 fresh = np.repeat(array[:, self.start :], new, axis=0)
                 self.stream[name] = np.concatenate([self.stream[name], fresh]) if self.joined else fresh
@@ -222,14 +229,18 @@ class LayerPass:
         if layer not in self.grid.layers:
             return {}
         hook, axes, corruption = self.grid.hook(layer), self.grid.axes, self.patched.base.corruption
+        # Edits at a hook point are numbered in order: the corruption's first, then the patch, which replaces their
+        # result.
         edit = Edit(hook, KINDS["replace"], 0 if corruption is None else corruption.count(hook), axes, masked=True)
         shape = list(self.patched.base.values[hook].shape)
         along = sequence_axis(axes) if has_sequence(axes) else None
         donor = self.patched.donors[hook]
         if along is not None:
             shape[along] -= first
+            # A donor of one position, as zeros or a mean, is broadcast by the graph.
             donor = donor if donor.shape[along] == 1 else np.take(donor, range(first, self.seq), axis=along)
         mask = self.grid.selected(self.cells[: self.joined], shape, first)
+        # Each row is patched in its own layer alone; in later ones its mask is empty.
         mask &= (self.layers[: self.joined] == layer).reshape([-1, *[1] * (mask.ndim - 1)])
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 

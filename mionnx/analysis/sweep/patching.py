@@ -124,7 +124,7 @@ def path_patch(
     compared = comparison.on(model).of_texts("path patching")
     grid = compared.grid(model, sender, over, layers)
     refuse_crossings(model.opened(Segments.of_sweep))
-    reached_layers(grid, reading)
+    reached_layers(grid, reading)  # refuses receivers that all come before the senders
     setting = SweepSetting(grid, "Path patching", shortcuts_for(model.hooked, None), receivers=reading)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
 

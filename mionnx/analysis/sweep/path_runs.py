@@ -31,6 +31,8 @@ def written(variant: str, parallel: bool) -> tuple[str | None, int]:
     if variant in STREAM:
         return None, STREAM[variant]
     attention = variant in VARIANTS and VARIANTS[variant].group == "attention"
+    # A head's value reaches the stream through the layer's output; in parallel layers the MLP reads what attention
+    # reads, so that both outputs are added at the end.
     return ("AttnOut", 2 if parallel else 1) if attention else ("MlpOut", 2)
 
 
@@ -108,6 +110,8 @@ class _PathPass(LayerPass):
         layer = max(reversed(self.grid.layers), key=self.receivers.count)
         self.begins = np.zeros_like(self.begins)
         self.join(layer)
+        # The size does not matter; without a change the receivers would be skipped, and a trial would measure too
+        # little.
         self.change = self.change + 1
         self.step(layer)
 
@@ -130,8 +134,11 @@ class _PathPass(LayerPass):
         if edit.hook == through:  # its value is what is added to the stream: nothing to compute
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
+        # The senders' new output is computed from the run without a patch: what the rows sent earlier they must not
+        # read.
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}
         new = self.graphs.run(self.rows(), begins, [through], edits)[through]
+        # Rows that sent in an earlier layer computed their clean output here; `new - old` would be rounding noise.
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
@@ -139,13 +146,14 @@ class _PathPass(LayerPass):
         """Run a layer: senders, then attention and MLP, each with the change at its receivers."""
         sent = self._sent(layer)
         pre, mid, post = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.ResidMid, HookPoint.ResidPost))
+        # Parallel layers have no stream between attention and MLP to cut at.
         cuts = [pre, post] if self.receivers.parallel else [pre, mid, post]
         stream = self.stream[pre]
         for number, (begin, end) in enumerate(pairwise(cuts)):
             self._send(sent, number)
             edits = self._received(begin, stream, self.receivers.at(2 * layer + number))
             stream = self.graphs.run(self.rows(), {begin: stream}, [end], edits)[end]
-        self._send(sent, 2)
+        self._send(sent, 2)  # by now the layer has been read: from the next one on
         self.stream = {self.graphs.inputs_of(layer + 1)[0]: stream}
 
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:

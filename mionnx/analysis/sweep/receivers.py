@@ -70,8 +70,10 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
             both = heads.get(name, ()), _heads(model, name, chosen)  # of two entries for one; None is all of them
             heads[name] = None if None in both else tuple(sorted({head for own in both for head in own or ()}))
     final = str(HookPoint.FinalNorm)
+    # Where attention and MLP read the same stream, there is none between them.
     parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
     layers = model.metadata.sizes.num_layers
+    # The final norm is no input of a layer: `final` tells of it.
     return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
 
 

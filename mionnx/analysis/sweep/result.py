@@ -65,6 +65,7 @@ class SweepResult(Shown):
     def effect_by_pair(self) -> Numbers:
         """Change of the metric by each cell in every pair, [pairs, ...]."""
         corrupted = self.corrupted_by_pair if self.patching == "denoising" else None
+        # A denoising sweep patches the corrupted run, so its metric is what a cell changes.
         bases = self.clean_by_pair if corrupted is None else corrupted
         return self.by_pair - self._over_cells(np.array([self.base]) if bases is None else bases)
 
@@ -91,6 +92,7 @@ class SweepResult(Shown):
         if self.corrupted_by_pair is None or self.clean == self.corrupted:
             return self.std, self.sem
         difference = self.clean_by_pair - self.corrupted_by_pair
+        # In the sign of the unit, which is the other run minus the patched one.
         difference = difference if self.patching == "denoising" else -difference
         # The error of a ratio of two means (delta method): pairs that are all restored to the same share have none.
         residuals = self.effect_by_pair - self.normalized * self._over_cells(difference)
@@ -164,6 +166,7 @@ class SweepResult(Shown):
         return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:
+        # Stable: equal effects in the order of the grid.
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
         return [tuple(cell) for cell in np.transpose(np.unravel_index(order, self.values.shape)).tolist()]
 
@@ -192,6 +195,7 @@ class SweepResult(Shown):
         """All attributes, as JSON can hold them."""
         names = ["title", "about", "hook", "metric", "patching", "over", "labels", "clean", "corrupted", "values"]
         names += ["cost", "effect", "by_pair", "n"]
+        # For one pair they would be NaN, or say nothing new.
         if self.shown_spread is not None:
             names += ["clean_by_pair", "corrupted_by_pair", "std", "sem"]
         return {name: getattr(self, name) for name in names}
@@ -222,10 +226,12 @@ class SweepResult(Shown):
     def table(self, k: int = 10) -> Table:
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
+        # With its standard error a number is twice as wide.
         if len(self.over) == 2 and numbers.shape[1] <= (24 if self.shown_spread is None else 12):
             rows, columns = (self.labels[name] for name in self.over)
             table = Table(" / ".join(self.over), *columns, title=escape(f"{self.title}\n{what}"))
             for i, label in enumerate(rows):
+                # Brackets of a hook's name are markup to rich.
                 table.add_row(label, *(self._with_error(numbers, (i, j)) for j in range(numbers.shape[1])))
             return table
         title = escape(f"{self.title}\nthe {k} cells with the largest effect")
@@ -246,6 +252,7 @@ def pictured_entries(numbers: Numbers, over: Sequence[str]) -> list[list[int]]:
     for axis, name in enumerate(over):
         if name == "neuron" and numbers.shape[axis] > PICTURED_NEURONS:
             others = tuple(other for other in range(numbers.ndim) if other != axis)
+            # NaN counts as nothing, or one broken cell would choose the neurons.
             largest = np.abs(np.nan_to_num(numbers)).max(axis=others)
             entries[axis] = sorted(np.argsort(-largest, kind="stable")[:PICTURED_NEURONS].tolist())
     return entries

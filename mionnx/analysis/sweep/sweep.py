@@ -83,6 +83,7 @@ class SweepSetting:
         """The hook points whose values are needed from the runs without patches."""
         names = [self.grid.hook(layer) for layer in self.grid.layers]
         if self.receivers is not None:
+            # A path-patched head is seen through the layer's output: the base's value of that is subtracted.
             way, _ = written(HookPoint.parse(names[0]).variant, self.receivers.parallel)
             names += [str(getattr(HookPoint, way)(layer)) for layer in self.grid.layers if way is not None]
         return list(dict.fromkeys(names))
@@ -117,6 +118,7 @@ class Sweep:
             "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
             "metric": self.compared.metric.identity(self.resume_key),
             "how": [self.compared.patching, setting.kind, repr(setting.receivers)],
+            # Absent where unused, so that files of sweeps without them keep their key.
             **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
             **({"specs": specs} if specs else {}),
         }
@@ -129,6 +131,7 @@ class Sweep:
         missing = [np.intersect1d(effective, stored.missing(pair)) for pair in range(count)]
         batches = [batch for cells in missing for batch in runs.batches(cells)]
         largest = max(batches, key=lambda batch: len(batch[0]) * (runs.seq - batch[1]), default=None)
+        # Tokens of all batches at the speed of the largest.
         seconds = runs.layer_seconds(*largest) * sum(map(runs.work, missing)) if largest else 0.0
         batch_bytes = len(largest[0]) * runs.row_bytes(runs.seq - largest[1]) if largest else 0
         clean_bytes = runs.base.nbytes * (1 if self.pairs[0].other is None else 2)
@@ -151,6 +154,8 @@ class Sweep:
 
         try:
             for pair in range(len(self.pairs)):
+                # Cells in the file are not computed again; the runs without a patch are, since their metric is in no
+                # file.
                 store, missing = partial(stored.store, pair), stored.missing(pair)
                 _, unpatched[:, pair], idle[pair] = self.compute_pair(pair, missing, store, report)
         finally:
@@ -179,8 +184,10 @@ class Sweep:
             the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
             the grid's cells have no effect.
         """
+        # `estimate` has prepared the first pair already.
         runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
         effective = runs.effective_cells()
+        # A cell without effect is the run without a patch, exactly.
         by_cell = np.full(self.setting.grid.cells, unpatched[0])
         idle = cells[~effective[cells]]
         store(idle, by_cell[idle])
@@ -244,7 +251,9 @@ class Sweep:
     def _unpatched(self, prompts: Pair) -> tuple[CleanRun, CleanRun]:
         """The run that is patched and the one patched in, the same in an ablation."""
         setting = self.setting
+        # Rows start at the layer that they patch.
         begins = {*setting.grid.layers} if setting.shortcuts.truncate else {0}
+        # The trial of `estimate` runs the last layer, whatever the shortcuts are.
         begins |= {setting.grid.layers[-1]}
         if prompts.corruption is not None:
             ids = prompts.base[None]
@@ -252,9 +261,10 @@ class Sweep:
             corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
             base, other = self.compared.ordered(clean, corrupted)
             return base, other
+        # One batch for both runs.
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         both = run_clean(self.graphs, ids, begins, setting.hooks)
-        return both.row(0), both.row(len(ids) - 1)
+        return both.row(0), both.row(len(ids) - 1)  # of an ablation the same row twice
 
 
 def run_sweep(
@@ -265,6 +275,7 @@ def run_sweep(
     sweep.file = _progress_file(sweep, resume)
     if before is not None:
         before(sweep)
+    # `resume=True` is for interruptions: a sweep that is done or was refused leaves nothing in the store.
     temporary = sweep.file if resume is True else None
     try:
         with shown(progress) as show:
@@ -288,6 +299,7 @@ def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
             raise InputError(f"resume_key={sweep.resume_key!r} has no effect without resume=True or resume=FILE")
         return None
     try:
+        # The store may be read-only, or full: the sweep then runs without a file, and says so once.
         folder = DiskCache(cache_folder()).kind_folder(SWEEPS)
         if not os.access(folder, os.W_OK):
             raise OSError(errno.EROFS, "it cannot be written", str(folder))
@@ -333,6 +345,7 @@ class ProgressFile:
     def store(self, pair: int, cells: Cells, values: Numbers) -> None:
         """Store computed cells; write the file at most every 5 s."""
         self.values[pair, cells] = values
+        # A write takes all cells, and a batch may take milliseconds.
         if time.monotonic() - self._last_write > EVERY:
             self.write()
 

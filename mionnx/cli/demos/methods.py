@@ -97,6 +97,7 @@ def attribution(model: "MIModel", console: Console, folder: Path | None = None) 
     if heads is None:
         raise HookError(f"{model.hooked.metadata.family}: the stream has no heads to attribute a logit to")
     table = Table("head", "direct contribution", "logit lost when the head is zeroed", "rank of that effect")
+    # Twice: the rank of each head by its effect.
     ranks = np.argsort(np.argsort(-np.abs(effects), axis=None)).reshape(effects.shape)
     for layer, head in largest(heads, 5):
         cells = (
@@ -119,6 +120,7 @@ def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
     baseline = model.forward(prompt).output()[0, -1, token]
     effects = np.zeros((model.num_layers, model.num_heads))
     for layer, head in np.ndindex(*effects.shape):
+        # At the last position alone, whose heads the direct contributions are of.
         spec = HookSpec().intervene(HookPoint.AttnZ(layer), Intervention.Zero(heads=head, positions=-1))
         effects[layer, head] = baseline - model.forward(prompt, spec, logits=chosen).output()[0, 0, 0]
     return effects
@@ -153,10 +155,12 @@ def induction(model: "MIModel", console: Console, folder: Path | None = None) ->
     scores = model.head_scores()
     console.print(scores.table(3))
     write(scores, folder, "heads", console)
+    # Heads with more than half of their attention on the target.
     best = [(layer, head) for layer, head, score in scores.top("induction", 4) if score > 0.5]
     words = np.random.default_rng(0).permutation(np.arange(20, min(400, model.vocab_size)))[:16]
     rates = []
     for hooks in (None, zeroed(best)):
+        # Row t predicts token t + 1: predictions of tokens 17 to 31, the repetition but for its first.
         predicted = model.forward(np.tile(words, 2), hooks).output()[0, 16:-1].argmax(-1)
         rates.append(float((predicted == words[1:]).mean()))
     console.print(

@@ -66,7 +66,7 @@ def run_all(models: Sequence[MIModel], console: Console, folder: Path | None, ex
 def attention_patterns(model: MIModel, console: Console, folder: Path | None) -> None:
     """Show the attention of the head that attends most to the country, at the last token."""
     tokens = model.tokenize(FRANCE)
-    (country,) = tokens.positions_of("France")
+    (country,) = tokens.positions_of("France")  # one token in the vocabularies of these models
     cache = model.forward(tokens, HookSpec().capture("blocks.*.attn.hook_pattern"))
     weights = cache.stack("pattern")[:, 0, :, -1, country]  # [layer, head]
     ((layer, head),) = largest(weights, 1)
@@ -166,6 +166,7 @@ def demo(
     source = opening.source or name
     names = [source] if source else SHIPPED
     models = [Opening(name, opening.settings).model() for name in names]
+    # Beside JSON on the output, the examples are printed on the error stream.
     console = Console(stderr=output.as_json)
     titles = run_all(models, console, pages, real_model.EXAMPLES if source in PACKAGED else EXAMPLES)
     files = sorted(path.name for path in pages.iterdir()) if pages else []

@@ -15,6 +15,7 @@ def _kinds() -> Iterator[Kind]:
             if (
                 isinstance(entry, type)
                 and issubclass(entry, Kind)
+                # The base itself, and what a file imports, are no kinds of that file.
                 and entry.__module__ == module.__name__ != Kind.__module__
             ):
                 yield entry()

@@ -77,4 +77,5 @@ class Clamp(Kind):
 
 def _masked(dtype: Any) -> float:
     """The number below which scores are masked; a `Scale` before may have shrunk the lowest one."""
+    # In float16 the root would be 256, which scores may reach.
     return -max(float(-lowest(dtype)) ** 0.5, 4096.0)

@@ -177,6 +177,7 @@ class Kind(ABC):
         numbers = array.astype(np.float64)
         if np.isnan(numbers).any():
             raise InterventionError(f"{self}: {what} has NaN at {np.argwhere(np.isnan(numbers))[0].tolist()}")
+        # NaN equals nothing: without an infinity of its own, a value may have none.
         forbidden = np.isinf(numbers) & (numbers != self.infinities.get(name, np.nan))
         if forbidden.any():
             where = np.argwhere(np.isinf(numbers))[0].tolist()

@@ -63,6 +63,7 @@ class Knockout(Kind):
 
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
         edges = parse_edges(text)
+        # Without a prompt the mask is as large as the edges ask for: a compiled graph serves any text.
         return [create_knockout_mask(edges, reader.n_heads, reader.seq_len or edges.length_of_any_text())]
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:

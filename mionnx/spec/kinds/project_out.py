@@ -49,6 +49,7 @@ class ProjectOut(Kind):
                 f"project_out: directions of shape {list(numbers.shape)} must be [width] or [k, width], "
                 "not zero, and independent of each other"
             )
+        # An orthonormal basis of the directions' span: projections along it add up.
         return kind.change([np.linalg.qr(directions.T)[0].T], **limits)
 
     def restored(self, tensors: Mapping[str, Array], reads: str | None, **limits: Any) -> Change:

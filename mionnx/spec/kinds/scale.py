@@ -54,5 +54,5 @@ class Scale(Kind):
     def strength(self, *values: Array) -> float | None:
         return float(values[0].item()) if values[0].size == 1 else None
 
-    def with_strength(self, op: Operators, value: Any, strength: Any) -> Any:
+    def with_strength(self, op: Operators, value: Any, strength: Any) -> Any:  # a knob is the factor itself
         return strength
