@@ -1,10 +1,15 @@
-"""Rewrite: nodes that no output reads are dropped. ONNX Runtime would execute them."""
+"""Rewrite: nodes that no output reads are dropped. ONNX Runtime would execute them.
 
-from collections.abc import Iterator
+Of a rescaled model, products that only take a power of two back and put it in again go too, where nothing touches the
+hook point between them (`mionnx.graph.exponents`).
+"""
+
+from collections.abc import Collection, Iterator
 
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import sort_nodes
+from mionnx.graph.exponents import AGAIN, STORED
 from mionnx.graph.report import Report
 
 
@@ -15,6 +20,23 @@ def prune(graph: gs.Graph, report: Report) -> None:
     sort_nodes(graph.cleanup(remove_unused_graph_inputs=False))
     left = {id(node) for node in graph.nodes}
     report.removed += [name for node, name in before.items() if node not in left]
+
+
+def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collection[str]) -> None:
+    """Let readers of hook points that nothing touches read the stored values; what stood between is dead then."""
+    tensors = graph.tensors()
+    outputs = {id(value) for value in graph.outputs}
+    for name in exponents:
+        true, again = tensors.get(name), tensors.get(f"{name}{AGAIN}")
+        if true is None or again is None or name in touched or len(true.outputs) != 1:
+            continue
+        if {id(true), id(again)} & outputs or true.outputs[0].name != f"{name}:again":
+            continue
+        stored = tensors[f"{name}{STORED}"]
+        for reader in list(again.outputs):
+            for place, value in enumerate(reader.inputs):
+                if value is again:
+                    reader.inputs[place] = stored
 
 
 def _drop_dead(graph: gs.Graph) -> None:
