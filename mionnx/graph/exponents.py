@@ -20,6 +20,11 @@ STORED, AGAIN = ".stored", ".again"  # ends of the names of a value as the file 
 POWER = "mionnx.two_to_"  # prefix of the constants that move powers
 
 
+def power_of(name: str) -> int | None:
+    """The exponent of a constant that moves powers; None of any other value."""
+    return int(name.removeprefix(POWER).partition(".")[0]) if name.startswith(POWER) else None
+
+
 def power(graph: onnx.GraphProto, exponent: int, known: set[str], end: str = "") -> str:
     """The name of the constant 2^exponent in float32, which is added where it is not there yet."""
     name = f"{POWER}{exponent}{end}"
