@@ -28,9 +28,10 @@ def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collectio
     outputs = {id(value) for value in graph.outputs}
     for name in exponents:
         true, again = tensors.get(name), tensors.get(f"{name}{AGAIN}")
-        if true is None or again is None or name in touched or len(true.outputs) != 1:
+        if true is None or again is None or name in touched or {id(true), id(again)} & outputs:
             continue
-        if {id(true), id(again)} & outputs or true.outputs[0].name != f"{name}:again":
+        between = [node.name for node in (*true.inputs, *true.outputs)]
+        if between != [f"{name}:true", f"{name}:again"]:  # something reads or edits the value
             continue
         stored = tensors[f"{name}{STORED}"]
         for reader in list(again.outputs):

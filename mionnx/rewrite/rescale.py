@@ -130,7 +130,6 @@ class _Writer:
                     self.give_back(node, at, name)
         del self.body.node[:]
         self.body.node.extend(self.nodes)
-        del self.body.value_info[:]
         return self.proto
 
     def give_back(self, node: NodeProto, at: int, name: str) -> None:

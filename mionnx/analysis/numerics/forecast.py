@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +19,12 @@ from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, WEIGHTS, FloatGraph
+from mionnx.rewrite.float_graph import GROUPS, WEIGHTS, FloatGraph
 from mionnx.rewrite.rounded import (
     BAD,
     CASTS,
     SWITCHES,
+    NUMPY,
     ZEROS,
     Cell,
     Rounding,
@@ -101,7 +101,7 @@ def check_casts(dtype: str) -> None:
     for level in OPTIMISATION_LEVELS:
         options = Options(level=level, threads=1)
         engine = engine_of(options)
-        with engine.opened_alone(cast_pair(dtype), _nowhere(), options) as program:
+        with engine.opened_alone(cast_pair(dtype), Path(), options) as program:
             numbers = np.array(CASTS, np.float32)
             after = program.run(["to"], {"from": numbers})["to"]
         kept = np.array_equal(after, _rounded(numbers, dtype))
@@ -110,15 +110,7 @@ def check_casts(dtype: str) -> None:
             raise ModelError(f"this runtime drops casts to {dtype} and back at level {level!r} ({facts}): no forecast")
 
 
-def _nowhere() -> Any:
-    from pathlib import Path
-
-    return Path()
-
-
 def _rounded(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    from mionnx.rewrite.rounded import NUMPY
-
     with np.errstate(over="ignore", under="ignore"):
         return numbers.astype(NUMPY[dtype]).astype(np.float32)
 
@@ -212,16 +204,3 @@ def _flags(run: TextsRun, graph: FloatGraph, rounding: Rounding) -> tuple[list[N
         if texts[i]
     ]
     return found, {moved.get(name, name): int(flushed[i]) for i, name in enumerate(zeros) if flushed[i]}
-
-
-def islands_of(graph: FloatGraph) -> frozenset[str]:
-    """The insides of norms, which can stay float32."""
-    return frozenset(name for norm in graph.decomposed for name in norm.insides)
-
-
-def without_rows(result: Forecast) -> Forecast:
-    """A forecast with its first row alone."""
-    return replace(result, rows=result.rows[:1])
-
-
-__all__ = ["NORM_INSIDES", "forecast", "forecast_of"]
