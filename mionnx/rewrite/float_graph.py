@@ -88,6 +88,9 @@ class FloatGraph:
     def carrying(self) -> set[str]:
         """Floats that depend on a weight that tokens chose, or on the past: not masks, not angles."""
         values = {name for name in self.hooks if self.is_float(name)}
+        first = [name for name in self.hooks[:3] if "embed" in name or "resid" in name]
+        before = (name for at in self.flow.ancestors(first) for name in self.flow.nodes[at].output)
+        values |= {name for name in before if name in self.varying and self.is_float(name)}  # up to the embedding
         values |= {one.name for one in self.proto.graph.input if self.is_float(one.name)}
         for node, reads in zip(self.flow.nodes, self.flow.reads, strict=True):
             if not values.isdisjoint(reads):  # a shape is no float: what follows from it alone carries nothing

@@ -130,11 +130,12 @@ class Forecast(Shown):
         table = self.table(len(self.rows))
         table.title, table.on_page = None, {"heading": "Rounded alone", "most": 60}
         panels: list[object] = [table]
-        for kind in ("group", "layer"):
+        kinds = [kind for kind in ("group", "layer") if any(row.kind == kind for row in self.rows)]
+        for kind in kinds or ["all"]:
             rows = [row for row in self.rows if row.kind == kind]
             if rows:
                 sizes = np.array([row.distance.kl if row.distance.compared else np.nan for row in rows])
-                panels.append(Bars([row.name for row in rows], sizes, "KL, nats", heading=f"KL of each {kind} alone"))
+                panels.append(Bars([row.name for row in rows], sizes, "KL, nats", heading=f"KL of {kind}" if kind == "all" else f"KL of each {kind} alone"))
         if self.not_finite:
             heading = {"heading": "Not finite, in order of execution", "most": 30}
             infinite = Table("value", "group", "texts", "", on_page=heading)

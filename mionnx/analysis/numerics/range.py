@@ -58,14 +58,18 @@ def check_range(
         report = model.check_range("The capital of France is Paris.")
         report.over("float16")  # rows beyond 65,504, in order of execution
     """
-    kind = narrow_of(dtype)
+    narrow_of(dtype)
     with shown(progress) as show:
         run = TextsRun(model, texts, show)
-        measured = measure(run, run.graph, products)
-        rows = [*_rows(run, run.graph, measured, kind.limit)]
-        massive = _massive(run, rows)
+        report = report_of(run, measure(run, run.graph, products), dtype)
     model.give_back(later=True)
-    return RangeReport(model.hooked.name, dtype, rows, massive, run.facts["texts"], run.facts["tokens"])
+    return report
+
+
+def report_of(run: TextsRun, measured: Measured, dtype: str) -> RangeReport:
+    """What was measured, held against a narrow dtype."""
+    rows = [*_rows(run, run.graph, measured, narrow_of(dtype).limit)]
+    return RangeReport(run.hooked.name, dtype, rows, _massive(run, rows), run.facts["texts"], run.facts["tokens"])
 
 
 class Measured:
