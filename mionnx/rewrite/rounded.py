@@ -251,7 +251,7 @@ def with_flags(graph: FloatGraph, rounding: Rounding) -> tuple[onnx.ModelProto, 
     """The rounded graph with outputs that say where numbers are not finite, and how many became 0.
 
     Returns:
-        the model, with the outputs `BAD` and `ZEROS` in the place of its own; the values of each, in order.
+        the model, with the outputs `BAD` and `ZEROS` beside its own; the values of each, in order.
     """
     proto = onnx.ModelProto()
     proto.CopyFrom(rounding.proto)
@@ -274,7 +274,6 @@ def with_flags(graph: FloatGraph, rounding: Rounding) -> tuple[onnx.ModelProto, 
         add(helper.make_node("Cast", [f"{name}:gone"], [f"{name}:ones"], to=TensorProto.FLOAT))
         add(helper.make_node("Reshape", [f"{name}:ones", line], [f"{name}:line"]))
         add(helper.make_node("ReduceSum", [f"{name}:line", f"{line}.axis"], [f"{name}:zeros"], keepdims=1))
-    del proto.graph.output[:]
     for output, names, end in ((BAD, bad, "bad"), (ZEROS, zeros, "zeros")):
         if names:
             add(helper.make_node("Concat", [f"{name}:{end}" for name in names], [output], axis=0))

@@ -115,7 +115,7 @@ class Diagnosis(Shown):
             "line": self.line(),
             "sound": self.sound,
             "bound": self.bound,
-            "rows": [{"what": what, **vars(one), "kl": one.kl, "top_1": one.top_1} for what, one in self._rows()],
+            "rows": [{"what": what, **one.to_entry()} for what, one in self._rows()],
             "range": [vars(row) for row in (*self.range.overflows, *self.range.absorbed, *self.range.flushed)],
             "not_finite": [vars(one) for one in self.forecast.not_finite],
             "cure": self.cure,

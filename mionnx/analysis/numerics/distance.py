@@ -72,6 +72,11 @@ class Distance(Storable):
         """Share of positions with the same top token, those without finite logits being others."""
         return self.same / self.positions if self.positions else float("nan")
 
+    def to_entry(self) -> dict[str, float | int]:
+        """Its numbers by name."""
+        names = ("kl", "kl_max", "logit", "top_1", "not_finite", "positions")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def sound(self) -> bool:
         """Whether all logits are finite."""

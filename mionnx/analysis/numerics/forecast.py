@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,8 +142,9 @@ def forecast_of(
     graph, fused = graph_as(graph, norms)
     islands |= fused
     whole = rounded(graph, dtype, weights=True, islands=islands)
-    with run.opened(whole.proto) as program:
-        rows = [_row(run, program, whole, first, ALL, ALL, lambda cell: True)]
+    flags = Flags(run, graph, whole)
+    with run.opened(flags.proto) as program:
+        rows = [_row(run, program, whole, first, ALL, ALL, lambda cell: True, flags)]
         if alone:
             rows.append(_row(run, program, whole, first, "group", WEIGHTS, lambda cell: False))
     if alone:
@@ -151,10 +153,9 @@ def forecast_of(
         with run.opened(accumulated(graph, whole, dtype)) as program:
             name = f"all, sums in {accumulate}"
             rows.insert(0, _row(run, program, whole, first, ALL, name, lambda cell: True))
-    bad, zeros = _flags(run, graph, whole)
     order = {name: place for place, name in enumerate(GROUPS)}
     rows.sort(key=lambda row: (row.kind != ALL, row.kind != "group", order.get(row.name, 0)))
-    return Forecast(run.hooked.name, dtype, accumulate, norms, rows, bad, zeros, *_counts(run))
+    return Forecast(run.hooked.name, dtype, accumulate, norms, rows, flags.not_finite, flags.flushed, *_counts(run))
 
 
 def _counts(run: TextsRun) -> tuple[int, int]:
@@ -169,11 +170,19 @@ def _row(
     kind: str,
     name: str,
     on: Callable[[Cell], bool],
+    flags: Flags | None = None,
 ) -> ForecastRow:
     switches = {SWITCHES: rounding.switches(on)}
-    logits = (outputs[LOGITS] for _, outputs in run.run(program, [LOGITS], f"rounding {name}", **switches))
+    names = [LOGITS, *(flags.names if flags else ())]
+
+    def logits() -> Iterator[NDArray[Any]]:
+        for _, outputs in run.run(program, names, f"rounding {name}", **switches):
+            if flags:
+                flags.add(outputs)
+            yield outputs[LOGITS]
+
     count = sum(on(cell) for cell in rounding.values.values())
-    return ForecastRow(kind, name, count, Distance.of(first, logits))
+    return ForecastRow(kind, name, count, Distance.of(first, logits()))
 
 
 def _alone(run: TextsRun, rounding: Rounding, first: FirstRun) -> Iterator[ForecastRow]:
@@ -187,20 +196,36 @@ def _alone(run: TextsRun, rounding: Rounding, first: FirstRun) -> Iterator[Forec
             yield _row(run, program, rounding, first, "layer", str(layer), lambda cell, layer=layer: cell[1] == layer)
 
 
-def _flags(run: TextsRun, graph: FloatGraph, rounding: Rounding) -> tuple[list[NotFinite], dict[str, int]]:
-    """Values that are not finite in order of execution, with all rounded; hook points whose numbers become 0."""
-    proto, bad, zeros = with_flags(graph, rounding)
-    texts, flushed = np.zeros(len(bad), int), np.zeros(len(zeros))
-    names = [output for output, of in ((BAD, bad), (ZEROS, zeros)) if of]
-    with run.opened(proto) as program:
-        on = rounding.switches(lambda cell: True)
-        for _, outputs in run.run(program, names, "looking for infinities", **{SWITCHES: on}):
-            texts += np.isnan(outputs[BAD])
-            flushed += outputs.get(ZEROS, 0)
-    moved = {graph.origin(hook): hook for hook in reversed(graph.hooks)}
-    found = [
-        NotFinite(moved.get(name, name), rounding.values[name][0], int(texts[i]), graph.absorbed(name))
-        for i, name in enumerate(bad)
-        if texts[i]
-    ]
-    return found, {moved.get(name, name): int(flushed[i]) for i, name in enumerate(zeros) if flushed[i]}
+class Flags:
+    """Values that are not finite, and numbers that become 0, while texts run with all rounded.
+
+    Attributes:
+        proto: the rounded graph with outputs that say so, `names`.
+    """
+
+    def __init__(self, run: TextsRun, graph: FloatGraph, rounding: Rounding) -> None:
+        self.graph, self.rounding = graph, rounding
+        self.proto, self._bad, self._zeros = with_flags(graph, rounding)
+        self.names = [output for output, of in ((BAD, self._bad), (ZEROS, self._zeros)) if of]
+        self._texts, self._flushed = np.zeros(len(self._bad), int), np.zeros(len(self._zeros))
+        self._moved = {graph.origin(hook): hook for hook in reversed(graph.hooks)}
+
+    def add(self, outputs: Mapping[str, NDArray[Any]]) -> None:
+        """Take in one text."""
+        self._texts += np.isnan(outputs[BAD]) if BAD in outputs else 0
+        self._flushed += outputs.get(ZEROS, np.zeros(0))
+
+    @property
+    def not_finite(self) -> list[NotFinite]:
+        """Values with infinities in order of execution, by their hook points."""
+        found = [(name, int(self._texts[i])) for i, name in enumerate(self._bad) if self._texts[i]]
+        return [
+            NotFinite(self._moved.get(name, name), self.rounding.values[name][0], texts, self.graph.absorbed(name))
+            for name, texts in found
+        ]
+
+    @property
+    def flushed(self) -> dict[str, int]:
+        """Value -> how many of its numbers become 0."""
+        found = [(name, int(self._flushed[i])) for i, name in enumerate(self._zeros) if self._flushed[i]]
+        return {self._moved.get(name, name): number for name, number in found}

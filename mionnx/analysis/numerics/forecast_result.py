@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,15 @@ class Forecast(Shown):
             "kl": np.array([one.kl for one in distances]),
             **{name: [getattr(one, name) for one in distances] for name in ("kl_max", "logit", "top_1", "not_finite")},
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forecast in one line, its rows, and values that are not finite or become 0."""
+        names = ("model", "dtype", "accumulate", "norms", "texts", "tokens", "flushed")
+        rows = [
+            {"kind": row.kind, "name": row.name, "values": row.values, **row.distance.to_entry()} for row in self.rows
+        ]
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "line": self.line(), "rows": rows, "not_finite": [*map(vars, self.not_finite)]}
 
     def table(self, k: int = 40) -> Table:
         """The first k rows: KL, its largest, the largest difference of logits, top-1, positions not finite."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, log2
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +146,14 @@ class RangeReport(Shown):
         names = ("value", "what", "largest", "least", "text", "position", "token", "operator", "hook", "absorbed")
         return {"layer": layers} | {name: [getattr(row, name) for row in self.rows] for name in names}
 
+    def to_dict(self) -> dict[str, Any]:
+        """The finding, all rows, and the names of those that overflow, are absorbed or flushed."""
+        groups = {"overflows": self.overflows, "absorbed": self.absorbed, "flushed": self.flushed}
+        facts = {name: getattr(self, name) for name in ("model", "dtype", "texts", "tokens")}
+        listed = {name: [[row.value, row.what] for row in rows] for name, rows in groups.items()}
+        rows = {"rows": [*map(vars, self.rows)], "massive": [*map(vars, self.massive)]}
+        return {**facts, "line": self.line(), **listed, **rows}
+
     def table(self, k: int = 10) -> Table:
         """The first k rows that overflow, are absorbed or flushed; of none the largest ones."""
         title = self.line()
@@ -179,8 +188,9 @@ class RangeReport(Shown):
                 heading=f"Largest magnitudes, as powers of two above (red) or below {limit:,.0f}",
             ),
             self._stream(limit),
-            self._listed(),
         ]
+        if self.over() or self.flushed:
+            view.append(self._listed())
         if self.massive:
             view.append(self._massive())
         about = f"{self.model}, {count(self.texts, 'text')}, {count(self.tokens, 'token')}"

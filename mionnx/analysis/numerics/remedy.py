@@ -14,7 +14,6 @@ from mionnx.analysis.numerics.forecast import forecast_of
 from mionnx.analysis.numerics.forecast_result import Forecast, told
 from mionnx.analysis.numerics.range import Measured
 from mionnx.analysis.numerics.texts_run import TextsRun
-from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.brief import count
@@ -61,10 +60,8 @@ class Remedy:
 
 
 def _entry(forecast: Forecast) -> dict[str, Any]:
-    one = forecast.all
-    numbers = {"kl": one.kl, "kl_max": one.kl_max, "logit": one.logit, "top_1": one.top_1}
-    finite = {name: float(value) for name, value in numbers.items() if isfinite(value)}
-    return {**finite, "not_finite": one.not_finite, "positions": one.positions, "norms": forecast.norms}
+    numbers = forecast.all.to_entry()  # no NaN: metadata are JSON
+    return {name: value for name, value in numbers.items() if isfinite(value)} | {"norms": forecast.norms}
 
 
 def exponents_for(graph: FloatGraph, measured: Measured, dtype: str, power: str = AUTO) -> dict[str, int]:
@@ -111,21 +108,17 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
     return {**{hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}, **moved, **sizes}
 
 
-def check_bits(run: TextsRun, rescaled: FloatGraph) -> None:
-    """Run one text through a rescaled graph in float32, at two levels of optimisation: the logits keep their bits."""
-    feeds = run.feeds(run.calls[0])
-    for level in ("none", "all"):
-        options = Options(threads=run.options.threads, level=level)
-        logits = []
-        for proto in (run.graph.proto, rescaled.proto):
-            with run.opened(proto, options) as program:
-                logits.append(program.run([LOGITS], feeds)[LOGITS])
-        if not np.array_equal(*logits, equal_nan=True):
-            apart = float(np.nanmax(np.abs(logits[0] - logits[1])))
-            raise ModelError(
-                f"the rescaled graph's logits differ by {apart:.1e} at level {level!r}, though every node has a type: "
-                "a number became subnormal; give a smaller power with rescale="
-            )
+def check_bits(run: TextsRun, rescaled: FloatGraph, first: FirstRun) -> None:
+    """Run one text through a rescaled graph in float32: the logits keep their bits."""
+    with run.opened(rescaled.proto) as program:
+        logits = program.run([LOGITS], run.feeds(run.calls[0]))[LOGITS]
+    expected = next(iter(first))
+    if not np.array_equal(expected, logits, equal_nan=True):
+        apart = float(np.nanmax(np.abs(expected - logits)))
+        raise ModelError(
+            f"the rescaled graph's logits differ by {apart:.1e}, though every node has a type: a number became "
+            "subnormal; give a smaller power with rescale="
+        )
 
 
 def find_remedy(
@@ -148,7 +141,7 @@ def find_remedy(
     wanted = exponents_for(run.graph, measured, dtype, power)
     rescaled = rescale(run.graph, wanted, true_sizes(run.graph, measured), narrow_of(dtype).limit)
     if rescaled.steps:
-        check_bits(run, rescaled.graph)
+        check_bits(run, rescaled.graph, first)
     graph = rescaled.graph
     chosen, groups = _asked(graph, islands)
     after = forecast_of(run, graph, first, dtype, islands=chosen, accumulate=accumulate) if wanted or chosen else before
