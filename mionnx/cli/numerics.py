@@ -10,7 +10,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.model import MIModel
 
 FOUND = 2  # the exit code where something overflows
-LLAMA = "models/world-llama"
+EXAMPLE = "models/world-llama"
 
 
 def _ranged(report: RangeReport) -> Iterator[Any]:
@@ -20,7 +20,7 @@ def _ranged(report: RangeReport) -> Iterator[Any]:
 
 RANGE = Command(
     [MIModel.check_range],
-    [f"mionnx range {LLAMA} --text text.txt --html range.html"],
+    [f"mionnx range {EXAMPLE} --text text.txt --html range.html"],
     "Exit code 0 if nothing overflows, 2 if something does.",
     show=_ranged,
     exit_code=lambda report: FOUND if report.overflows else 0,
@@ -30,7 +30,7 @@ RANGE = Command(
 
 FORECAST = Command(
     [MIModel.forecast],
-    [f"mionnx forecast {LLAMA} --text text.txt --norms decomposed"],
+    [f"mionnx forecast {EXAMPLE} --text text.txt --norms decomposed"],
     show=lambda forecast: [forecast.table(), forecast.line()],
     exit_code=lambda forecast: 0 if forecast.all.sound else FOUND,
     settings=("threads",),
@@ -53,7 +53,7 @@ def _narrowed(facts: dict[str, Any]) -> Iterator[str]:
 
 NARROW = Command(
     [MIModel.narrow],
-    [f"mionnx narrow {LLAMA} -o world-float16 --text text.txt"],
+    [f"mionnx narrow {EXAMPLE} -o world-float16 --text text.txt"],
     call=_narrow,
     show=_narrowed,
     settings=("threads",),
@@ -72,7 +72,7 @@ def _diagnosed(diagnosis: Diagnosis) -> Iterator[Any]:
 
 DOCTOR = Command(
     [MIModel.doctor],
-    [f"mionnx doctor {LLAMA} --text text.txt --target webgpu --html diagnosis.html"],
+    [f"mionnx doctor {EXAMPLE} --text text.txt --target webgpu --html diagnosis.html"],
     "Exit code 0 if the model is sound in float16 as it is, 2 if it is not.",
     show=_diagnosed,
     exit_code=lambda diagnosis: 0 if diagnosis.sound else FOUND,

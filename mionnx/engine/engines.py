@@ -12,10 +12,11 @@ from mionnx.engine.web import Web
 from mionnx.engine.webgpu import WebGpu
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 
-ALL = (OnnxRuntime(), OpenVino(), Web(), WebGpu(), Reference())
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in ALL}
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), WebGpu(), Reference())
+}
 # What people deploy to -> how it is opened, and the dtype in which it adds up products of float16.
-TARGETS = {"webgpu": (Options(engine=WebGpu.name), "float16"), "cuda": (Options("cuda"), "float32")}
+DEPLOYMENTS = {"webgpu": (Options(engine=WebGpu.name), "float16"), "cuda": (Options("cuda"), "float32")}
 COMMON = ("engine", "max_graphs", "max_bytes")  # settings of the pool of open graphs, whatever opens them
 
 

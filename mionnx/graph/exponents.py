@@ -16,7 +16,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.graph.dataflow import Facts, subgraphs
 
-STORED, AGAIN = ".stored", ".again"  # ends of the names of a value as the file computes it, and as others read it
+STORED_END, AGAIN_END = (
+    ".stored",
+    ".again",
+)  # ends of the names of a value as the file computes it, and as others read it
 POWER = "mionnx.two_to_"  # prefix of the constants that move powers
 
 
@@ -46,20 +49,20 @@ def renamed(node: NodeProto, names: Mapping[str, str]) -> None:
 
 def with_true_values(origin: onnx.ModelProto, exponents: Mapping[str, int]) -> onnx.ModelProto:
     """A copy of a graph in which hook points hold their true values; see rule 1."""
-    if not exponents or all(f"{name}{STORED}" in node.output for name in exponents for node in origin.graph.node):
+    if not exponents or all(f"{name}{STORED_END}" in node.output for name in exponents for node in origin.graph.node):
         return origin
     proto = onnx.ModelProto()
     proto.CopyFrom(origin)
     graph, facts, nodes = proto.graph, Facts(origin.graph), list[NodeProto]()
     known = {tensor.name for tensor in graph.initializer}
-    again = {name: f"{name}{AGAIN}" for name in exponents}
+    again = {name: f"{name}{AGAIN_END}" for name in exponents}
     for node in origin.graph.node:
         node = NodeProto.FromString(node.SerializeToString())
         renamed(node, again)
         nodes.append(node)
         for at, name in enumerate(node.output):
             if name in exponents:
-                node.output[at] = f"{name}{STORED}"
+                node.output[at] = f"{name}{STORED_END}"
                 nodes += _taken_back(graph, known, name, exponents[name], facts.type(name))
     del graph.node[:]
     graph.node.extend(nodes)
@@ -71,21 +74,23 @@ def _taken_back(graph: onnx.GraphProto, known: set[str], name: str, exponent: in
     """The nodes from a stored value to its true one, and from that to what others read."""
     back, forth = (power(graph, one, known, ".float32") for one in (-exponent, exponent))
     narrow = kind != TensorProto.FLOAT
-    wide, again = (f"{name}.wide", f"{name}{AGAIN}.wide") if narrow else (f"{name}{STORED}", f"{name}{AGAIN}")
+    wide, again = (
+        (f"{name}.wide", f"{name}{AGAIN_END}.wide") if narrow else (f"{name}{STORED_END}", f"{name}{AGAIN_END}")
+    )
     nodes = [
         helper.make_node("Mul", [wide, back], [name], f"{name}:true"),
         helper.make_node("Mul", [name, forth], [again], f"{name}:again"),
     ]
     if narrow:
-        nodes.insert(0, helper.make_node("Cast", [f"{name}{STORED}"], [wide], f"{name}:wide", to=TensorProto.FLOAT))
-        nodes.append(helper.make_node("Cast", [again], [f"{name}{AGAIN}"], f"{name}:narrow", to=kind))
+        nodes.insert(0, helper.make_node("Cast", [f"{name}{STORED_END}"], [wide], f"{name}:wide", to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Cast", [again], [f"{name}{AGAIN_END}"], f"{name}:narrow", to=kind))
     return nodes
 
 
 def _tell(graph: onnx.GraphProto, exponents: Mapping[str, int]) -> None:
     """Declare the types of the new values."""
     for value in [one for one in graph.value_info if one.name in exponents]:
-        for end in (STORED, AGAIN):
+        for end in (STORED_END, AGAIN_END):
             other = graph.value_info.add()
             other.CopyFrom(value)
             other.name = f"{value.name}{end}"

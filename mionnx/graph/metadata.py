@@ -24,7 +24,14 @@ NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised", "exponents", "narrowed")  # fields that are not written while they are empty
+OPTIONAL = (
+    "fused",
+    "hook_dtypes",
+    "stock",
+    "quantised",
+    "exponents",
+    "narrowed",
+)  # fields that are not written while they are empty
 LARGEST_EXPONENT = 64  # of the power of two that a hook point may hold
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
@@ -119,7 +126,7 @@ class Metadata:
             weights are as they came.
         exponents: hook name -> e, of those that hold 2^e times their value in the file (`mionnx.graph.exponents`); not
             written if there are none.
-        narrowed: how a file in a narrower dtype was made of a wider one, and what that costs; not written if it was not.
+        narrowed: how it was made of a model in a wider dtype, and what that costs; not written if it was not.
     """
 
     family: str

@@ -17,14 +17,14 @@ from onnx import NodeProto
 
 from mionnx.errors import ModelError
 from mionnx.graph.exponents import power_of
-from mionnx.rewrite.float_graph import MOVES, NORMS, FloatGraph, epsilon_of
+from mionnx.rewrite.float_graph import MOVING_OPERATORS, NORM_OPERATORS, FloatGraph, epsilon_of
 
-ALIKE: Mapping[str, slice] = {
+ALIKE_OPERANDS: Mapping[str, slice] = {
     **dict.fromkeys(("Add", "Sub", "Sum", "Concat", "Max", "Min", "Clip"), slice(None)),
     "Where": slice(1, 3),
     **dict.fromkeys(("ScatterND", "ScatterElements"), slice(0, None, 2)),
 }
-KEEPS = MOVES | {"RotaryEmbedding", "Neg", "Abs", "Relu", "LeakyRelu", "Cast", "CumSum", "Trilu", "ReduceL2"}
+KEEPS = MOVING_OPERATORS | {"RotaryEmbedding", "Neg", "Abs", "Relu", "LeakyRelu", "Cast", "CumSum", "Trilu", "ReduceL2"}
 KEEPS |= {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "TopK"}
 SUMS = frozenset(("Mul", "MatMul", "Einsum"))
 FIRST = frozenset(("MatMulNBits", "Conv", "GroupedMatMul"))  # linear in what they read first; weights have exponent 0
@@ -37,8 +37,8 @@ class ExponentError(ModelError):
 def natural(graph: FloatGraph, node: NodeProto, exponents: Sequence[int]) -> int | None:
     """The exponent of a node's result from those of its inputs; None where they have no type together."""
     kind, first = node.op_type, exponents[0] if exponents else 0
-    if kind in ALIKE:
-        given = [one for name, one in zip(node.input, exponents, strict=True) if name][ALIKE[kind]]
+    if kind in ALIKE_OPERANDS:
+        given = [one for name, one in zip(node.input, exponents, strict=True) if name][ALIKE_OPERANDS[kind]]
         return given[0] if len({*given}) == 1 else None
     if kind in KEEPS:
         return first
@@ -46,7 +46,7 @@ def natural(graph: FloatGraph, node: NodeProto, exponents: Sequence[int]) -> int
         return sum(exponents)
     if kind in FIRST:
         return None if any(exponents[1:]) else first
-    if kind in NORMS:
+    if kind in NORM_OPERATORS:
         later = [one for name, one in zip(node.input[1:], exponents[1:], strict=True) if name]
         return later[0] if later and len({*later}) == 1 else None if later else 0
     rule = _OTHERS.get(kind)
@@ -124,7 +124,7 @@ def _check_same(own: NodeProto | None, node: NodeProto, exponent: int) -> None:
     if own is None or own.op_type != node.op_type:
         raise ExponentError(f"{title(node)} is no node of the model that was rescaled")
     expected = NodeProto.FromString(own.SerializeToString())
-    if node.op_type in NORMS:
+    if node.op_type in NORM_OPERATORS:
         set_epsilon(expected, epsilon_of(own) * 4.0**exponent)
     if [one.SerializeToString() for one in expected.attribute] != [one.SerializeToString() for one in node.attribute]:
         raise ExponentError(f"{title(node)} has other attributes than in the model that was rescaled")

@@ -14,17 +14,15 @@ from onnx import NodeProto, TensorProto
 from mionnx.graph.dataflow import Dataflow, attributes
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-NORMS = frozenset(("RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization"))
+NORM_OPERATORS = frozenset(("RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization"))
 # Operators that move numbers and compute none: their first input's numbers are their output's.
-MOVES = frozenset(
+MOVING_OPERATORS = frozenset(
     ("Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile", "Flatten")
-    + ("Gather", "GatherND", "GatherElements", "Dropout")
-)
+) | {"Gather", "GatherND", "GatherElements", "Dropout"}
 PRODUCTS = frozenset(("MatMul", "Gemm", "MatMulNBits", "Conv", "Einsum", "GroupedMatMul"))
 ACTIVATIONS = frozenset(
     ("Sigmoid", "Gelu", "FastGelu", "QuickGelu", "Tanh", "Erf", "Relu", "Swish", "Silu", "HardSigmoid", "Softplus")
-    + ("Elu", "LeakyRelu", "Mish")
-)
+) | {"Elu", "LeakyRelu", "Mish"}
 ROTATION = frozenset(("RotaryEmbedding", "Cos", "Sin"))
 # Operators that make a finite number of an infinity, by place of the input.
 ABSORBS: Mapping[str, Collection[int]] = {
@@ -32,13 +30,13 @@ ABSORBS: Mapping[str, Collection[int]] = {
     "Div": (1,),
 }
 # Operators through which an infinity passes on its way to one that absorbs it.
-PASSES = MOVES | {"ReduceMean", "ReduceSum", "Add", "Sqrt", "Mul", "Pow", "Cast", "Neg"}
-STEPS = 6  # nodes between a square and the reciprocal of its root
+PASSES = MOVING_OPERATORS | {"ReduceMean", "ReduceSum", "Add", "Sqrt", "Mul", "Pow", "Cast", "Neg"}
+ABSORBING_STEPS = 6  # nodes between a square and the reciprocal of its root
 
-WEIGHTS, STREAM, NORM_OUTPUTS, NORM_INSIDES = "weights", "stream", "norms", "norms' insides"
+OF_WEIGHTS, OF_STREAM, NORM_OUTPUTS, NORM_INSIDES = "weights", "stream", "norms", "norms' insides"
 GROUPS = (
-    *(STREAM, "products", "attention products", "softmax", "rotation", "activation", NORM_OUTPUTS, NORM_INSIDES),
-    *("elementwise", "logits", WEIGHTS),
+    *(OF_STREAM, "products", "attention products", "softmax", "rotation", "activation", NORM_OUTPUTS, NORM_INSIDES),
+    *("elementwise", "logits", OF_WEIGHTS),
 )
 
 
@@ -127,7 +125,7 @@ class FloatGraph:
     def computed(self) -> Iterator[tuple[NodeProto, str]]:
         """Nodes that compute floats, with each of these values, in execution order; what only moves is left out."""
         for node in self.flow.nodes:
-            if node.op_type in MOVES and node.input[0] in self.varying:
+            if node.op_type in MOVING_OPERATORS and node.input[0] in self.varying:
                 continue
             for name in node.output:
                 if name in self.varying and self.is_float(name):
@@ -135,7 +133,7 @@ class FloatGraph:
 
     def origin(self, name: str) -> str:
         """The value that nodes moved to a place, or the value itself."""
-        while (node := self.flow.producer(name)) is not None and node.op_type in MOVES:
+        while (node := self.flow.producer(name)) is not None and node.op_type in MOVING_OPERATORS:
             if node.op_type == "Split" or not node.input or node.input[0] not in self.varying:
                 break
             name = node.input[0]
@@ -175,7 +173,7 @@ class FloatGraph:
         while waiting:
             value, step = waiting.pop()
             readers = self.flow.readers(value)
-            if not readers or step > STEPS:
+            if not readers or step > ABSORBING_STEPS:
                 return False
             for node in readers:
                 if any(node.input[at] == value for at in ABSORBS.get(node.op_type, ()) if at < len(node.input)):
@@ -197,11 +195,11 @@ class FloatGraph:
 
     def group(self, node: NodeProto, name: str) -> str:
         """The group of a value, by the operator that computes it and by its place: one of `GROUPS`."""
-        kinds = ((NORMS, NORM_OUTPUTS), (ROTATION, "rotation"), (ACTIVATIONS, "activation"))
+        kinds = ((NORM_OPERATORS, NORM_OUTPUTS), (ROTATION, "rotation"), (ACTIVATIONS, "activation"))
         if name in self._after:
             return "logits"
         if name in self.stream:
-            return STREAM
+            return OF_STREAM
         if name in self._insides:
             return NORM_INSIDES
         if node.op_type in PRODUCTS:

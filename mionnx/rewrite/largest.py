@@ -7,11 +7,12 @@
    positions. Of a norm in its own nodes the least mean square is looked at.
 4. What a mask adds minus infinity to is looked at where it is above `MASKED`.
 5. On request a product with a weight has the largest sum of |a||w|, which bounds every partial sum in any order.
-6. The model's own outputs are gone. Numbers are gathered: one output for each of `OUTPUTS`.
+6. The model's own outputs are gone. Numbers are gathered: one output for each of `RANGE_OUTPUTS`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,10 +20,10 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
-from mionnx.rewrite.float_graph import NORMS, FloatGraph
+from mionnx.rewrite.float_graph import NORM_OPERATORS, FloatGraph
 
-LARGEST, LEAST, POSITION = OUTPUTS = ("mionnx.largest", "mionnx.least", "mionnx.position")
-VALUE, SQUARES, MEAN_SQUARE, PARTIAL_SUMS = "value", "sum of squares", "mean square", "partial sums"
+LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT = RANGE_OUTPUTS = ("mionnx.largest", "mionnx.least", "mionnx.position")
+PLAIN_VALUE, SQUARES, MEAN_SQUARE, PARTIAL_SUMS = "value", "sum of squares", "mean square", "partial sums"
 MASKED = -1e30  # scores below it are a mask's
 
 
@@ -34,14 +35,13 @@ class Observation:
         value: its name, that of a hook point where it has one.
         what: "value", "sum of squares" into a norm, "mean square" inside one, "partial sums" of a product.
         operator: that computes it.
-        least, positioned: places in the other outputs; None where they have no entry for it.
+        place: in the other two outputs; None where they have no entry for it.
     """
 
     value: str
     what: str
     operator: str
-    least: int | None = None
-    positioned: int | None = None
+    place: int | None = None
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Writer:
     graph: GraphProto
     opset: int
     observations: list[Observation] = field(default_factory=list)
-    entries: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in OUTPUTS})
+    entries: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in RANGE_OUTPUTS})
     nodes: list[NodeProto] = field(default_factory=list)
     constants: set[str] = field(default_factory=set)
 
@@ -65,7 +65,7 @@ class _Writer:
             self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 
-    def add(self, operator: str, inputs: list[str], end: str, **attributes: int) -> str:
+    def add(self, operator: str, inputs: list[str], end: str, **attributes: Any) -> str:
         """One node."""
         name = f"{inputs[0]}:{end}"
         self.nodes.append(helper.make_node(operator, inputs, [name], name, **attributes))
@@ -81,13 +81,12 @@ class _Writer:
 
     def look(self, value: str, title: tuple[str, str, str], lines: str, first: bool) -> None:
         """Enter the largest of some numbers in a line, on request the least and the place of the largest."""
-        self.entries[LARGEST].append(self.reduce("ReduceMax", lines, [0], "most", 1))
-        places: dict[str, int | None] = {"least": None, "positioned": None}
+        self.entries[LARGEST_OUTPUT].append(self.reduce("ReduceMax", lines, [0], "most", 1))
+        place = len(self.entries[LEAST_OUTPUT]) if first else None  # in both outputs
         if first:
-            places = {"least": len(self.entries[LEAST]), "positioned": len(self.entries[POSITION])}
-            self.entries[LEAST].append(self.reduce("ReduceMin", lines, [0], "least", 1))
-            self.entries[POSITION].append(self.add("ArgMax", [lines], "place", axis=0, keepdims=1))
-        self.observations.append(Observation(*title, **places))
+            self.entries[LEAST_OUTPUT].append(self.reduce("ReduceMin", lines, [0], "least", 1))
+            self.entries[POSITION_OUTPUT].append(self.add("ArgMax", [lines], "place", axis=0, keepdims=1))
+        self.observations.append(Observation(*title, place))
 
     def flat(self, value: str) -> str:
         """The numbers of a value in a line."""
@@ -101,7 +100,7 @@ def largest(graph: FloatGraph, products: bool = False) -> tuple[onnx.ModelProto,
     writer = _Writer(proto.graph, graph.opset)
     inside = {norm.insides[1] for norm in graph.decomposed}
     for node, value, name in _values(graph):
-        if node.op_type in NORMS:
+        if node.op_type in NORM_OPERATORS:
             _squares(writer, node, node.input[0] if node.input[0] in graph.hooks else name)
         _value(writer, graph, node, value, name, inside)
         if products and node in graph.products():
@@ -113,7 +112,7 @@ def largest(graph: FloatGraph, products: bool = False) -> tuple[onnx.ModelProto,
     for output, entries in writer.entries.items():
         if entries:
             proto.graph.node.append(helper.make_node("Concat", entries, [output], output, axis=0))
-            kind = TensorProto.INT64 if output == POSITION else TensorProto.FLOAT
+            kind = TensorProto.INT64 if output == POSITION_OUTPUT else TensorProto.FLOAT
             proto.graph.output.append(helper.make_tensor_value_info(output, kind, [len(entries)]))
     return proto, writer.observations
 
@@ -140,16 +139,16 @@ def _value(writer: _Writer, graph: FloatGraph, node: NodeProto, value: str, name
         unmasked = f"{seen}:unmasked"
         inputs = [real, magnitude, writer.constant(0.0)]
         writer.nodes.append(helper.make_node("Where", inputs, [unmasked], unmasked))
-        writer.look(seen, (name, VALUE, node.op_type), writer.flat(unmasked), False)
+        writer.look(seen, (name, PLAIN_VALUE, node.op_type), writer.flat(unmasked), False)
     elif positioned:
         others = [axis for axis in range(len(axes)) if axis != sequence_axis(axes)]
         lines = writer.reduce("ReduceMax", writer.add("Abs", [seen], "size"), others, "by position", 0)
-        writer.look(seen, (name, VALUE, node.op_type), lines, True)
+        writer.look(seen, (name, PLAIN_VALUE, node.op_type), lines, True)
     elif value in inside:
         writer.look(value, (name, MEAN_SQUARE, node.op_type), writer.flat(value), True)
     else:
         line = writer.add("Abs", [writer.flat(value)], "size")
-        writer.look(value, (name, VALUE, node.op_type), line, False)
+        writer.look(value, (name, PLAIN_VALUE, node.op_type), line, False)
 
 
 def _squares(writer: _Writer, node: NodeProto, name: str) -> None:

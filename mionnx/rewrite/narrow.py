@@ -6,13 +6,14 @@
    kernel in a narrow dtype; and those that are asked for.
 3. The model's inputs and outputs are in the narrow dtype, but for those that only islands read or make (the state of a
    recurrence), and for inputs that have a default.
-4. Numbers in the graph are narrowed at once; minus infinity of masks becomes the dtype's lowest number. Weights in files
-   are left to `WeightJob`s: which initializer, times which power of two, in which dtype.
+4. Numbers in the graph are narrowed at once; minus infinity of masks becomes the dtype's lowest number. Weights in
+   files are left to `WeightJob`s: which initializer, times which power of two, in which dtype.
 5. A product of a weight with a power of two, which a rescale puts there, becomes a part of the weight's job.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -24,8 +25,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from mionnx.errors import ModelError
 from mionnx.graph.dataflow import attributes, reads, subgraphs
 from mionnx.graph.exponents import power_of, renamed
-from mionnx.rewrite.float_graph import MOVES, FloatGraph
-from mionnx.rewrite.rounded import NUMBER, NUMPY
+from mionnx.rewrite.float_graph import MOVING_OPERATORS, FloatGraph
+from mionnx.rewrite.rounded import NARROW_DTYPES, NUMBER
 
 SINGLE = TensorProto.FLOAT
 WIDE_OPERATORS = frozenset(("Range", "Cos", "Sin", "CumSum", "Mod", "NonZero", "OneHot", "TopK"))  # few kernels
@@ -59,6 +60,39 @@ class NarrowGraph:
     proto: onnx.ModelProto
     jobs: list[WeightJob] = field(default_factory=list)
     wide: set[str] = field(default_factory=set)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Initializer of a job -> its shape."""
+        names = {job.name for job in self.jobs}
+        return {one.name: tuple(one.dims) for one in self.proto.graph.initializer if one.name in names}
+
+    @property
+    def untouched(self) -> list[str]:
+        """Initializers in files that stay as they are: integers of blocks."""
+        shapes, external = self.shapes, TensorProto.EXTERNAL
+        held = self.proto.graph.initializer
+        return [one.name for one in held if one.data_location == external and one.name not in shapes]
+
+    def point(self, file: str, places: Mapping[str, int], kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
+        """Let initializers be what is in a file: name -> first byte, dtype and shape."""
+        for tensor in self.proto.graph.initializer:
+            if tensor.name not in kinds:
+                continue
+            kind, shape = kinds[tensor.name]
+            number = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+            made = TensorProto(name=tensor.name, dims=shape, data_type=number)
+            made.data_location = TensorProto.EXTERNAL
+            length = np.dtype(kind).itemsize * prod(shape)
+            for key, value in (("location", file), ("offset", places[tensor.name]), ("length", length)):
+                made.external_data.add(key=key, value=str(value))
+            tensor.CopyFrom(made)
+
+    def describe(self, props: Mapping[str, str]) -> None:
+        """Set the metadata."""
+        del self.proto.metadata_props[:]
+        for key, value in props.items():
+            self.proto.metadata_props.add(key=key, value=value)
 
 
 def narrow(graph: FloatGraph, dtype: str, islands: frozenset[str] = frozenset()) -> NarrowGraph:
@@ -103,7 +137,7 @@ class _Narrower:
         }
         for output in self.graph.proto.graph.output:  # of the model, moved there from an island: a recurrence's state
             way, at = list[int](), flow.producers.get(output.name)
-            while at is not None and at not in nodes and flow.nodes[at].op_type in MOVES:
+            while at is not None and at not in nodes and flow.nodes[at].op_type in MOVING_OPERATORS:
                 way.append(at)
                 at = flow.producers.get(flow.nodes[at].input[0])
             nodes |= {*way} if at in nodes else set()
@@ -207,12 +241,12 @@ def narrowed_array(array: NDArray[Any], exponent: int, dtype: str, name: str) ->
     scaled = np.ldexp(np.asarray(array, np.float32), exponent).astype(np.float32)
     if not dtype:
         return scaled
-    limit = float(ml_dtypes.finfo(NUMPY[dtype]).max)
+    limit = float(ml_dtypes.finfo(NARROW_DTYPES[dtype]).max)
     beyond = (np.abs(scaled) > limit) & (np.abs(scaled) < MASK)
     if beyond.any():
         largest = float(np.abs(scaled[beyond]).max())
         raise ModelError(f"{name} has {largest:,.0f}, beyond the {limit:,.0f} of {dtype}: keep it in float32")
-    return np.asarray(np.clip(scaled, -limit, limit).astype(NUMPY[dtype]))
+    return np.asarray(np.clip(scaled, -limit, limit).astype(NARROW_DTYPES[dtype]))
 
 
 def _needed(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:

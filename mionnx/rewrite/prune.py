@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import sort_nodes
-from mionnx.graph.exponents import AGAIN, STORED
+from mionnx.graph.exponents import AGAIN_END, STORED_END
 from mionnx.graph.report import Report
 
 
@@ -27,13 +27,13 @@ def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collectio
     tensors = graph.tensors()
     outputs = {id(value) for value in graph.outputs}
     for name in exponents:
-        true, again = tensors.get(name), tensors.get(f"{name}{AGAIN}")
+        true, again = tensors.get(name), tensors.get(f"{name}{AGAIN_END}")
         if true is None or again is None or name in touched or {id(true), id(again)} & outputs:
             continue
         between = [node.name for node in (*true.inputs, *true.outputs)]
         if between != [f"{name}:true", f"{name}:again"]:  # something reads or edits the value
             continue
-        stored = tensors[f"{name}{STORED}"]
+        stored = tensors[f"{name}{STORED_END}"]
         for reader in list(again.outputs):
             for place, value in enumerate(reader.inputs):
                 if value is again:

@@ -18,8 +18,8 @@ import onnx
 from onnx import GraphProto, NodeProto, helper
 
 from mionnx.graph.exponents import power, renamed
-from mionnx.rewrite.exponent_types import ALIKE, KEEPS, ExponentError, check_types, natural, set_epsilon, title
-from mionnx.rewrite.float_graph import NORMS, FloatGraph, epsilon_of
+from mionnx.rewrite.exponent_types import ALIKE_OPERANDS, KEEPS, ExponentError, check_types, natural, set_epsilon, title
+from mionnx.rewrite.float_graph import NORM_OPERATORS, FloatGraph, epsilon_of
 
 FRONT = {"MatMul": 0, "Gemm": 0, "MatMulNBits": 0, "Conv": 0, "Einsum": 0, "Div": 0}  # the operand that is scaled
 
@@ -51,8 +51,8 @@ class Classes:
 
     @staticmethod
     def _linked(graph: FloatGraph, node: NodeProto) -> Iterator[str]:
-        operands = node.input[ALIKE[node.op_type]] if node.op_type in ALIKE else node.input[:1]
-        if node.op_type in ALIKE or node.op_type in KEEPS:
+        operands = node.input[ALIKE_OPERANDS[node.op_type]] if node.op_type in ALIKE_OPERANDS else node.input[:1]
+        if node.op_type in ALIKE_OPERANDS or node.op_type in KEEPS:
             moving = [name for name in operands if name in graph.carrying]
             yield from moving
             yield from (name for name in node.output if name in graph.carrying and moving)
@@ -65,7 +65,10 @@ class Classes:
 
 
 def rescale(
-    graph: FloatGraph, wanted: Mapping[str, int], largest: Mapping[str, float] | None = None, limit: float = float("inf")
+    graph: FloatGraph,
+    wanted: Mapping[str, int],
+    largest: Mapping[str, float] | None = None,
+    limit: float = float("inf"),
 ) -> Rescaled:
     """Give the classes of some values an exponent, and prove that the numbers stay the same.
 
@@ -80,7 +83,9 @@ def rescale(
     for value, exponent in wanted.items():
         known = writer.of_class.setdefault(writer.classes.of(value), exponent)
         if known != exponent:
-            raise ExponentError(f"{value} is to hold 2^{exponent} times its value, and is added to what holds 2^{known}")
+            raise ExponentError(
+                f"{value} is to hold 2^{exponent} times its value, and is added to what holds 2^{known}"
+            )
     proto = writer.written()
     again = FloatGraph(proto, graph.hooks)
     exponents = {name: one for name in graph.hooks if (one := writer.exponents.get(name, 0))}
@@ -160,11 +165,11 @@ class _Writer:
         """Write one node, so that its results have the exponents of their classes."""
         results = [name for name in node.output if name in self.graph.carrying]
         want = next((self.of_class[one] for name in results if (one := self.classes.of(name)) in self.of_class), None)
-        if node.op_type in ALIKE:
+        if node.op_type in ALIKE_OPERANDS:
             want = self.alike(node, want)
         elif node.op_type == "Gemm" and len(node.input) > 2 and node.input[2]:
             self.bias(node, want)
-        elif node.op_type in NORMS:
+        elif node.op_type in NORM_OPERATORS:
             self.norm(node, want or 0)
         given = natural(self.graph, node, self.operands(node))
         if given is None or self.inside(node):
@@ -186,18 +191,18 @@ class _Writer:
 
     def inside(self, node: NodeProto) -> bool:
         """Whether a subgraph of a node reads a scaled value."""
-        at = self.graph.flow.producers[node.output[0]] if node.output[0] in self.graph.flow.producers else None
+        at = self.graph.flow.producers.get(node.output[0], None)
         reads = () if at is None else self.graph.flow.reads[at]
         return any(self.exponents.get(name, 0) for name in reads if name not in node.input)
 
     def alike(self, node: NodeProto, want: int | None) -> int:
         """Give all operands one exponent."""
-        places = range(len(node.input))[ALIKE[node.op_type]]
+        places = range(len(node.input))[ALIKE_OPERANDS[node.op_type]]
         carrying = [self.exponents.get(node.input[i], 0) for i in places if node.input[i] in self.graph.carrying]
         carrying += [self.exponents.get(node.input[i], 0) for i in places if node.input[i] in self.exponents]
         exponent = next(iter(carrying), 0) if want is None else want
         for i in places:
-            if node.input[i] and self.graph.is_float(node.input[i]) or node.input[i] in self.exponents:
+            if (node.input[i] and self.graph.is_float(node.input[i])) or node.input[i] in self.exponents:
                 node.input[i] = self.shifted(node.input[i], exponent - self.exponents.get(node.input[i], 0))
         return exponent
 

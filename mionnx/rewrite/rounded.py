@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.graph.hook_points import layer_of
-from mionnx.rewrite.float_graph import NORMS, STREAM, FloatGraph, epsilon_of
+from mionnx.rewrite.float_graph import NORM_OPERATORS, OF_STREAM, FloatGraph, epsilon_of
 
 SWITCHES = "mionnx.rounded"
 NUMBER = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+NARROW_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 Cell = tuple[str, int | None]  # group, layer
 
 
@@ -35,7 +35,7 @@ class Rounding:
     """A graph whose numbers are rounded in the cells that are switched on.
 
     Attributes:
-        cells: in the order of the switches.
+        cells: the groups and layers that values are in; the input of switches has one for each.
         values: cell of each value that is rounded, in execution order.
     """
 
@@ -88,7 +88,8 @@ def _layers(graph: FloatGraph) -> dict[str, int | None]:
     for node, reads in zip(graph.flow.nodes, graph.flow.reads, strict=True):
         before = [layers[name] for name in reads if layers.get(name) is not None]
         for name in node.output:
-            layers[name] = layer_of(name) if name in hooks else max((one for one in before if one is not None), default=None)
+            behind = max((one for one in before if one is not None), default=None)
+            layers[name] = layer_of(name) if name in hooks else behind
     moved = {graph.origin(hook): layer_of(hook) for hook in reversed(graph.hooks)}
     return layers | moved
 
@@ -108,12 +109,11 @@ def _pair(name: str, dtype: str, cell: int, always: bool) -> list[NodeProto]:
         helper.make_node("Cast", [wide], [low], low, to=NUMBER[dtype]),
         helper.make_node("Cast", [low], [name if always else up], up, to=TensorProto.FLOAT),
     ]
-    return nodes if always else [*nodes, helper.make_node("Where", [f"{SWITCHES}.on.{cell}", up, wide], [name], f"{name}:switch")]
+    inputs = [f"{SWITCHES}.on.{cell}", up, wide]
+    return nodes if always else [*nodes, helper.make_node("Where", inputs, [name], f"{name}:switch")]
 
 
-def _rounded_weights(
-    graph: FloatGraph, proto: onnx.ModelProto, dtype: str
-) -> tuple[dict[str, str], list[NodeProto]]:
+def _rounded_weights(graph: FloatGraph, proto: onnx.ModelProto, dtype: str) -> tuple[dict[str, str], list[NodeProto]]:
     """Weight -> its rounded value, and the nodes that round; numbers in the graph are rounded at once."""
     named: dict[str, str] = {}
     nodes: list[NodeProto] = []
@@ -138,7 +138,7 @@ def _rounded_weights(
 
 def clipped(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """Numbers as a narrow dtype has them, in float32; beyond its range its limits."""
-    kind = NUMPY[dtype]
+    kind = NARROW_DTYPES[dtype]
     limit = float(ml_dtypes.finfo(kind).max)
     return np.asarray(np.clip(array, -limit, limit).astype(kind).astype(np.float32))
 
@@ -151,7 +151,7 @@ def decomposed(graph: FloatGraph) -> FloatGraph:
     axis = "mionnx.norm.axis"
     proto.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), axis))
     for node in graph.flow.nodes:
-        fused = node.op_type in NORMS and sum(bool(name) for name in node.output) == 1
+        fused = node.op_type in NORM_OPERATORS and sum(bool(name) for name in node.output) == 1
         nodes += _opened(proto, node, axis, graph.opset) if fused else [node]
     copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del proto.graph.node[:]
@@ -167,7 +167,7 @@ def _opened(proto: onnx.ModelProto, node: NodeProto, axis: str, opset: int) -> I
 
     def made(operator: str, inputs: list[str], end: str) -> NodeProto:
         if operator == "ReduceMean":
-            of_old = {"axes": [-1]} if opset < 18 else {}
+            of_old: dict[str, Any] = {"axes": [-1]} if opset < 18 else {}
             inputs = inputs[:1] if opset < 18 else inputs
             return helper.make_node(operator, inputs, [f"{result}:{end}"], f"{result}:{end}", **of_old)
         return helper.make_node(operator, inputs, [f"{result}:{end}"], f"{result}:{end}")
@@ -199,8 +199,9 @@ def accumulated(graph: FloatGraph, rounding: Rounding, dtype: str) -> onnx.Model
         name = node.output[0].removesuffix(":wide")
         plain = graph.flow.producer(name)
         width = shapes.get(plain.input[1], ()) if plain is not None and len(plain.input) > 1 else ()
-        if node.op_type == "MatMul" and name in of_weights and len(width) == 2 and all(isinstance(one, int) for one in width):
-            nodes += _loop(proto, node, [int(one) for one in width], NUMBER[dtype])
+        sizes = [one for one in width if isinstance(one, int)]
+        if node.op_type == "MatMul" and name in of_weights and len(width) == len(sizes) == 2:
+            nodes += _loop(proto, node, sizes, NUMBER[dtype])
         else:
             nodes.append(NodeProto.FromString(node.SerializeToString()))
     del proto.graph.node[:]
@@ -216,7 +217,7 @@ def _loop(proto: onnx.ModelProto, node: NodeProto, width: list[int], kind: int) 
     for end, numbers in (("rows", [-1, inner, 1]), ("columns", [inner, 1, outer]), ("outer", [outer])):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(numbers, np.int64), f"{name}.{end}"))
 
-    def one(operator: str, inputs: list[str], tail: str, **attributes: object) -> NodeProto:
+    def one(operator: str, inputs: list[str], tail: str, **attributes: Any) -> NodeProto:
         return helper.make_node(operator, inputs, [f"{name}.{tail}"], f"{name}.{tail}", **attributes)
 
     float32 = TensorProto.FLOAT
@@ -257,7 +258,7 @@ def with_flags(graph: FloatGraph, rounding: Rounding) -> tuple[onnx.ModelProto, 
     proto.CopyFrom(rounding.proto)
     inside = {norm.insides[1] for norm in graph.decomposed}
     bad: list[str] = [name for name in rounding.values if name not in graph.masked]
-    zeros = [name for name in bad if name in graph.hooks or name in inside or rounding.values[name][0] == STREAM]
+    zeros = [name for name in bad if name in graph.hooks or name in inside or rounding.values[name][0] == OF_STREAM]
     add = proto.graph.node.append
     line = "mionnx.line"
     proto.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), line))
@@ -295,4 +296,3 @@ def cast_pair(dtype: str) -> bytes:
     body = helper.make_graph(nodes, "casts", info[:1], info[1:])
     model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     return bytes(model.SerializeToString())
-

@@ -20,13 +20,9 @@ def bits(array):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_types_or_names_the_node(family, models, tmp_path):
+def test_every_family_types(family, models, tmp_path):
     model = models(family)
-    try:
-        other = rescaled(model, -4, tmp_path / "rescaled")
-    except ExponentError as error:
-        assert "(" in str(error) and ")" in str(error)
-        return
+    other = rescaled(model, -4, tmp_path / "rescaled")
     assert other.hooked.metadata.exponents
     layer = model.num_layers - 1
     point = f"blocks.{layer}.hook_resid_post"
@@ -59,7 +55,8 @@ def test_edits_gradients_and_a_past_mean_the_same(shipped, tmp_path):
         assert not np.array_equal(one, plain), name
     point = "blocks.1.hook_resid_post"
     one, two = (model.gradients(prompt, point, answer="Paris").grad[point] for model in (shipped, other))
-    assert np.allclose(one, two, rtol=1e-6, atol=1e-9) and np.abs(one).max() > 1e-4
+    assert np.allclose(one, two, rtol=1e-6, atol=1e-9)
+    assert np.abs(one).max() > 1e-4
     first, second = (model.generate(prompt, max_new_tokens=3).ids[0].tolist() for model in (shipped, other))
     assert first == second
     lens = [model.logit_lens(prompt).to_dict() for model in (shipped, other)]
@@ -95,7 +92,9 @@ def test_a_decomposed_norm_takes_a_power_away():
     result = rescale(graph, {"s": -3})
     assert result.exponents == {"s": -3}
     types = check_types(graph, result.graph, result.exponents)
-    assert types["square"] == types["plus"] == -6 and types["root"] == -3 and "y" not in types
+    assert types["square"] == types["plus"] == -6
+    assert types["root"] == -3
+    assert "y" not in types
 
 
 def test_what_has_no_type_and_does_not_fit_is_refused_by_its_node():

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mionnx.analysis.numerics.distance import Distance
-from mionnx.analysis.numerics.forecast_result import Forecast, told
+from mionnx.analysis.numerics.forecast_result import DISTANCE_HEADS, Forecast, cells, told
 from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.errors import InputError
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.view import Columns, Shown, Table, View, readable
+from mionnx.view import Columns, Shown, Table, View
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,9 @@ class Diagnosis(Shown):
 
     def table(self, k: int = 10) -> Table:
         """Forecasts without and with the cure, and what was measured."""
-        table = Table("", "KL, nats", "largest", "logit", "top-1", "not finite", title=self.line())
+        table = Table("", *DISTANCE_HEADS, title=self.line())
         for what, one in self._rows()[:k]:
-            finite = [readable(one.kl), readable(one.kl_max), readable(one.logit)] if one.compared else ["–"] * 3
-            table.add_row(what, *finite, f"{one.top_1:.1%}", f"{one.not_finite} of {one.positions}")
+            table.add_row(what, *cells(one))
         return table
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 
 from mionnx.analysis.numerics.diagnosis import Check, Diagnosis
 from mionnx.analysis.numerics.distance import Distance, FirstRun, first_run
-from mionnx.analysis.numerics.forecast import DECOMPOSED, WIDE, check_casts, forecast_of
+from mionnx.analysis.numerics.forecast import DECOMPOSED, IN_FLOAT32, check_casts, forecast_of
 from mionnx.analysis.numerics.narrow_model import refuse_narrowed, write
 from mionnx.analysis.numerics.range import measure, report_of
 from mionnx.analysis.numerics.remedy import Remedy, find_remedy
 from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.analysis.quantisation.quantise_model import quantise_model
-from mionnx.engine.engines import TARGETS, engine_of
+from mionnx.engine.engines import DEPLOYMENTS, engine_of
 from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
@@ -24,7 +24,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 
 FLOAT16, INT4 = "float16", "int4"
-CHOICES = (FLOAT16, INT4, *TARGETS)
+CHOICES = (FLOAT16, INT4, *DEPLOYMENTS)
 
 
 @typed()
@@ -80,8 +80,8 @@ def _diagnosed(
         run = TextsRun(model, texts, progress)
         measured = measure(run, run.graph)
         report = report_of(run, measured, FLOAT16)
-        accumulate = TARGETS[target][1] if target in TARGETS else WIDE
-        with first_run(run.logits(run.graph.proto, WIDE)) as first:
+        accumulate = DEPLOYMENTS[target][1] if target in DEPLOYMENTS else IN_FLOAT32
+        with first_run(run.logits(run.graph.proto, IN_FLOAT32)) as first:
             split = forecast_of(run, run.graph, first, FLOAT16, norms=DECOMPOSED)
             whole = forecast_of(run, run.graph, first, FLOAT16, alone=True)
             remedy, why = None, ""
@@ -90,7 +90,7 @@ def _diagnosed(
             except ModelError as error:
                 why = str(error)
             after = remedy.after if remedy else None
-            if remedy and accumulate != WIDE:
+            if remedy and accumulate != IN_FLOAT32:
                 graph = remedy.rescaled.graph
                 after = forecast_of(run, graph, first, FLOAT16, islands=remedy.islands, accumulate=accumulate)
             checks = []
@@ -111,16 +111,16 @@ def _short(remedy: Remedy) -> list[str]:
     for step in remedy.rescaled.steps:
         kind = " ".join(word for word in step.split() if "(" not in word and "." not in word and "_" not in word)
         kinds[kind] = kinds.get(kind, 0) + 1
-    return [f"{number} × {kind}" for kind, number in kinds.items()]
+    return [f"{kind}: {number}" for kind, number in kinds.items()]
 
 
 def _checks(
     model: Runner, folder: Path, target: str, texts: str | Sequence[str] | None, first: FirstRun
 ) -> list[Check]:
     """The sound model in the runtime of the target, beside float32."""
-    if target not in TARGETS:
+    if target not in DEPLOYMENTS:
         return []
-    options, _ = TARGETS[target]
+    options, _ = DEPLOYMENTS[target]
     engine = engine_of(options)
     title = engine.title(options)
     if why := engine.missing(options):

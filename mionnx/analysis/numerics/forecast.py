@@ -20,12 +20,12 @@ from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.rewrite.float_graph import GROUPS, WEIGHTS, FloatGraph
+from mionnx.rewrite.float_graph import GROUPS, OF_WEIGHTS, FloatGraph
 from mionnx.rewrite.rounded import (
     BAD,
     CASTS,
+    NARROW_DTYPES,
     SWITCHES,
-    NUMPY,
     ZEROS,
     Cell,
     Rounding,
@@ -37,9 +37,9 @@ from mionnx.rewrite.rounded import (
 )
 from mionnx.run.runner import Runner
 
-AS_WRITTEN, FUSED, DECOMPOSED = NORMS = ("as written", "fused", "decomposed")
-WIDE = "float32"
-ALL = "all"
+AS_WRITTEN, FUSED, DECOMPOSED = NORM_FORMS = ("as written", "fused", "decomposed")
+IN_FLOAT32 = "float32"
+EVERYTHING = "all"
 
 
 @typed()
@@ -48,7 +48,7 @@ def forecast(
     texts: str | Sequence[str] | None = None,
     *,
     dtype: str = "float16",
-    accumulate: str = WIDE,
+    accumulate: str = IN_FLOAT32,
     norms: str = AS_WRITTEN,
     alone: bool = True,
     progress: bool | None = None,
@@ -81,12 +81,12 @@ def forecast(
         model.forecast("The capital of France is Paris.", norms="decomposed").kl
     """
     narrow_of(dtype)
-    _choose("accumulate", accumulate, (WIDE, dtype))
-    _choose("norms", norms, NORMS)
+    _choose("accumulate", accumulate, (IN_FLOAT32, dtype))
+    _choose("norms", norms, NORM_FORMS)
     check_casts(dtype)
     with shown(progress) as show:
         run = TextsRun(model, texts, show)
-        with first_run(run.logits(run.graph.proto, WIDE)) as first:
+        with first_run(run.logits(run.graph.proto, IN_FLOAT32)) as first:
             result = forecast_of(run, run.graph, first, dtype, norms=norms, accumulate=accumulate, alone=alone)
     model.give_back(later=True)
     return result
@@ -113,7 +113,7 @@ def check_casts(dtype: str) -> None:
 
 def _rounded(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore", under="ignore"):
-        return numbers.astype(NUMPY[dtype]).astype(np.float32)
+        return numbers.astype(NARROW_DTYPES[dtype]).astype(np.float32)
 
 
 def graph_as(graph: FloatGraph, norms: str) -> tuple[FloatGraph, frozenset[str]]:
@@ -130,7 +130,7 @@ def forecast_of(
     dtype: str,
     *,
     norms: str = AS_WRITTEN,
-    accumulate: str = WIDE,
+    accumulate: str = IN_FLOAT32,
     alone: bool = False,
     islands: frozenset[str] = frozenset(),
 ) -> Forecast:
@@ -144,17 +144,17 @@ def forecast_of(
     whole = rounded(graph, dtype, weights=True, islands=islands)
     flags = Flags(run, graph, whole)
     with run.opened(flags.proto) as program:
-        rows = [_row(run, program, whole, first, ALL, ALL, lambda cell: True, flags)]
+        rows = [_row(run, program, whole, first, EVERYTHING, EVERYTHING, lambda cell: True, flags)]
         if alone:
-            rows.append(_row(run, program, whole, first, "group", WEIGHTS, lambda cell: False))
+            rows.append(_row(run, program, whole, first, "group", OF_WEIGHTS, lambda cell: False))
     if alone:
         rows += _alone(run, rounded(graph, dtype, islands=islands), first)
-    if accumulate != WIDE:
+    if accumulate != IN_FLOAT32:
         with run.opened(accumulated(graph, whole, dtype)) as program:
             name = f"all, sums in {accumulate}"
-            rows.insert(0, _row(run, program, whole, first, ALL, name, lambda cell: True))
+            rows.insert(0, _row(run, program, whole, first, EVERYTHING, name, lambda cell: True))
     order = {name: place for place, name in enumerate(GROUPS)}
-    rows.sort(key=lambda row: (row.kind != ALL, row.kind != "group", order.get(row.name, 0)))
+    rows.sort(key=lambda row: (row.kind != EVERYTHING, row.kind != "group", order.get(row.name, 0)))
     return Forecast(run.hooked.name, dtype, accumulate, norms, rows, flags.not_finite, flags.flushed, *_counts(run))
 
 
@@ -190,10 +190,13 @@ def _alone(run: TextsRun, rounding: Rounding, first: FirstRun) -> Iterator[Forec
     groups = [name for name in GROUPS if any(name == cell[0] for cell in rounding.cells)]
     layers = sorted({cell[1] for cell in rounding.cells if cell[1] is not None})
     with run.opened(rounding.proto) as program:
-        for group in groups:
-            yield _row(run, program, rounding, first, "group", group, lambda cell, group=group: cell[0] == group)
-        for layer in layers:
-            yield _row(run, program, rounding, first, "layer", str(layer), lambda cell, layer=layer: cell[1] == layer)
+        for kind, place, names in (("group", 0, groups), ("layer", 1, layers)):
+            for name in names:
+
+                def on(cell: Cell, place: int = place, name: str | int = name) -> bool:
+                    return cell[place] == name
+
+                yield _row(run, program, rounding, first, kind, str(name), on)
 
 
 class Flags:

@@ -18,6 +18,8 @@ NOT_MODELLED = (
     "smallest normal one, which some processors make 0; scores and mixes of attention always add up in float32"
 )
 
+DISTANCE_HEADS = ("KL, nats", "largest", "logit", "top-1", "not finite")  # of a distance in a table
+
 
 @dataclass(frozen=True)
 class ForecastRow(Storable):
@@ -127,12 +129,9 @@ class Forecast(Shown):
 
     def table(self, k: int = 40) -> Table:
         """The first k rows: KL, its largest, the largest difference of logits, top-1, positions not finite."""
-        table = Table("", "rounded", "values", "KL, nats", "largest", "logit", "top-1", "not finite", title=self.line())
+        table = Table("", "rounded", "values", *DISTANCE_HEADS, title=self.line())
         for row in self.rows[:k]:
-            one = row.distance
-            finite = [readable(one.kl), readable(one.kl_max), readable(one.logit)] if one.compared else ["–"] * 3
-            bad = f"{one.not_finite} of {one.positions}"
-            table.add_row(row.kind, row.name, str(row.values), *finite, f"{one.top_1:.1%}", bad)
+            table.add_row(row.kind, row.name, str(row.values), *cells(row.distance))
         return table
 
     def view(self) -> View:
@@ -145,7 +144,14 @@ class Forecast(Shown):
             rows = [row for row in self.rows if row.kind == kind]
             if rows:
                 sizes = np.array([row.distance.kl if row.distance.compared else np.nan for row in rows])
-                panels.append(Bars([row.name for row in rows], sizes, "KL, nats", heading=f"KL of {kind}" if kind == "all" else f"KL of each {kind} alone"))
+                panels.append(
+                    Bars(
+                        [row.name for row in rows],
+                        sizes,
+                        "KL, nats",
+                        heading=f"KL of {kind}" if kind == "all" else f"KL of each {kind} alone",
+                    )
+                )
         if self.not_finite:
             heading = {"heading": "Not finite, in order of execution", "most": 30}
             infinite = Table("value", "group", "texts", "", on_page=heading)
@@ -154,6 +160,13 @@ class Forecast(Shown):
             panels.append(infinite)
         about = f"{self.model}, {count(self.texts, 'text')}, {count(self.tokens, 'token')}"
         return View(f"Forecast of {self.dtype}", panels, about, self.line(), f"Not modelled: {NOT_MODELLED}.")
+
+
+def cells(distance: Distance) -> list[str]:
+    """A distance as cells of a table, below `DISTANCE_HEADS`."""
+    sizes = (distance.kl, distance.kl_max, distance.logit)
+    finite = [readable(one if distance.compared else None) for one in sizes]
+    return [*finite, f"{distance.top_1:.1%}", f"{distance.not_finite} of {distance.positions}"]
 
 
 def told(distance: Distance) -> str:

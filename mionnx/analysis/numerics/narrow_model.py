@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from mionnx.analysis.numerics.distance import first_run
 from mionnx.analysis.numerics.dtypes import narrow_of
 from mionnx.analysis.numerics.forecast import check_casts
 from mionnx.analysis.numerics.range import measure
-from mionnx.analysis.numerics.remedy import AUTO, Remedy, find_remedy
+from mionnx.analysis.numerics.remedy import AUTOMATIC, Remedy, find_remedy
 from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
@@ -44,8 +43,8 @@ def narrow_model(
     dtype: str = "float16",
     texts: str | Sequence[str] | None = None,
     bound: float = 1e-3,
-    rescale: str = AUTO,
-    islands: str = AUTO,
+    rescale: str = AUTOMATIC,
+    islands: str = AUTOMATIC,
     progress: bool | None = None,
 ) -> Path:
     """Write the model in a narrow dtype, with an exact remedy for what the dtype cannot hold.
@@ -132,9 +131,7 @@ def write(
         fused=[],
         stock={},
     )
-    del made.proto.metadata_props[:]
-    for key, value in metadata.to_props().items():
-        made.proto.metadata_props.add(key=key, value=value)
+    made.describe(metadata.to_props())
     (folder / GRAPH).write_bytes(made.proto.SerializeToString())
     for path in files_beside(hooked.folder, KEPT):
         shutil.copyfile(path, folder / path.name)
@@ -142,16 +139,9 @@ def write(
 
 def write_weights(hooked: HookedModel, made: NarrowGraph, dtype: str, folder: Path, progress: Progress) -> None:
     """Write the weights of a narrow graph into one file, and point its initializers there."""
-    external = [one for one in made.proto.graph.initializer if one.name in {job.name for job in made.jobs}]
-    others = [
-        one
-        for one in made.proto.graph.initializer
-        if one.data_location == onnx.TensorProto.EXTERNAL and one.name not in {job.name for job in made.jobs}
-    ]
-    narrow_kind = np.dtype(DTYPES[dtype])
-    arrays = {one.name: onnx_file.weight(hooked.proto, hooked.folder, one.name) for one in others}
+    narrow_kind, shapes = np.dtype(DTYPES[dtype]), made.shapes
+    arrays = {name: onnx_file.weight(hooked.proto, hooked.folder, name) for name in made.untouched}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    shapes = {one.name: tuple(one.dims) for one in external}
     kinds |= {job.name: (np.dtype(np.float32) if job.wide else narrow_kind, shapes[job.name]) for job in made.jobs}
     with streamed(folder / WEIGHTS_FILE, kinds, ModelError) as file:
         for name, array in arrays.items():
@@ -159,8 +149,7 @@ def write_weights(hooked: HookedModel, made: NarrowGraph, dtype: str, folder: Pa
         for number, job in enumerate(made.jobs):
             progress(f"writing {dtype}", number, len(made.jobs))
             _put(hooked, job, dtype, file)
-        for tensor in (*external, *others):
-            _point(tensor, file)
+        made.point(WEIGHTS_FILE, file.places, kinds)
 
 
 def _put(hooked: HookedModel, job: WeightJob, dtype: str, file: StreamedFile) -> None:
@@ -170,15 +159,3 @@ def _put(hooked: HookedModel, job: WeightJob, dtype: str, file: StreamedFile) ->
     for start in range(0, len(array), rows) if array.ndim else (0,):
         part = array[start : start + rows] if array.ndim else array
         file.put(job.name, start, narrowed_array(part, job.exponent, "" if job.wide else dtype, job.source))
-
-
-def _point(tensor: onnx.TensorProto, file: StreamedFile) -> None:
-    """Let an initializer be what is in the file."""
-    kind, shape = file.kinds[tensor.name]
-    length = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-    made = onnx.TensorProto(name=tensor.name, dims=shape, data_type=onnx.helper.np_dtype_to_tensor_dtype(kind))
-    made.data_location = onnx.TensorProto.EXTERNAL
-    entries = (("location", WEIGHTS_FILE), ("offset", file.places[tensor.name]), ("length", length))
-    for key, value in entries:
-        made.external_data.add(key=key, value=str(value))
-    tensor.CopyFrom(made)

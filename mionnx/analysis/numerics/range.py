@@ -16,7 +16,17 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.float_graph import FloatGraph
-from mionnx.rewrite.largest import LARGEST, LEAST, MASKED, OUTPUTS, POSITION, SQUARES, VALUE, Observation, largest
+from mionnx.rewrite.largest import (
+    LARGEST_OUTPUT,
+    LEAST_OUTPUT,
+    MASKED,
+    PLAIN_VALUE,
+    POSITION_OUTPUT,
+    RANGE_OUTPUTS,
+    SQUARES,
+    Observation,
+    largest,
+)
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -85,7 +95,7 @@ class Measured:
         self.largest = np.full(count, -np.inf)
         self.least = np.full(count, np.nan)
         self.text, self.position = np.zeros(count, int), np.full(count, -1)
-        self._with = np.array([i for i, one in enumerate(self.observations) if one.least is not None], int)
+        self._with = np.array([i for i, one in enumerate(self.observations) if one.place is not None], int)
 
     def add(self, number: int, largest: NDArray[Any], least: NDArray[Any], position: NDArray[Any]) -> None:
         """Take in the outputs of one text; NaN counts as infinity."""
@@ -97,7 +107,7 @@ class Measured:
         here[self._with] = position
         self.position[more] = here[more]
 
-    def of(self, value: str, what: str = VALUE) -> float | None:
+    def of(self, value: str, what: str = PLAIN_VALUE) -> float | None:
         """The largest magnitude of a value."""
         places = (i for i, one in enumerate(self.observations) if (one.value, one.what) == (value, what))
         return next((float(self.largest[i]) for i in places), None)
@@ -107,11 +117,11 @@ def measure(run: TextsRun, graph: FloatGraph, products: bool = False) -> Measure
     """Run every text through a graph whose magnitudes are outputs."""
     proto, observations = largest(graph, products)
     measured = Measured(observations)
-    names = [name for name in OUTPUTS if any(name == one.name for one in proto.graph.output)]
+    names = [name for name in RANGE_OUTPUTS if any(name == one.name for one in proto.graph.output)]
     with run.opened(proto) as program:
         for number, outputs in run.run(program, names, "range"):
             none = np.zeros(0)
-            values = (outputs.get(name, none) for name in (LARGEST, LEAST, POSITION))
+            values = (outputs.get(name, none) for name in (LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT))
             measured.add(number, *values)
     return measured
 
@@ -122,19 +132,19 @@ def _rows(run: TextsRun, graph: FloatGraph, measured: Measured, limit: float) ->
         moved.setdefault(graph.origin(hook), []).append(hook)
     for i, one in enumerate(measured.observations):
         most = float(measured.largest[i])
-        if most >= -MASKED and one.what == VALUE and one.value in graph.masked:
+        if most >= -MASKED and one.what == PLAIN_VALUE and one.value in graph.masked:
             continue  # minus infinity of a mask, or nothing but masked
         text, position = int(measured.text[i]), int(measured.position[i])
         place = _place(run, one, text, position)
         absorbed = most > limit and _absorbed(graph, one)
         names = [one.value]
-        if one.what == VALUE and one.value in graph.hooks:
+        if one.what == PLAIN_VALUE and one.value in graph.hooks:
             names = moved.get(graph.origin(one.value), names)
         for name in names:
-            yield RangeRow(name, one.what, one.operator, name in graph.hooks and one.what == VALUE, most,
+            yield RangeRow(name, one.what, one.operator, name in graph.hooks and one.what == PLAIN_VALUE, most,
                            float(measured.least[i]), text, *place, absorbed)  # fmt: skip
         node = graph.flow.producer(one.value)
-        for reader in graph.flow.readers(one.value) if node is not None and one.what == VALUE else ():
+        for reader in graph.flow.readers(one.value) if node is not None and one.what == PLAIN_VALUE else ():
             tanh = any(entry.name == "approximate" and entry.s == b"tanh" for entry in reader.attribute)
             if reader.op_type in ("FastGelu",) or (reader.op_type == "Gelu" and tanh):
                 yield RangeRow(reader.output[0], CUBED, reader.op_type, False, most**3, float("nan"), text, *place,
@@ -144,16 +154,16 @@ def _rows(run: TextsRun, graph: FloatGraph, measured: Measured, limit: float) ->
 def _place(run: TextsRun, one: Observation, text: int, position: int) -> tuple[int | None, str]:
     """The position and token of a value's largest number, where both are known."""
     tokens = run.tokens[text]
-    if one.positioned is None or not 0 <= position < len(tokens):
+    if one.place is None or not 0 <= position < len(tokens):
         return None, ""
-    if one.what != VALUE and position >= len(tokens):
+    if one.what != PLAIN_VALUE and position >= len(tokens):
         return None, ""
     return position, tokens[position]
 
 
 def _absorbed(graph: FloatGraph, one: Observation) -> bool:
     """Whether what overflows leaves finite numbers behind: silent."""
-    return one.what == SQUARES or (one.what == VALUE and graph.absorbed(one.value))
+    return one.what == SQUARES or (one.what == PLAIN_VALUE and graph.absorbed(one.value))
 
 
 def _massive(run: TextsRun, rows: Sequence[RangeRow]) -> list[Massive]:
@@ -177,4 +187,3 @@ def _massive(run: TextsRun, rows: Sequence[RangeRow]) -> list[Massive]:
                 float(value[position, dimension]), median)
         for position, dimension in zip(*np.unravel_index(order, sizes.shape), strict=True)
     ]  # fmt: skip
-

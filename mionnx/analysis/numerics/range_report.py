@@ -164,7 +164,9 @@ class RangeReport(Shown):
         table = Table("", "value", "what", "largest", "least", "token", title=title)
         for verdict, row in rows[:k]:
             token = "" if row.position is None else f"{row.position} {row.token!r}"
-            table.add_row(verdict, _plain(row.value), row.what, readable(row.largest), readable(row.least), _plain(token))
+            table.add_row(
+                verdict, _plain(row.value), row.what, readable(row.largest), readable(row.least), _plain(token)
+            )
         return table
 
     def view(self) -> View:
@@ -179,7 +181,7 @@ class RangeReport(Shown):
             sizes[at] = np.fmax(sizes[at], row.largest)
         powers = np.log2(np.maximum(sizes, 2.0**-24)) - log2(limit)
         cells = {"powers of two beyond the limit": powers}
-        view = [
+        view: list[Any] = [
             HeatMap(
                 {"layer": [*map(str, layers)], "kind": kinds},
                 cells,

@@ -17,12 +17,12 @@ from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.brief import count
-from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, WEIGHTS, FloatGraph
-from mionnx.rewrite.largest import VALUE
+from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, OF_WEIGHTS, FloatGraph
+from mionnx.rewrite.largest import PLAIN_VALUE
 from mionnx.rewrite.rescale import Classes, Rescaled, rescale
 
 ROOM = 4  # how far below the dtype's limit a rescaled class is at least, for texts that were not seen
-AUTO, NONE = "auto", "none"
+AUTOMATIC, NOTHING = "auto", "none"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class Remedy:
 
     def line(self) -> str:
         """The remedy in one line."""
-        parts = [f"{value} and what is added to it times 2^{one}" for value, one in self.wanted.items()]
+        stream = self.rescaled.graph.stream
+        parts = [
+            f"{'the residual stream' if value in stream else value} times 2^{one}" for value, one in self.wanted.items()
+        ]
         parts += [f"{count(len(self.islands), 'value')} of {' and '.join(self.groups)} in float32"] * bool(self.islands)
         return "; ".join(parts) or "none needed"
 
@@ -64,15 +67,15 @@ def _entry(forecast: Forecast) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if isfinite(value)} | {"norms": forecast.norms}
 
 
-def exponents_for(graph: FloatGraph, measured: Measured, dtype: str, power: str = AUTO) -> dict[str, int]:
+def exponents_for(graph: FloatGraph, measured: Measured, dtype: str, power: str = AUTOMATIC) -> dict[str, int]:
     """The exponents of the classes that a narrow dtype cannot hold with room: the first value of each -> e.
 
     Args:
         power: "auto", "none", or a number k: then the residual stream is divided by 2^k.
     """
-    if power == NONE:
+    if power == NOTHING:
         return {}
-    if power != AUTO:
+    if power != AUTOMATIC:
         stream = next(iter(name for name in graph.hooks if "hook_resid" in name), None)
         if not power.isdecimal() or not 0 < int(power) <= 30 or stream is None:
             raise InputError(f"rescale={power!r}: auto, none, or a power of two from 1 to 30 that the stream is cut by")
@@ -82,7 +85,7 @@ def exponents_for(graph: FloatGraph, measured: Measured, dtype: str, power: str 
     largest: dict[str, tuple[float, str]] = {}
     for number, one in enumerate(measured.observations):
         root, size = classes.of(one.value), float(measured.largest[number])
-        if one.what != VALUE or root in fixed or not isfinite(size) or size <= 0:
+        if one.what != PLAIN_VALUE or root in fixed or not isfinite(size) or size <= 0:
             continue
         known = largest.get(root)
         largest[root] = (size, one.value) if known is None else (max(size, known[0]), known[1])
@@ -102,7 +105,7 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
     sizes = {
         one.value: float(measured.largest[number])
         for number, one in enumerate(measured.observations)
-        if one.what == VALUE and one.value not in graph.masked
+        if one.what == PLAIN_VALUE and one.value not in graph.masked
     }
     moved = {graph.origin(name): size for name, size in sizes.items()}
     return {**{hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}, **moved, **sizes}
@@ -128,8 +131,8 @@ def find_remedy(
     dtype: str,
     bound: float,
     *,
-    power: str = AUTO,
-    islands: str = AUTO,
+    power: str = AUTOMATIC,
+    islands: str = AUTOMATIC,
     accumulate: str = "float32",
 ) -> Remedy:
     """Rescale what the range says, and put islands where the forecast says they pay, until a bound of KL holds.
@@ -145,7 +148,7 @@ def find_remedy(
     graph = rescaled.graph
     chosen, groups = _asked(graph, islands)
     after = forecast_of(run, graph, first, dtype, islands=chosen, accumulate=accumulate) if wanted or chosen else before
-    waiting = [*_order(run, graph, first, dtype, chosen)] if islands == AUTO and not _within(after, bound) else []
+    waiting = [*_order(run, graph, first, dtype, chosen)] if islands == AUTOMATIC and not _within(after, bound) else []
     for group, values in waiting:
         chosen, groups = chosen | values, [*groups, group]
         after = forecast_of(run, graph, first, dtype, islands=chosen)
@@ -163,7 +166,7 @@ def _within(forecast: Forecast, bound: float) -> bool:
 
 def _asked(graph: FloatGraph, islands: str) -> tuple[frozenset[str], list[str]]:
     """The values that a group's name or a glob of values means."""
-    if islands in (AUTO, NONE):
+    if islands in (AUTOMATIC, NOTHING):
         return frozenset(), []
     by_group = _groups(graph)
     values = by_group.get(islands) or {
@@ -187,7 +190,7 @@ def _order(
 ) -> Sequence[tuple[str, frozenset[str]]]:
     """Groups of values by the KL that they cost alone for each node, insides of norms first."""
     rows = forecast_of(run, graph, first, dtype, alone=True, islands=chosen).rows
-    cost = {row.name: row.distance for row in rows if row.kind == "group" and row.name != WEIGHTS}
+    cost = {row.name: row.distance for row in rows if row.kind == "group" and row.name != OF_WEIGHTS}
     groups = {name: frozenset(values) for name, values in _groups(graph).items() if name in cost}
 
     def gain(name: str) -> tuple[bool, bool, float]:

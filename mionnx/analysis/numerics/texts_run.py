@@ -33,7 +33,7 @@ class TextsRun:
 
     Attributes:
         ids: windows of tokens, [1, seq] each.
-        tokens: of each window, as text.
+        own: whether the model wrote the texts itself.
     """
 
     def __init__(self, model: Runner, texts: str | Sequence[str] | None, progress: Progress) -> None:

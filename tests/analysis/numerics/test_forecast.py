@@ -22,7 +22,8 @@ def test_casts_survive_at_every_level(tmp_path):
             options = Options(level=level, threads=1)
             with engine_of(options).opened_alone(cast_pair(dtype), tmp_path, options) as program:
                 got = program.run(["to"], {"from": np.array([1e5, 1e-12], np.float32)})["to"]
-            assert got[0] == after[0] and (after[1] is None or got[1] == after[1])
+            assert got[0] == after[0]
+            assert after[1] is None or got[1] == after[1]
 
 
 def test_a_runtime_that_drops_casts_is_refused(monkeypatch):
@@ -30,21 +31,25 @@ def test_a_runtime_that_drops_casts_is_refused(monkeypatch):
     del model.graph.node[:]
     model.graph.node.append(onnx.helper.make_node("Identity", ["from"], ["to"]))
     monkeypatch.setattr(forecasting, "cast_pair", lambda dtype: model.SerializeToString())
-    with pytest.raises(ModelError, match="drops casts to float16 and back at level 'none' .*onnxruntime"):
+    with pytest.raises(ModelError, match=r"drops casts to float16 and back at level 'none' .*onnxruntime"):
         forecasting.check_casts("float16")
 
 
 def test_groups_and_layers_cost_less_than_all_or_about_as_much(shipped, tmp_path):
     result = shipped.forecast(TEXTS)
-    assert result.all.sound and 0 < result.kl < 1e-4 and result.all.top_1 == 1
+    assert result.all.sound
+    assert 0 < result.kl < 1e-4
+    assert result.all.top_1 == 1
     kinds = [row.kind for row in result.rows]
     assert kinds == ["all"] + ["group"] * kinds.count("group") + ["layer"] * shipped.num_layers
     by_name = {row.name: row.distance.kl for row in result.rows if row.kind == "group"}
-    assert {"stream", "products", "weights", "norms", "softmax"} <= {*by_name} and all(by_name.values())
+    assert {"stream", "products", "weights", "norms", "softmax"} <= {*by_name}
+    assert all(by_name.values())
     wide = shipped.forecast(TEXTS, dtype="bfloat16", alone=False)
     assert wide.kl > 10 * result.kl  # 8 bits of mantissa against 11
     sums = shipped.forecast(TEXTS, accumulate="float16", alone=False)
-    assert sums.kl > result.kl and [row.name for row in sums.rows] == ["all, sums in float16", "all"]
+    assert sums.kl > result.kl
+    assert [row.name for row in sums.rows] == ["all, sums in float16", "all"]
     result.save(tmp_path / "f.safetensors")
     assert Forecast.load(tmp_path / "f.safetensors").to_json() == result.to_json()
 
@@ -52,9 +57,13 @@ def test_groups_and_layers_cost_less_than_all_or_about_as_much(shipped, tmp_path
 def test_what_a_decomposed_norm_does_is_silent(tmp_path):
     model = planted(LLAMA, tmp_path / "planted", "model.layers.1.mlp.down_proj.weight", 64.0)
     fused, opened = (model.forecast(TEXTS, norms=norms, alone=False) for norms in ("as written", "decomposed"))
-    assert fused.all.sound and not fused.absorbed and fused.kl < 1e-2
-    assert opened.all.sound and opened.first is None  # nothing shows it
-    assert opened.absorbed[0].group == "norms' insides" and opened.kl > 10 * fused.kl
+    assert fused.all.sound
+    assert not fused.absorbed
+    assert fused.kl < 1e-2
+    assert opened.all.sound
+    assert opened.first is None
+    assert opened.absorbed[0].group == "norms' insides"
+    assert opened.kl > 10 * fused.kl
     insides = model.forecast(TEXTS, norms="fused", alone=False)
     assert insides.kl == fused.kl
 
@@ -62,7 +71,9 @@ def test_what_a_decomposed_norm_does_is_silent(tmp_path):
 def test_an_overflow_is_named_where_it_is(tmp_path):
     model = planted(LLAMA, tmp_path / "planted", "model.layers.2.mlp.down_proj.weight", 2.0**14)
     result = model.forecast(TEXTS, alone=False)
-    assert not result.all.sound and result.first.value == "blocks.2.mlp.hook_post" and result.kl == float("inf")
+    assert not result.all.sound
+    assert result.first.value == "blocks.2.mlp.hook_post"
+    assert result.kl == float("inf")
     assert "not finite, first at blocks.2.mlp.hook_post" in result.line()
 
 
