@@ -73,12 +73,7 @@ class OpWriter:
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], write: Callable[..., Any]
     ) -> ir.Graph:
-        """A branch or the body of a loop, for an attribute.
-
-        Args:
-            outputs: names, types and shapes that its outputs get.
-            write: called as (writer of the subgraph, *inputs); returns the outputs.
-        """
+        """A branch or the body of a loop, for an attribute; `write` makes its outputs from a writer and its inputs."""
         op = OpWriter(self.graph, self._constants)  # constants go to the outermost graph, shared by all bodies
         values = list(write(op, *inputs))
         for value, declared in zip(values, outputs, strict=True):

@@ -113,11 +113,7 @@ def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds
 
 
 def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: int = 0) -> Array:
-    """An input of a probe, of a session's: texts without padding, after a past of zeros.
-
-    Raises:
-        ExportError: an input that no decoder has.
-    """
+    """An input of a probe, of a session's: texts without padding, after a past of zeros."""
     if entry.name == "input_ids":
         # ids that differ within a row and between rows, small enough for any vocabulary, and not the first special ones
         return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3

@@ -92,11 +92,7 @@ class AttentionValues:
 
 
 def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> AttentionValues:
-    """Recognise the attention between a layer's stream and the value that it adds.
-
-    Raises:
-        ExportError: something that is no softmax attention with one product before and one after it.
-    """
+    """Recognise the softmax attention, one product before and one after it, between a stream and the value it adds."""
     patterns = attention_patterns(flow, top, out)
     if len(patterns) != 1:
         raise ExportError(f"layer {layer}: {len(patterns)} attention patterns in one branch")

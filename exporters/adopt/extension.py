@@ -74,15 +74,7 @@ def complete(
     clean: Callable[[ir.Model], onnx.ModelProto],
     checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
-    """Add a cache and a mask to a graph that lacks them, or leave it and note why.
-
-    They stay if the graph keeps the laws with them.
-
-    Args:
-        plain: the graph; its notes are told what was done.
-        clean: writes a model as protobuf.
-        checked: the laws that hold of every adopted graph.
-    """
+    """Add a cache and a mask to a graph that lacks them, if it keeps the laws with them; else note why not."""
     notes, layers = plain.found.notes, len(plain.found.attention)
     before = list(notes)
     try:
@@ -219,14 +211,7 @@ def _read_joined(
     groups: int,
     width: int,
 ) -> None:
-    """Let a product read heads with their past, repeated, turned and scaled as before.
-
-    Args:
-        flow: of the graph before `joined` was made.
-        product: of queries and keys, or of the pattern and values; its second operand is read from `heads`.
-        heads, joined: without and with a past.
-        count, groups, width: heads of queries, of keys and values, and the size of one.
-    """
+    """Let a product read heads with their past instead of `heads`, repeated, turned and scaled as before."""
     replayed, turned, widened, value = list[ir.Node](), False, False, product.inputs[1]
     while value is not heads:
         node = None if value is None else value.producer()

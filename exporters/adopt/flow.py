@@ -168,11 +168,7 @@ def makers_of(node: ir.Node) -> list[ir.Node | None]:
 
 
 def find_embedding(graph: ir.Graph) -> ir.Node:
-    """The look-up of the tokens' embedding: rows of a matrix with a row for each logit.
-
-    Raises:
-        ExportError: none, or several that nothing tells apart.
-    """
+    """The look-up of the tokens' embedding: rows of a matrix with a row for each logit; an ambiguous one is refused."""
     constants = set(graph.initializers.values())
     vocabularies = {static(value, -1) for value in graph.outputs if rank(value) == 3} - {None}  # sizes of logits
     lookups: list[tuple[int | None, ir.Value, ir.Node]] = []

@@ -58,11 +58,7 @@ class Masking:
 
 
 def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
-    """The nodes that mask the product of queries and keys, the last first.
-
-    Raises:
-        ExportError: the scores do not follow from the product alone.
-    """
+    """The nodes that mask the product of queries and keys, the last first."""
     masks, value = list[Masking](), scores
     while (node := value.producer()) is not None and node is not product:
         text = flow.text(node)
@@ -168,11 +164,7 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
 def window_of(
     probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONGEST_PROBE
 ) -> int | None:
-    """The window of a layer's mask: that of the config or none, whichever its numbers are.
-
-    Raises:
-        ExportError: it is neither, or more than a mask.
-    """
+    """The window of a layer's mask: that of the config or none, whichever its numbers are."""
     # longer than the window, so that its edge shows
     length = min(max(2 * (window or 0), SHORT) + 3, LONGEST_PROBE + 3, longest)
     seen = probe.seen(masks, length, 0)
@@ -216,12 +208,7 @@ def replace_masks(
     kind: ir.DataType,
     adds: bool = False,
 ) -> None:
-    """Mask scores by `DecoderWriter.visible`, in place of their own masks; they keep their name.
-
-    Args:
-        kind: the dtype of the scores.
-        adds: whether a fused operator of the file adds a mask, and shall find one to read.
-    """
+    """Mask scores by `DecoderWriter.visible` instead of their own masks; a fused operator that adds one reads it."""
     bare = scores
     for one in masks:
         if one.node.outputs[0] is scores:

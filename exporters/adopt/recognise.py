@@ -69,11 +69,7 @@ def sum_of(name: str) -> str:
 
 
 def recognise(graph: ir.Graph) -> Recognised:
-    """Find the hook points of a decoder whose fused operators have been expanded.
-
-    Raises:
-        ExportError: it has no residual stream, attention or logits that are understood.
-    """
+    """Find the hook points of a decoder whose fused operators have been expanded."""
     _separate_heads(graph)
     decoder = Recognised(Flow(graph))
     steps = _residual_steps(decoder.flow)

@@ -32,11 +32,7 @@ OWN = ".stock"  # ends names that the hooked model has for other values
 def keep_fused(
     proto: onnx.ModelProto, folder: Path, probed: Probe, fused: Iterable[Fused], layers: int, notes: list[str]
 ) -> None:
-    """Put the fused operators into the metadata of an adopted graph, if they run and agree with their nodes.
-
-    Args:
-        notes: takes what keeps them from being put back.
-    """
+    """Put the fused operators into the metadata of an adopted graph, if they run and agree with their nodes."""
     flow = Dataflow(proto)
     allowed = layers * rounding(proto, probed)
     operators = read_fused(flow, standing(flow, filter(None, (one.proto() for one in fused))))
@@ -106,14 +102,7 @@ def keep_stock(
     runs: bool,
     notes: list[str],
 ) -> None:
-    """Put a file's own graph into the metadata, to be tried beside the adopted one in use.
-
-    Args:
-        source: the file, to whose graph nothing was added.
-        expanded: whether operators of the file were expanded.
-        runs: whether it ran on what the adopted graph was probed with; otherwise it is tried with one row.
-        notes: takes what keeps it from being put there.
-    """
+    """Put a file's own graph into the metadata, to be tried beside the adopted one in use, or note what prevents it."""
     layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
     try:
         stock = StockGraph(_by_hooked_names(source, names, proto), expanded, max(1, layers) * rounding(proto, probed))

@@ -43,11 +43,7 @@ class SourceFile:
 
 
 def open_source(file: Path) -> SourceFile:
-    """Read a file without its weights.
-
-    Raises:
-        ExportError: it is no ONNX, or its weights lie outside of its folder.
-    """
+    """Read a file without its weights, which must lie in its folder."""
     try:
         stock, files = read_light(file), dict[str, Path]()
         check_counts(stock)
@@ -66,15 +62,7 @@ def open_source(file: Path) -> SourceFile:
 
 
 def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
-    """Check a file as a hooked model is checked, before anything follows or runs its graph.
-
-    Args:
-        folder: with its weights by the names that the graph has for them.
-        shapes: its inputs' shapes, for which every value must have a bound; if left out, what follows from constants.
-
-    Raises:
-        ExportError: a value has no bound, or the file is no valid ONNX.
-    """
+    """Check a file as a hooked model is checked, before anything follows or runs its graph."""
     model = ir.from_proto(source.stock)
     try:
         model.graph.sort()  # ONNX Runtime takes nodes in any order
@@ -107,11 +95,7 @@ def tell_types(stock: onnx.ModelProto, types: Iterable[onnx.ValueInfoProto]) -> 
 
 
 def _inline_branch(model: ir.Model) -> str | None:
-    """Put the branch with a past in the place of an `If` on a flag of the call.
-
-    Returns:
-        the name of the flag, which is no input any more; None where there is no such `If`.
-    """
+    """Inline the branch with a past of an `If` on a flag of the call; returns the flag, which is no input any more."""
     graph, flag = model.graph, None
     for node in [node for node in graph if node.op_type == "If"]:
         condition = None if node.inputs[0] is None else climb(node.inputs[0], RESHAPING)

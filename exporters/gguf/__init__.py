@@ -104,11 +104,7 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def choose(folder: Path, file: str | None = None) -> Path:
-    """The file to export of a folder with GGUF files, or of a path to one.
-
-    Raises:
-        ExportError: there is none, none of that name, several and no choice, or one that lies outside the folder.
-    """
+    """The file to export of a folder with GGUF files, or of a path to one."""
     files = gguf_files(folder)
     try:
         for path in files if folder.is_dir() else ():

@@ -133,11 +133,7 @@ def own_dtype(header: Header, dtype: str) -> str:
 def write_weights(
     header: Header, tensors: list[Renamed], path: Path, dtype: str, progress: Progress, left: Container[str] = ()
 ) -> None:
-    """Write tensors in a dtype, a piece of one in memory at a time.
-
-    Args:
-        left: names of tensors that get a place in the file, and no numbers there.
-    """
+    """Write tensors in a dtype, a piece of one in memory at a time; those `left` out get a place without numbers."""
     code, numpy_dtype = STORED_DTYPES[dtype]
     shapes = {tensor.name: (code, tensor.info.shape, np.dtype(numpy_dtype).itemsize) for tensor in tensors}
     with path.open("wb") as file:

@@ -151,11 +151,7 @@ FORMATS = {
 def unpacked_tensors(
     tensors: list[StoredTensor], settings: Mapping[str, Any], family: str | None = None
 ) -> list[StoredTensor]:
-    """Replace the parts of packed layers by their weights, which are made when they are loaded.
-
-    Args:
-        family: the checkpoint's model_type, if it says one.
-    """
+    """Replace the parts of packed layers by their weights, which are made when they are loaded."""
     if settings["quant_method"] == "mxfp4":
         return mxfp4.unpacked_stacks(tensors, family)
     kind = FORMATS[settings["quant_method"]]

@@ -99,11 +99,7 @@ def time_mix7(
     shared: Shared,
     first: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """RWKV-7's attention; returns layer 0's values too.
-
-    Args:
-        first: layer 0's values, [batch, seq, hidden]; None in layer 0.
-    """
+    """RWKV-7's attention; returns layer 0's values [batch, seq, hidden] too, which later layers read as `first`."""
     op, name = build.op, f"blocks.{layer}.att"
     change, following = token_shift(build, value, last, shared)
     mixed = {

@@ -44,15 +44,7 @@ class Length:
 
 
 def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, where: str) -> tuple[ir.Value, ir.Value]:
-    """Run the recurrence over a call's tokens, in the form for its length.
-
-    Args:
-        state: [batch, n_heads, key, value].
-        where: what the names of the parts begin with.
-
-    Returns:
-        y [batch, seq, n_heads, value] and the state after the last token.
-    """
+    """Run the recurrence over a call's tokens; returns y [batch, seq, n_heads, value] and the state after the last."""
 
     def branch(op: OpWriter, name: str, form: Form) -> ir.Graph:
         outputs = [_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")]

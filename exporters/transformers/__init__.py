@@ -72,11 +72,7 @@ def packed_bits(folder: Path) -> int | None:
 
 
 def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
-    """Write a checkpoint as `export` does in float32, without the numbers of its blocks.
-
-    Returns:
-        the blocks by the names of the weights, whose places in the files are empty.
-    """
+    """Write a checkpoint as `export` does in float32, without the numbers of its blocks; returns these by weight."""
     with _uncollected():
         from exporters.transformers.assemble import export_checkpoint
 

@@ -31,11 +31,7 @@ SPARSE = ("keep_window_size", "index_topk")
 
 
 def native_config(folder: Path) -> Any:
-    """Read a checkpoint's config with transformers' own classes.
-
-    Raises:
-        ExportError: the checkpoint needs its own code, or transformers does not read the config.
-    """
+    """Read a checkpoint's config with transformers' own classes; one that needs its own code is refused."""
     try:
         table = read_json(inside(folder, CONFIG_FILE))
     except ModelError as error:
@@ -67,14 +63,7 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
 
 
 def sizes_of(config: Any, learned_positions: bool) -> Sizes:
-    """The sizes of a model config.
-
-    Args:
-        learned_positions: whether positions beyond the config's maximum have no embedding.
-
-    Raises:
-        ExportError: the config names a size in no way that optimum or mionnx knows.
-    """
+    """The sizes of a model config; with learned positions, its maximum bounds a text."""
     named = {ours: _lookup(config, ours) for ours in _NAMES}
     heads, hidden = named["num_heads"], named["hidden_size"]
     layers = getattr(config, "per_layer_config", None)

@@ -28,13 +28,7 @@ SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in th
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
-    """Multiply each row by the matrix that it chose: [n, in] -> [n, out].
-
-    Args:
-        weight: [n_experts, out, in], or with `rows` [n_experts, in, out].
-        chosen: int64 [n], which matrix.
-        partial: whether some rows choose none, by a number beyond the stack: they become zero.
-    """
+    """Multiply each row by the matrix of its index: [n, in] -> [n, out]; `partial`: one beyond the stack gives zero."""
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
         shape = (x.shape[0], out)

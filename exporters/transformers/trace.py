@@ -73,11 +73,7 @@ class Passed(nn.Module):
 
 @contextmanager
 def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
-    """Instrument a causal language model: the taps' listener gets each hook point's tensor.
-
-    Raises:
-        ExportError: the model has no module where the layout says it has.
-    """
+    """Instrument a causal language model: the taps' listener gets each hook point's tensor."""
     layout, attachment = taps.layout, attachment_of(model.config)
     with ExitStack() as stack:
         blocks = [*submodule(model, layout.blocks).children()]
@@ -255,14 +251,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> ir.Model:
-    """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
-
-    Args:
-        skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
-
-    Raises:
-        ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
-    """
+    """Trace a skeleton to ONNX with `mionnx::HookPoint` nodes; its traced parameters are fake tensors afterwards."""
     layout = layout_of(skeleton.config)
     try:
         with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):

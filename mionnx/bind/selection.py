@@ -253,11 +253,7 @@ class Selection:
         return cast.reshape((1,) * (len(self.shape) - cast.ndim) + cast.shape)
 
     def applied(self, activation: NDArray[Any], choice: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The activation after the intervention, computed in numpy by the kind's reference.
-
-        Args:
-            choice: [batch, seq, n_chosen], the experts that each token chose, where the intervention has a limit of it.
-        """
+        """The activation after the intervention, by the kind's reference; `choice` is [batch, seq, n_chosen]."""
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
         selected = self.selected()
         if self.edit.at_experts is not None and choice is not None:

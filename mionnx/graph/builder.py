@@ -88,11 +88,7 @@ class Builder:
         return self.constant(value, None if isinstance(value, np.ndarray | np.generic) else dtype)
 
     def constant(self, value: Any, dtype: DTypeLike | None = None) -> Constant:
-        """A constant of the graph, of an array's own dtype where none is given, else int64 or bool.
-
-        Raises:
-            TypeError: fractions without a dtype, or of an integer one.
-        """
+        """A constant of the graph, of an array's own dtype where none is given, else int64 or bool."""
         array = np.asarray(value)
         dtype = None if dtype is None else numpy_dtype(dtype)
         # 0.5 as an int64 would become 0 in silence
@@ -167,11 +163,7 @@ def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:
 
 
 def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
-    """Convert an edited graph to an ONNX model without metadata.
-
-    Args:
-        defaults: constants that are inputs too, which may be left out, with their shapes.
-    """
+    """Convert an edited graph to an ONNX model without metadata; `defaults`: constants that are inputs too."""
     proto = export_onnx(graph)
     _restore_defaults(proto, origin)
     for tensor in proto.graph.initializer:

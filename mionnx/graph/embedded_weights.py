@@ -29,11 +29,7 @@ Field = tuple[int, int, int, int]  # its number, where it begins, where its cont
 
 
 def read_light(path: Path) -> onnx.ModelProto:
-    """Read a model; its larger initializers become external data, in the model's own file.
-
-    Raises:
-        ModelError: no regular file, no protobuf, or names that are no text.
-    """
+    """Read a model; its larger initializers become external data, in the model's own file."""
     with _mapped(path) as data:
         parts = [
             _message(GRAPH_FIELD, _graph(data, begin, end, path.name)) if number == GRAPH_FIELD else data[first:end]

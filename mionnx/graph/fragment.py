@@ -45,12 +45,7 @@ class Fragment:
     """
 
     def __init__(self, structure: onnx.ModelProto, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Put a structure and its weights together, and check them.
-
-        Raises:
-            InterventionError: no activation goes in, not exactly one comes out, another domain's operators, a weight
-                that has NaN or that the structure does not read.
-        """
+        """Put a structure and its weights together, and check them."""
         self.structure = _bare(structure)
         self.weights = {name: np.ascontiguousarray(array) for name, array in weights.items()}
         self.fits: dict[Any, Any] = {}  # what `mionnx.bind.splice_check` found, by where

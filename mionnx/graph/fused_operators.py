@@ -60,11 +60,7 @@ def written(node: onnx.NodeProto) -> str:
 
 
 def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
-    """Read the fused operators of a graph.
-
-    Raises:
-        ModelError: one that cannot be what the graph's nodes stand for.
-    """
+    """Read the fused operators of a graph."""
     reader, operators = _Reader(flow), list[FusedOperator]()
     for text in texts:
         node = _parse(text)
@@ -215,15 +211,7 @@ def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
 def restore(
     proto: onnx.ModelProto, origin: Dataflow, fused: Iterable[FusedOperator], *, padding: bool
 ) -> tuple[onnx.ModelProto, int]:
-    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside.
-
-    Args:
-        proto: a graph that was made from an adopted one; left alone.
-        padding: whether texts may be padded; operators that are right without padding only then stay as they are.
-
-    Returns:
-        the graph, and how many operators were put back.
-    """
+    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside; also count them."""
     flow = Dataflow(proto)
     interface = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     removed, added, support = set[int](), list[onnx.NodeProto](), set[int]()

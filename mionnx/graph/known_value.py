@@ -90,11 +90,7 @@ def of_tensor(tensor: onnx.TensorProto) -> Known:
 
 
 def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]) -> list[Known]:
-    """The outputs of a node that has no graph inside.
-
-    Raises:
-        ModelError: outputs that are no tensors.
-    """
+    """The outputs of a node that has no graph inside."""
     constant = all(known.constant for known in inputs if known is not None)
     # by their input's shape, whose numbers need not be known; onnx's evaluator would need the value itself
     if node.op_type in ("Shape", "Size") and inputs[0] is not None:
@@ -147,11 +143,7 @@ def infer_types_of(
     content: dict[str, onnx.TensorProto],
     opsets: Mapping[str, int],
 ) -> Mapping[str, onnx.TypeProto]:
-    """Infer the types of a node's outputs by onnx.
-
-    Raises:
-        LookupError: onnx has no such operator.
-    """
+    """Infer the types of a node's outputs by onnx; LookupError where onnx has no such operator."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)

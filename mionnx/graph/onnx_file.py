@@ -43,11 +43,7 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
 
 
 def check_texts(message: Message, where: str) -> None:
-    """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
-
-    Raises:
-        ModelError: one is none.
-    """
+    """Check that names and notes are text in UTF-8; protobuf gives others as bytes."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             for text in [value] if isinstance(value, str | bytes) else value:

@@ -58,11 +58,7 @@ class OperatorRow:
 
 
 def contrib_outputs(node: onnx.NodeProto, inputs: Sequence[Typed | None]) -> list[Typed]:
-    """Dtype and shape of each output of a node of the domain com.microsoft.
-
-    Raises:
-        LookupError: the table knows no sizes of the operator.
-    """
+    """Dtype and shape of each output of a node of com.microsoft; LookupError where the table knows no sizes."""
     row = OPERATORS.get((DOMAIN, node.op_type))
     if row is None or row.shapes is None:
         raise LookupError(f"mionnx knows no sizes of {node.op_type} in the domain {DOMAIN!r}")

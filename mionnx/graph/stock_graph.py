@@ -83,11 +83,7 @@ def packed(stock: StockGraph) -> dict[str, Any]:
 
 
 def unpacked(table: Mapping[str, Any]) -> StockGraph:
-    """Read what `packed` wrote.
-
-    Raises:
-        ModelError: it is damaged or too large.
-    """
+    """Read what `packed` wrote."""
     try:
         reader = zlib.decompressobj()
         # a limit: a small text may unpack to gigabytes
@@ -135,14 +131,7 @@ def _registered(operator: str, version: int) -> bool:
 
 
 def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: int = SEVERAL_BIT) -> None:
-    """Check the graph of an adopted file as it came, as the hooked graph is checked.
-
-    Args:
-        kind: of a call for which every value must have a bound.
-
-    Raises:
-        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
-    """
+    """Check the graph of an adopted file as it came, as the hooked graph is checked."""
     inputs, outputs = onnx_file.interface(stock.proto)
     initializers = {tensor.name for tensor in stock.proto.graph.initializer}
     strange = sorted({*inputs} - initializers - {value.name for value in hooked.graph.input})

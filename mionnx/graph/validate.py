@@ -66,11 +66,7 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
 
 
 def check_counts(proto: onnx.ModelProto) -> None:
-    """Check how many nodes and tensors a graph has, before anything is done for each of them.
-
-    Raises:
-        ModelError: there are too many.
-    """
+    """Check how many nodes and tensors a graph has, before anything is done for each of them."""
     nodes = tensor_count = 0
     for graph in graphs(proto):
         nodes += len(graph.node)

@@ -119,11 +119,7 @@ def dequantise(
 
 
 def rounded(numbers: Matrix, scale: Matrix, zero: Matrix) -> Matrix:
-    """Numbers after QuantizeLinear and DequantizeLinear of one scale.
-
-    Raises:
-        ModelError: several scales.
-    """
+    """Numbers after QuantizeLinear and DequantizeLinear of one scale."""
     if scale.size != 1 or zero.dtype.kind not in "iu":
         raise ModelError(
             f"a computed weight is rounded with scales {list(scale.shape)} to {zero.dtype}: one is expected"

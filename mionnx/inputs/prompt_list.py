@@ -53,12 +53,7 @@ class PromptList:
 
 
 def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | None, sizes: Sizes) -> PromptList:
-    """Read a list of prompts; one prompt is a list of one.
-
-    Args:
-        tokens, attention_mask: as `make_token_batch` takes them; padding on either side is left out.
-        past: what came before, a row each.
-    """
+    """Read a list of prompts with a past row each, padding left out; one prompt is a list of one."""
     rows = entries_of(tokens)
     if rows is None or attention_mask is not None or past is not None:
         batch = make_token_batch(tokens, attention_mask, past, sizes)

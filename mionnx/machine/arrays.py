@@ -30,11 +30,7 @@ def to_array(given: Any) -> NDArray[Any]:
 
 
 def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -> NDArray[Any]:
-    """Make an array of zeros of a shape and dtype that come from outside.
-
-    Raises:
-        MIError: a negative size, a dtype that is none, or more than the free memory.
-    """
+    """Make zeros of a shape and dtype that come from outside; more than the free memory is refused."""
     kind = read_dtype(dtype, error)
     if any(size < 0 for size in shape):
         raise error(f"sizes are 0 or above, got {list(shape)}")
@@ -44,11 +40,7 @@ def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -
 
 
 def read_dtype(given: Any, error: type[MIError] = InputError) -> "np.dtype[Any]":
-    """A dtype by its name or class.
-
-    Raises:
-        MIError: there is none, or it is no number's.
-    """
+    """A dtype of numbers by its name or class."""
     try:
         kind = None if given is None else np.dtype(given)
     except (TypeError, ValueError):

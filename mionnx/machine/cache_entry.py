@@ -134,13 +134,7 @@ class CacheEntry:
         os.utime(self.path)  # the time of use, by which entries are removed
 
     def faults(self, thorough: bool = False) -> list[str]:
-        """Check its files against the manifest, and list the faults.
-
-        Exported models and sweeps have no manifest: they carry checksums of their own.
-
-        Args:
-            thorough: hash large files too, even if their size and time of change are as they were.
-        """
+        """The faults of its files against the manifest; entries of models and sweeps carry checksums of their own."""
         if self.kind in (MODELS, SWEEPS):
             return [] if self.made_for == self.address else [f"it was made for {self.made_for}"]
         try:

@@ -32,14 +32,7 @@ A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it mak
 
 @contextmanager
 def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
-    """Yield an empty folder beside a target that is not there, and rename it into place.
-
-    If the body fails, nothing is left. If the process is killed, `remove_leftovers` removes what it left.
-
-    Args:
-        target: the folder to make; its parents are made too.
-        error: class of the error that an `OSError` becomes.
-    """
+    """Yield an empty folder beside a new target, renamed into place if the body succeeds, else removed."""
     partial = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

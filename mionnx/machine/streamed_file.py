@@ -70,12 +70,7 @@ class StreamedFile:
 
 @contextmanager
 def streamed(path: Path, kinds: Mapping[str, Kind], error: type[Exception]) -> Iterator[StreamedFile]:
-    """Open a file to write; it is removed if the body fails.
-
-    Args:
-        kinds: name -> dtype and shape of each array.
-        error: class of the error that an `OSError` becomes: no room, or a folder that cannot be written to.
-    """
+    """Open a file of arrays (name -> dtype and shape) to write; it is removed if the body fails."""
     try:
         with path.open("w+b") as file:
             yield StreamedFile(file, kinds)

@@ -199,12 +199,7 @@ def manifest_of(
     opened_as: tuple[str, str | None] | None = None,
     chat: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The manifest, its files left out.
-
-    Args:
-        check: logits that a browser has to find before it shows any.
-        opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
-    """
+    """The manifest without its files; `check`: logits that a browser has to reach before it shows any."""
     sizes = model.metadata.sizes
     return {
         "format": FORMAT,

@@ -87,13 +87,7 @@ def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32]
 
 
 def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -> tuple[Floats, Floats]:
-    """Scales and zero points [rows, blocks] of 4-bit blocks by weighted least squares.
-
-    Args:
-        blocks: [rows, blocks, block_size].
-        importance: [blocks, block_size]: the mean square of each column's input.
-        symmetric: whether all zero points are the middle.
-    """
+    """Scales and zero points [rows, blocks] of 4-bit blocks [rows, blocks, size] by weighted least squares."""
     # A product's error is the sum of the columns' errors times the inputs: where inputs are uncorrelated, its mean
     # square is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in
     # ggml-quants.c). For each of some ranges the numbers are rounded, and the scale is the least-squares one of these.

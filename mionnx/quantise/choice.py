@@ -51,11 +51,7 @@ class Choice:
 def choose(
     model: HookedModel, uses: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
 ) -> Choice:
-    """Choose the weights of blocks; warn if most of the model stays in floats.
-
-    Args:
-        given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
-    """
+    """Choose the weights of blocks beside a checkpoint's own (`given`); warn if most of the model stays in floats."""
     choice, given = Choice(), given or {}
     for product in uses.products:
         if product.weight in given:

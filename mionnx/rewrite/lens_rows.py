@@ -30,11 +30,7 @@ TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
 
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
-    """Let the head read chosen rows; see the module's text.
-
-    Args:
-        streams: names of the residual streams, the one that the head reads last.
-    """
+    """Let the head read chosen rows of streams, the one that it reads last; see the module's text."""
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]

@@ -20,11 +20,7 @@ INTEGERS = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 
 
 def products_in_floats(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, int]:
-    """Replace the products with weights in blocks; `proto` is left alone.
-
-    Returns:
-        the model, and the bytes of floats that the weights become when it is opened.
-    """
+    """Copy a model with its products of blocks replaced; also the bytes of floats that the weights become."""
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     initializers = {tensor.name: tensor for tensor in result.graph.initializer}

@@ -80,11 +80,7 @@ class RecordedValues:
 
     @classmethod
     def open(cls, path: Path) -> "RecordedValues":
-        """Open what `keep` wrote, every byte of it checked.
-
-        Raises:
-            SpecFileError: missing, damaged, or no recorded run.
-        """
+        """Open what `keep` wrote, every byte of it checked."""
         with open_tensors(path, f"{path} is no recorded run") as file:
             metadata = file.metadata() or {}
         if metadata.get(RUN_KEY) != RUN_VERSION:

@@ -64,11 +64,7 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def local_difference(side: Side, recording: RecordedValues, before: Sequence[str], end: str, unit: str) -> Difference:
-    """Measure the difference that one step adds, run by a side on the recorded values of the other.
-
-    Args:
-        before: the hook points before the step, all on the recording.
-    """
+    """Measure the difference that one step adds, run by a side on the recorded values of the other."""
     difference, graph = Difference(unit=unit), side.graph
     starts = graph.dataflow.needed(before, [end])
     with side.opened(starts, [end]) as piece:
@@ -100,14 +96,7 @@ class StepPart:
 
 
 def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tolerance: float) -> StepPart:
-    """Find the part of a step that differs, each value computed from the first runtime's values before it.
-
-    Args:
-        inputs: the first side's values at the hook points before the step.
-
-    Returns:
-        the part; the whole step, if nothing inside differs by more than the tolerance.
-    """
+    """The part of a step that differs, each value computed from the first runtime's before it; else the whole step."""
     values = _shared(first.graph, second.graph, [*inputs], end)
     starts = first.graph.dataflow.needed([*inputs], values)
     with first.opened(starts, values) as piece:

@@ -43,11 +43,7 @@ def render_view(view: View) -> str:
 
 
 def card(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """A small table for a notebook, without scripts.
-
-    Args:
-        rows: (name, text, text in bold) each.
-    """
+    """A small table of (name, text, text in bold) for a notebook, without scripts."""
     return _environment().get_template("card.html").render(title=title, rows=rows)
 
 

@@ -129,12 +129,7 @@ def _told(cell: Any) -> str:
 
 
 def long_form(axes: Mapping[str, Sequence[Any]], numbers: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Columns of a row for each cell.
-
-    Args:
-        axes: name -> entries; `"position, token"` -> pairs for two columns of one axis.
-        numbers: name -> array with these axes.
-    """
+    """Columns of a row for each cell of axes; `"position, token"` -> pairs gives two columns of one axis."""
     places = np.indices([len(entries) for entries in axes.values()]).reshape(len(axes), -1).tolist()
     columns: dict[str, Any] = {}
     for (name, entries), indices in zip(axes.items(), places, strict=True):

@@ -319,11 +319,7 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
-    """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
-
-    Args:
-        pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
-    """
+    """Mean attention of each head to the targets of a kind, summed over rows, from [batch, n_heads, period, seq]."""
     # a kind's distance from the query back to its target
     back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
     at = np.arange(sequences.period)

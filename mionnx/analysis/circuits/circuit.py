@@ -195,11 +195,7 @@ class CircuitRun:
         self.writes.append((senders, sums))
 
     def _streams(self, receivers: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
-        """Compute the streams for receivers of one stage.
-
-        Returns:
-            [streams, seq, hidden], the different ones; and [circuits, receivers], which of them each reads.
-        """
+        """The different streams that a stage reads, [streams, seq, hidden], and which one [circuits, receivers]."""
         base = self.values.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
         streams: list[Floats] = []
         which = np.empty((len(self.masks), len(receivers)), np.int64)

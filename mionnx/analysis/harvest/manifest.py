@@ -78,11 +78,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, if it has one.
-
-    Raises:
-        SpecFileError: it is damaged, or of another version.
-    """
+    """The manifest of a folder, if it has one."""
     path = folder / HARVEST_MANIFEST
     try:
         contents = json.loads(path.read_text())

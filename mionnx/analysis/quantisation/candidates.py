@@ -45,11 +45,7 @@ def of_blocks(
 
 
 def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> list[Candidate]:
-    """The matrices of a quantised model, by the names that they have in the model of floats.
-
-    Args:
-        experts: whether each expert of a stack is one too, besides the stack.
-    """
+    """The matrices of a quantised model, and each expert of a stack, by their names in the model of floats."""
     flow = Dataflow(other.proto)
     tensors = {tensor.name for tensor in other.proto.graph.initializer}
 

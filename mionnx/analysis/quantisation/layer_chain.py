@@ -89,12 +89,7 @@ class LayerChain(Segments):
     def logits_of(
         self, stages: Sequence[Stage], others: Others | None = None, first: int = EMBEDDING
     ) -> Iterator[NDArray[Any]]:
-        """Run several prompts to their logits [batch, seq, vocab].
-
-        Args:
-            stages: the prompts before the first piece.
-            others: asked for the matrices of each piece.
-        """
+        """Run several prompts to their logits [batch, seq, vocab]; `others` gives the matrices of each piece."""
         # pieces one after another, all prompts in each: of all matrices those of one piece are in memory
         stages = [*stages]
         for piece in range(first, self.layers + 1):

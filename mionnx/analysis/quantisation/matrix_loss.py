@@ -179,12 +179,7 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
 def matrix_losses(
     model: FloatModel, candidates: Sequence[Candidate], calls: Sequence[TokenBatch], progress: Progress = silent
 ) -> list[MatrixLoss]:
-    """Measure each candidate by itself, on the beginnings of prompts.
-
-    Args:
-        candidates: matrices to put in, at most one for each weight.
-        calls: prompts, of which `sample` takes the beginnings.
-    """
+    """Measure each candidate by itself, at most one for each weight, on the beginnings of prompts."""
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
     stages, losses = [*map(Stage.first, calls)], dict[str, MatrixLoss]()

@@ -92,14 +92,7 @@ class Grid:
         return entries if self.places is None else np.array([min(place) for place in self.places])[entries]
 
     def by_cell(self, values: Sequence[NDArray[Any]], combine: Callable[..., Any]) -> NDArray[Any]:
-        """Combine the numbers that each cell selects, by `np.any` or the like.
-
-        Args:
-            values: for each layer, in the shape of its value without the batch axis.
-
-        Returns:
-            in the shape of the grid; zero at positions that are not there.
-        """
+        """Combine the numbers that each cell selects in each layer's value; 0 at positions that are not there."""
         # `values` have no batch axis, so each axis is one further to the front.
         axes = [axis - 1 for axis in map(self.along, self.over) if axis is not None]
         layers = []
@@ -127,13 +120,7 @@ def make_grid(
     seq: int | None,
     places: Places | None = None,
 ) -> Grid:
-    """Make the grid of a sweep over a hook point.
-
-    Args:
-        hook, over, layers: as in `patch_sweep`.
-        seq: positions of the prompts; None if they differ in length.
-        places: named positions of one of the prompts.
-    """
+    """Make the grid of a sweep over a hook point; `seq` is None where prompts differ in length."""
     kinds = hook_kinds(model, hook)
     if len(kinds) > 1:
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(kinds)}")

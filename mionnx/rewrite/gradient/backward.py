@@ -149,11 +149,7 @@ class Backward:
     # shapes
 
     def unbroadcast(self, cotangent: str, value: str, wide: Axes | None) -> str:
-        """Sum a cotangent over the axes along which its value was broadcast.
-
-        Args:
-            wide: the cotangent's axes, as far as they are known.
-        """
+        """Sum a cotangent, of axes `wide` where they are known, over those along which its value was broadcast."""
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
         if axes is None:
             return self._summed_to(cotangent, value)
@@ -177,11 +173,7 @@ class Backward:
         return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
 
     def rank(self, name: str) -> int:
-        """The number of axes of a value.
-
-        Raises:
-            GradientError: it is not written down.
-        """
+        """The number of axes of a value."""
         shape = self.facts.shapes.get(name)
         if shape is None:
             raise GradientError(f"the number of axes of {name} is not written down in the graph")
@@ -251,11 +243,7 @@ def _broadcast_axes(own: Axes | None, wide: Axes | None) -> list[int] | None:
 
 
 def numbers(back: Backward, name: str) -> NDArray[Any]:
-    """The numbers of a constant.
-
-    Raises:
-        GradientError: only the run knows them.
-    """
+    """The numbers of a constant."""
     number = back.facts.number(name)
     if number is None:
         raise GradientError(f"only the run knows {name}")
