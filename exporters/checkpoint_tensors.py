@@ -48,12 +48,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file.
-
-    Attributes:
-        packed: the integers of which its numbers are made, which lie there instead; None for a tensor as it is.
-        turned: whether the numbers are [inputs, outputs].
-    """
+    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file."""
 
     name: str
     file: Path
@@ -61,8 +56,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     length: int
+    # The integers of which its numbers are made, which lie there instead; None for a tensor as it is.
     packed: Packed | None = None
-    turned: bool = False
+    turned: bool = False  # whether the numbers are [inputs, outputs]
 
     def load(self) -> Tensor:
         """The tensor itself, read from the file."""

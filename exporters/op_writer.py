@@ -16,9 +16,6 @@ class OpWriter:
 
     Numbers and lists among the inputs become constants: whole ones of int64, fractions of the dtype of the first value
     beside them.
-
-    Attributes:
-        nodes: what was written, in no graph yet.
     """
 
     prefix = "constant"  # begins the names of constants
@@ -26,7 +23,7 @@ class OpWriter:
 
     def __init__(self, graph: ir.Graph, constants: dict[tuple[Any, ...], ir.Value] | None = None) -> None:
         self.graph = graph  # takes the constants, those of subgraphs too
-        self.nodes: list[ir.Node] = []
+        self.nodes: list[ir.Node] = []  # what was written, in no graph yet
         self._constants: dict[tuple[Any, ...], ir.Value] = {} if constants is None else constants
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:

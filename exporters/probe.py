@@ -25,17 +25,11 @@ ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tens
 
 @dataclass(frozen=True)
 class Probe:
-    """One run of an adopted graph.
+    """One run of an adopted graph."""
 
-    Attributes:
-        values: hook points, logits and present keys and values by name.
-        dtypes: ONNX Runtime's name of the dtype of every value of the graph.
-        feeds: the inputs.
-    """
-
-    values: Mapping[str, Array]
-    dtypes: Mapping[str, str]
-    feeds: Mapping[str, Array]
+    values: Mapping[str, Array]  # hook points, logits and present keys and values by name
+    dtypes: Mapping[str, str]  # ONNX Runtime's name of the dtype of every value of the graph
+    feeds: Mapping[str, Array]  # the inputs
 
     @property
     def rounding(self) -> float:

@@ -38,19 +38,13 @@ STAGES = 5
 
 @dataclass(frozen=True)
 class Adopted:
-    """The outcome of an adoption.
+    """The outcome of an adoption."""
 
-    Attributes:
-        file: the ONNX file that it was made from.
-        expanded: fused operator -> how many of it were expanded.
-        notes: what the file has not, and why.
-    """
-
-    file: Path
+    file: Path  # the ONNX file that it was made from
     hooks: list[str]
-    expanded: Mapping[str, int]
+    expanded: Mapping[str, int]  # fused operator -> how many of it were expanded
     laws: list[LawResult]
-    notes: list[str]
+    notes: list[str]  # what the file has not, and why
 
 
 def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:

@@ -39,45 +39,29 @@ DEEPEST = 60  # nodes from an angle's cosine
 
 @dataclass(frozen=True)
 class Heads:
-    """One of queries, keys and values, [batch, heads, seq, head_dim].
+    """One of queries, keys and values, [batch, heads, seq, head_dim]."""
 
-    Attributes:
-        value: after rotation, where there is one.
-        unrotated: before rotation; None without one.
-        joined: the node that appends it to the past; None without one.
-        seq_first: whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim].
-    """
-
-    value: ir.Value
-    unrotated: ir.Value | None = None
-    joined: ir.Node | None = None
-    seq_first: bool = False
+    value: ir.Value  # after rotation, where there is one
+    unrotated: ir.Value | None = None  # before rotation; None without one
+    joined: ir.Node | None = None  # the node that appends it to the past; None without one
+    seq_first: bool = False  # whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim]
 
 
 @dataclass(frozen=True)
 class AttentionValues:
-    """The values of one layer's attention.
-
-    Attributes:
-        scores: the softmax's input, without a sink's column.
-        pattern: the weights that values are summed with.
-        z: [batch, seq, heads, head_dim], the heads' outputs.
-        out: what is added to the stream.
-        projection: the matrix of the output projection; `rows` whether it is stored [in, out].
-        sink: whether the softmax has a column that belongs to no key.
-        queries_keys, pattern_values: the two products.
-    """
+    """The values of one layer's attention."""
 
     queries: Heads
     keys: Heads
     values: Heads
-    scores: ir.Value
-    pattern: ir.Value
-    z: ir.Value
-    out: ir.Value
-    projection: ir.Value
+    scores: ir.Value  # the softmax's input, without a sink's column
+    pattern: ir.Value  # the weights that values are summed with
+    z: ir.Value  # [batch, seq, heads, head_dim], the heads' outputs
+    out: ir.Value  # what is added to the stream
+    projection: ir.Value  # the matrix of the output projection; `rows` whether it is stored [in, out]
     rows: bool
-    sink: bool
+    sink: bool  # whether the softmax has a column that belongs to no key
+    # queries_keys, pattern_values: the two products.
     queries_keys: ir.Node
     pattern_values: ir.Node
 

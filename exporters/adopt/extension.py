@@ -46,27 +46,19 @@ AS_STOCK = "adopted logits = the file's own"
 
 @dataclass(frozen=True)
 class Plain:
-    """A graph as it was recognised, with nothing added.
+    """A graph as it was recognised, with nothing added."""
 
-    Attributes:
-        model, proto: its values named, and the same in protobuf.
-        windows: of each layer, as the config says; None without a config.
-        lacks: what the file has not: "mask" (its attention heeds none), "cache".
-        counts: whether the graph makes its positions itself, and they cannot be given.
-        longest: tokens of the longest text that it takes.
-        adds: whether fused attention of the file adds its mask to scores.
-    """
-
+    # model, proto: its values named, and the same in protobuf.
     model: ir.Model
     proto: onnx.ModelProto
     folder: Path
     found: Recognised
     probed: Probe
-    windows: Sequence[int | None] | None
-    lacks: frozenset[str]
-    counts: bool
-    longest: int = LONGEST_PROBE
-    adds: bool = False
+    windows: Sequence[int | None] | None  # of each layer, as the config says; None without a config
+    lacks: frozenset[str]  # what the file has not: "mask" (its attention heeds none), "cache"
+    counts: bool  # whether the graph makes its positions itself, and they cannot be given
+    longest: int = LONGEST_PROBE  # tokens of the longest text that it takes
+    adds: bool = False  # whether fused attention of the file adds its mask to scores
 
 
 def complete(

@@ -37,15 +37,11 @@ class Origin(IntEnum):
 
 
 class Flow:
-    """Origins and dominators of a graph's values.
-
-    Attributes:
-        order: place of each node, in an order in which they can run.
-        embedding: the rows of the embedding that the tokens pick.
-    """
+    """Origins and dominators of a graph's values."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
+        # Place of each node, in an order in which they can run.
         self.order = {node: place for place, node in enumerate(graph)}
         self.origin: dict[ir.Value, Origin] = dict.fromkeys(graph.initializers.values(), Origin.CONSTANT)
         for value in graph.inputs:
@@ -54,7 +50,7 @@ class Flow:
             self.origin.setdefault(value, Origin.PAST if floating else Origin.CALL)
         self._above: dict[ir.Value, ir.Value | None] = {}
         self._depth: dict[ir.Value, int] = {}
-        self.embedding = find_embedding(graph).outputs[0]
+        self.embedding = find_embedding(graph).outputs[0]  # the rows of the embedding that the tokens pick
         for node in self.order:
             self._follow(node)
         self.logits = self._logits()

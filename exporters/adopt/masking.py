@@ -30,19 +30,12 @@ Seen = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Masking:
-    """A node that masks scores.
+    """A node that masks scores."""
 
-    Attributes:
-        node: an `Add`, a `Where`, or a `Mul` with ones and zeros (whose zeros another one masks).
-        inner: the scores before it.
-        operand: the mask.
-        shown: the booleans of a `Where` that keep a score; None of the others.
-    """
-
-    node: ir.Node
-    inner: ir.Value
-    operand: ir.Value
-    shown: bool | None
+    node: ir.Node  # an `Add`, a `Where`, or a `Mul` with ones and zeros (whose zeros another one masks)
+    inner: ir.Value  # the scores before it
+    operand: ir.Value  # the mask
+    shown: bool | None  # the booleans of a `Where` that keep a score; None of the others
 
     def seen(self, value: NDArray[Any]) -> Seen | None:
         """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].

@@ -26,15 +26,11 @@ RISING = frozenset(("Softmax", "Cast", "Identity", "Reshape"))
 
 @dataclass(frozen=True)
 class Mlp:
-    """The values of one layer's MLP, or of its router: hook name within the layer and value, in execution order.
-
-    Attributes:
-        notes: which hook points it has not, and why.
-        flat: values of a router with batch and seq as one axis -> the size of the other axis.
-    """
+    """The values of one layer's MLP, or of its router: hook name within the layer and value, in execution order."""
 
     points: list[tuple[str, ir.Value]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # which hook points it has not, and why
+    # Values of a router with batch and seq as one axis -> the size of the other axis.
     flat: dict[ir.Value, int] = field(default_factory=dict)
 
 

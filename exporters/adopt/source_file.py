@@ -26,20 +26,14 @@ RESHAPING = KEEPING | {"Squeeze", "Reshape"}
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was read.
-
-    Attributes:
-        model: the model, its larger weights external data.
-        weight_files: name in the adopted folder -> path of the file that holds the weights.
-        stock: the file as it came; its larger weights are external data by their names in the adopted folder.
-        flag: of a merged decoder, the input that chose between its branches.
-    """
+    """A file that was read."""
 
     file: Path
-    model: ir.Model
-    weight_files: dict[str, Path]
+    model: ir.Model  # the model, its larger weights external data
+    weight_files: dict[str, Path]  # name in the adopted folder -> path of the file that holds the weights
+    # The file as it came; its larger weights are external data by their names in the adopted folder.
     stock: onnx.ModelProto
-    flag: str | None = None
+    flag: str | None = None  # of a merged decoder, the input that chose between its branches
 
 
 def open_source(file: Path) -> SourceFile:

@@ -72,17 +72,12 @@ def _write_configs(header: Header, config: Config, dtype: str, folder: Path) -> 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A tensor of the file, with what it is in transformers.
-
-    Attributes:
-        heads: rows are those of so many heads in the order of neighbouring values; 0 where they are in order.
-        offset: what has been added to it.
-    """
+    """A tensor of the file, with what it is in transformers."""
 
     name: str
     info: TensorInfo
-    heads: int = 0
-    offset: float = 0.0
+    heads: int = 0  # rows are those of so many heads in the order of neighbouring values; 0 where they are in order
+    offset: float = 0.0  # what has been added to it
 
 
 def rename(header: Header, config: Config) -> list[Renamed]:

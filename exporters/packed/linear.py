@@ -16,22 +16,16 @@ INSTEAD = "its numbers open in floats: --dtype float32"
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer y = x w^T with w = (q - z) s.
-
-    Attributes:
-        group_size: neighbouring inputs that share a scale; all of them for one group.
-        groups: int64 [inputs], the group of each input; None where they are neighbours.
-        zeros: uint8 [outputs, groups]; None where all are 2^(bits - 1).
-        read: reads the integers [outputs, inputs] and the scales, float32 [outputs, groups].
-    """
+    """A layer y = x w^T with w = (q - z) s."""
 
     name: str
     inputs: int
     outputs: int
     bits: int
-    group_size: int
-    groups: NDArray[np.int64] | None
-    zeros: NDArray[np.uint8] | None
+    group_size: int  # neighbouring inputs that share a scale; all of them for one group
+    groups: NDArray[np.int64] | None  # int64 [inputs], the group of each input; None where they are neighbours
+    zeros: NDArray[np.uint8] | None  # uint8 [outputs, groups]; None where all are 2^(bits - 1)
+    # Reads the integers [outputs, inputs] and the scales, float32 [outputs, groups].
     read: Callable[[], tuple[NDArray[Any], NDArray[np.float32]]]
 
     def numbers(self) -> NDArray[np.float32]:
@@ -112,15 +106,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter of stacked experts.
+    """A parameter of stacked experts."""
 
-    Attributes:
-        experts: of each, the layers whose outputs follow each other in its matrix.
-        turned: whether a matrix of the parameter is [inputs, outputs].
-    """
-
-    experts: Sequence[Sequence[Linear]]
-    turned: bool
+    experts: Sequence[Sequence[Linear]]  # of each, the layers whose outputs follow each other in its matrix
+    turned: bool  # whether a matrix of the parameter is [inputs, outputs]
 
     @property
     def shape(self) -> tuple[int, int, int]:

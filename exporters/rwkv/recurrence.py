@@ -142,19 +142,13 @@ def _turn(op: OpWriter, value: ir.Value) -> ir.Value:
 
 @dataclass
 class _Decays:
-    """Products of a chunk's decays [chunks, batch, n_heads, 16, head_dim] by block size.
-
-    Attributes:
-        before: per token, the product over its block's tokens before it; None while that is 1.
-        after: per token, the product over its block's tokens after it; None while that is 1.
-        whole: per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim].
-    """
+    """Products of a chunk's decays [chunks, batch, n_heads, 16, head_dim] by block size."""
 
     op: OpWriter
     build: Build
-    whole: ir.Value
-    before: ir.Value | None = None
-    after: ir.Value | None = None
+    whole: ir.Value  # per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim]
+    before: ir.Value | None = None  # per token, the product over its block's tokens before it; None while that is 1
+    after: ir.Value | None = None  # per token, the product over its block's tokens after it; None while that is 1
 
     def times(self, value: ir.Value, factor: ir.Value | None, copies: int = 1) -> ir.Value:
         """A value per token, [..., copies * 16, head_dim], times a product per token."""

@@ -32,15 +32,11 @@ M = TypeVar("M", bound=Runner)
 
 @dataclass(frozen=True)
 class Workers:
-    """Processes of a cluster that work at the same time, each with a model of its own.
-
-    Attributes:
-        cpus: of each; also the threads of its model.
-    """
+    """Processes of a cluster that work at the same time, each with a model of its own."""
 
     ray: Any
     count: int
-    cpus: int
+    cpus: int  # of each; also the threads of its model
     gpus: int
 
     def model(self, model: M) -> M:

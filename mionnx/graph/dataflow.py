@@ -21,16 +21,13 @@ Axes = tuple[int | str, ...]  # numbers, or names of lengths that the run decide
 
 
 class Dataflow:
-    """The nodes of a graph and the values between them.
-
-    Attributes:
-        producers: value -> index of the node that makes it; inputs and weights have none.
-        reads: for each node, the values that it reads, those that its subgraphs take from outside included.
-    """
+    """The nodes of a graph and the values between them."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self.proto, self.nodes = proto, list(proto.graph.node)
+        # Value -> index of the node that makes it; inputs and weights have none.
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
+        # For each node, the values that it reads, those that its subgraphs take from outside included.
         self.reads = [tuple(reads(node)) for node in self.nodes]
 
     @cached_property
@@ -157,20 +154,15 @@ def from_outside(graph: GraphProto) -> list[str]:
 
 
 class Facts:
-    """Element types, shapes and constants of a graph's values, and of the graphs around it, as far as written down.
-
-    Attributes:
-        types: value -> ONNX's number of its element type.
-        shapes: value -> its axes; lengths that are not known have names of their own, "?...".
-        constants: value -> its tensor, where that lies in the graph.
-        makers: value -> the node that makes it.
-    """
+    """Element types, shapes and constants of a graph's values, and of the graphs around it, as far as written down."""
 
     def __init__(self, graph: GraphProto | None = None, outer: "Facts | None" = None) -> None:
-        self.types: dict[str, int] = dict(outer.types) if outer else {}
+        self.types: dict[str, int] = dict(outer.types) if outer else {}  # value -> ONNX's number of its element type
+        # Value -> its axes; lengths that are not known have names of their own, "?...".
         self.shapes: dict[str, Axes] = dict(outer.shapes) if outer else {}
+        # Value -> its tensor, where that lies in the graph.
         self.constants: dict[str, TensorProto] = dict(outer.constants) if outer else {}
-        self.makers: dict[str, NodeProto] = dict(outer.makers) if outer else {}
+        self.makers: dict[str, NodeProto] = dict(outer.makers) if outer else {}  # value -> the node that makes it
         if graph is not None:
             for tensor in graph.initializer:
                 self.types[tensor.name], self.shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)

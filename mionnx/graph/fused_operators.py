@@ -38,20 +38,13 @@ PLAIN = (onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """One fused operator, and the nodes of the graph that stand for it.
-
-    Attributes:
-        region: indices of the nodes that stand for it.
-        inner: the values that only these may read for the operator to stand in their place.
-        support: indices of nodes that compute what it alone reads, such as the lengths of the texts.
-        unpadded: whether it is right only for texts without padding.
-    """
+    """One fused operator, and the nodes of the graph that stand for it."""
 
     node: onnx.NodeProto
-    region: tuple[int, ...]
-    inner: frozenset[str]
-    support: tuple[int, ...]
-    unpadded: bool
+    region: tuple[int, ...]  # indices of the nodes that stand for it
+    inner: frozenset[str]  # the values that only these may read for the operator to stand in their place
+    support: tuple[int, ...]  # indices of nodes that compute what it alone reads, such as the lengths of the texts
+    unpadded: bool  # whether it is right only for texts without padding
 
 
 def written(node: onnx.NodeProto) -> str:

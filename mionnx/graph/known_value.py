@@ -40,18 +40,13 @@ ELEMENTWISE = NO_MORE_THAN_PRODUCT - {"Gather", "GatherElements", "GatherND", "G
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about a value before anything runs.
-
-    Attributes:
-        shape: None for an unknown rank, None for an axis that only a run knows.
-        most: upper bound of the elements; None if there is none.
-        constant: whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
-    """
+    """Facts about a value before anything runs."""
 
     dtype: int = 0
-    shape: Dims | None = None
-    most: int | None = None
+    shape: Dims | None = None  # None for an unknown rank, None for an axis that only a run knows
+    most: int | None = None  # upper bound of the elements; None if there is none
     data: NDArray[Any] | None = None
+    # Whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
     constant: bool = False
 
     @cached_property

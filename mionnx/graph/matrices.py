@@ -34,19 +34,12 @@ WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 @dataclass(frozen=True)
 class Head:
-    """The unembedding of a graph: its matrix product, weight and bias.
+    """The unembedding of a graph: its matrix product, weight and bias."""
 
-    Attributes:
-        product: the name of the value that the matrix product gives, [batch, seq, vocab].
-        weight: [hidden, vocab], in the weights' dtype; mapped, not read.
-        bias: [vocab] of the product itself (`Gemm`); None if it has none.
-        capped: whether a soft cap follows: the logits are then no linear function of the stream.
-    """
-
-    product: str
-    weight: Matrix
-    bias: Matrix | None
-    capped: bool
+    product: str  # the name of the value that the matrix product gives, [batch, seq, vocab]
+    weight: Matrix  # [hidden, vocab], in the weights' dtype; mapped, not read
+    bias: Matrix | None  # [vocab] of the product itself (`Gemm`); None if it has none
+    capped: bool  # whether a soft cap follows: the logits are then no linear function of the stream
 
 
 def head(model: HookedModel) -> Head:
@@ -117,17 +110,12 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Head:
-    """The matrix product behind the logits.
-
-    Attributes:
-        value: what it gives as [batch, seq, vocab]; of integers, with their scale.
-        passed: the nodes after it, the last first.
-    """
+    """The matrix product behind the logits."""
 
     flow: Dataflow
     product: onnx.NodeProto
-    value: str
-    passed: list[onnx.NodeProto]
+    value: str  # what it gives as [batch, seq, vocab]; of integers, with their scale
+    passed: list[onnx.NodeProto]  # the nodes after it, the last first
 
     def constants(self) -> Iterator[str]:
         """The values that are added behind the product and depend on no input."""

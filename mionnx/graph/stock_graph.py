@@ -33,16 +33,11 @@ PAST_TOKENS, SEVERAL_TOKENS = 4, 3  # tokens of a past, and of a call of several
 
 @dataclass(frozen=True)
 class StockGraph:
-    """The graph of a file as it came.
-
-    Attributes:
-        expanded: whether the hooked graph has other nodes in the place of some of its operators.
-        allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
-    """
+    """The graph of a file as it came."""
 
     proto: onnx.ModelProto
-    expanded: bool
-    allowed: float
+    expanded: bool  # whether the hooked graph has other nodes in the place of some of its operators
+    allowed: float  # the difference of the two graphs' results that rounding explains, relative to the largest number
 
     @cached_property
     def outputs(self) -> frozenset[str]:

@@ -24,13 +24,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Messages as one text.
-
-    Attributes:
-        spans: per message where its content stands in the text; none where the template leaves it out.
-    """
+    """Messages as one text."""
 
     text: str
+    # Per message where its content stands in the text; none where the template leaves it out.
     spans: tuple[tuple[Span, ...], ...]
 
 

@@ -17,16 +17,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PromptList:
-    """Prompts of unequal length.
+    """Prompts of unequal length."""
 
-    Attributes:
-        ids: [seq] each, without padding.
-        past_mask: [rows, past], 1 for tokens of the past and 0 for its padding.
-    """
-
-    ids: list[Ids]
+    ids: list[Ids]  # [seq] each, without padding
     past: Past | None
-    past_mask: Ids | None
+    past_mask: Ids | None  # [rows, past], 1 for tokens of the past and 0 for its padding
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -22,17 +22,12 @@ ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of ids as they were given, padded on the left where they have unequal lengths.
+    """Rows of ids as they were given, padded on the left where they have unequal lengths."""
 
-    Attributes:
-        ids: [batch, seq], int64; a copy.
-        widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
-        own_mask: attention mask that came with the ids, as it was given.
-    """
-
-    ids: NDArray[np.int64]
+    ids: NDArray[np.int64]  # [batch, seq], int64; a copy
+    # [batch]: number of ids that were given for each row; what is before them is padding of ours.
     widths: tuple[int, ...]
-    own_mask: Any = None
+    own_mask: Any = None  # attention mask that came with the ids, as it was given
 
     @property
     def mask(self) -> NDArray[np.int64]:

@@ -63,15 +63,11 @@ class StoreWarning(UserWarning):
 
 
 class DiskCache:
-    """All entries under one root.
-
-    Attributes:
-        limit: bytes that it may hold.
-    """
+    """All entries under one root."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         self.root = root
-        self.limit = _limit() if limit is None else limit
+        self.limit = _limit() if limit is None else limit  # bytes that it may hold
         self._checked: set[Path] = set()
 
     def find(self, kind: str, key: str) -> CacheEntry | None:

@@ -22,20 +22,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(eq=False)
 class Moments(Storable):
-    """Count, mean and sums of squared deviations of vectors, by class.
+    """Count, mean and sums of squared deviations of vectors, by class."""
 
-    Attributes:
-        classes: [classes], ascending numbers.
-        count: [classes].
-        mean: [classes, ...].
-        squares: [classes, ...]: sums of squared deviations from the mean.
-        products: [d, d]: sums of products of deviations, of all numbers of a vector; None if they are not wanted.
-    """
-
-    classes: Integers
-    count: Integers
-    mean: Numbers
-    squares: Numbers
+    classes: Integers  # [classes], ascending numbers
+    count: Integers  # [classes]
+    mean: Numbers  # [classes, ...]
+    squares: Numbers  # [classes, ...]: sums of squared deviations from the mean
+    # [d, d]: sums of products of deviations, of all numbers of a vector; None if they are not wanted.
     products: Numbers | None = None
 
     @classmethod

@@ -31,18 +31,13 @@ SECONDS = 600
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A package of npm's registry.
-
-    Attributes:
-        integrity: SHA-512 of its archive in base64, as the registry says it.
-        files: path in the package -> SHA-256.
-    """
+    """A package of npm's registry."""
 
     name: str
     version: str
     licence: str
-    integrity: str
-    files: Mapping[str, str]
+    integrity: str  # SHA-512 of its archive in base64, as the registry says it
+    files: Mapping[str, str]  # path in the package -> SHA-256
 
     @property
     def folder(self) -> str:

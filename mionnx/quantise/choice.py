@@ -28,17 +28,12 @@ class FewBlocksWarning(UserWarning):
 
 @dataclass
 class Choice:
-    """The weights of a model, by what becomes of them.
-
-    Attributes:
-        stacks: weights of stacked experts, whose matrices are among `matrices`.
-        left: weight of two or more axes that stays in floats -> the reason.
-        bytes_in_blocks, bytes_left: what both take in the model of floats.
-    """
+    """The weights of a model, by what becomes of them."""
 
     matrices: dict[str, Matrix] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    stacks: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # weight of two or more axes that stays in floats -> the reason
+    stacks: list[str] = field(default_factory=list)  # weights of stacked experts, whose matrices are among `matrices`
+    # bytes_in_blocks, bytes_left: what both take in the model of floats.
     bytes_in_blocks: int = 0
     bytes_left: int = 0
 

@@ -24,33 +24,24 @@ SCAN_STEPS = [("Slice", one, "Concat", "Sub", "Min", "Gather") for one in ("Gemm
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product with a weight.
-
-    Attributes:
-        turned: whether the weight is [out, in], as MatMulNBits holds it.
-        head: whether the logits come from it.
-    """
+    """One matrix product with a weight."""
 
     node: onnx.NodeProto
     weight: str
-    turned: bool
-    head: bool = False
+    turned: bool  # whether the weight is [out, in], as MatMulNBits holds it
+    head: bool = False  # whether the logits come from it
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The products of rows with the matrices that they chose: a Scan over a stack of experts.
-
-    Attributes:
-        turned: whether the weight is [experts, out, in], not [experts, in, out].
-        rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the
-            row of zeros.
-    """
+    """The products of rows with the matrices that they chose: a Scan over a stack of experts."""
 
     node: onnx.NodeProto
     weight: str
-    turned: bool
+    turned: bool  # whether the weight is [experts, out, in], not [experts, in, out]
     count: int
+    # rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the row
+    # of zeros.
     rows: str
     slots: str
     nobody: str

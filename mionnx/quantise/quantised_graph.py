@@ -28,21 +28,16 @@ BYTES, FLOAT, INT64_DTYPE = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(n
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that becomes blocks.
+    """A weight that becomes blocks."""
 
-    Attributes:
-        turned: whether its numbers are [out, in].
-        product, table: whether a product reads it, whether tokens pick its rows.
-        given: the checkpoint's own blocks; None where they are made of floats.
-    """
-
-    turned: bool
+    turned: bool  # whether its numbers are [out, in]
     bits: int
     block_size: int
     zero_points: bool
+    # product, table: whether a product reads it, whether tokens pick its rows.
     product: bool = True
     table: bool = False
-    given: GivenBlocks | None = None
+    given: GivenBlocks | None = None  # the checkpoint's own blocks; None where they are made of floats
 
     def places(self, columns: int) -> int:
         """The numbers of a row of its blocks, for so many inputs."""

@@ -31,15 +31,11 @@ FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "
 
 
 class RecordedValues:
-    """Values by prompt and hook point, in one file.
-
-    Attributes:
-        facts: those of the run, `FACTS`; empty until it is kept.
-    """
+    """Values by prompt and hook point, in one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}  # those of the run, `FACTS`; empty until it is kept
         self._places: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._end = 0
         self._hash = sha256()

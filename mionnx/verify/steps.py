@@ -21,19 +21,14 @@ from mionnx.verify.runtimes import GraphRuntime, Piece, Runtime
 
 @dataclass
 class Side:
-    """One side of a comparison: a graph in a runtime, or a recorded run.
-
-    Attributes:
-        runtime: what runs it; None for a recorded run.
-        greedy: the continuation of each prompt, [batch, n] each; none where no tokens were chosen.
-        recorded: title of a recorded run.
-    """
+    """One side of a comparison: a graph in a runtime, or a recorded run."""
 
     graph: GraphUnderTest
-    runtime: Runtime | None
+    runtime: Runtime | None  # what runs it; None for a recorded run
     recording: RecordedValues | None = None
+    # The continuation of each prompt, [batch, n] each; none where no tokens were chosen.
     greedy: list[NDArray[np.int64]] = field(default_factory=list)
-    recorded: str = ""
+    recorded: str = ""  # title of a recorded run
 
     @property
     def dtype(self) -> str:
@@ -77,19 +72,13 @@ def local_difference(side: Side, recording: RecordedValues, before: Sequence[str
 
 @dataclass
 class StepPart:
-    """The smallest part of a step with equal inputs and a different output.
-
-    Attributes:
-        starts: values that it starts from, besides the tokens.
-        nodes: `name (operator)`, in the order in which they run.
-        feeds: the first runtime's values, and the tokens.
-        expected, other: the first runtime's value at the end, and what the second one makes of the feeds.
-    """
+    """The smallest part of a step with equal inputs and a different output."""
 
     value: str
-    starts: list[str]
-    nodes: list[str]
-    feeds: Arrays
+    starts: list[str]  # values that it starts from, besides the tokens
+    nodes: list[str]  # `name (operator)`, in the order in which they run
+    feeds: Arrays  # the first runtime's values, and the tokens
+    # expected, other: the first runtime's value at the end, and what the second one makes of the feeds.
     expected: Arrays
     other: Arrays
     difference: Difference

@@ -15,21 +15,16 @@ Read = tuple[ir.Node, int]  # a node, and the place of an input of it
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused operator.
-
-    Attributes:
-        inputs: the values that it read.
-        reads: for each of these, what reads it among the nodes that stand for the operator. Hook points may be put
-            between the two, so that the operator has to read what these nodes read in the end.
-        outputs: the values that it made, as the nodes make them that stand for it.
-    """
+    """A fused operator."""
 
     domain: str
     name: str
     attributes: tuple[ir.Attr, ...]
-    inputs: tuple[ir.Value | None, ...]
+    inputs: tuple[ir.Value | None, ...]  # the values that it read
+    # For each of these, what reads it among the nodes that stand for the operator. Hook points may be put between the
+    # two, so that the operator has to read what these nodes read in the end.
     reads: tuple[tuple[Read, ...], ...]
-    outputs: tuple[ir.Value | None, ...]
+    outputs: tuple[ir.Value | None, ...]  # the values that it made, as the nodes make them that stand for it
 
     @classmethod
     def of(cls, node: ir.Node, replacements: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":

@@ -263,17 +263,11 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class RepeatedSequences:
-    """Random sequences, each repeated once, behind a prefix.
+    """Random sequences, each repeated once, behind a prefix."""
 
-    Attributes:
-        ids: [batch, prefix + 2 period].
-        period: tokens of one sequence, all different.
-        prefix: number of tokens before the first.
-    """
-
-    ids: NDArray[np.int64]
-    period: int
-    prefix: int
+    ids: NDArray[np.int64]  # [batch, prefix + 2 period]
+    period: int  # tokens of one sequence, all different
+    prefix: int  # number of tokens before the first
 
     @property
     def queries(self) -> range:

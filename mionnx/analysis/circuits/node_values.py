@@ -22,15 +22,10 @@ OFF = 1e-3  # by which a stream may differ from its sum, as a share of its large
 
 @dataclass(frozen=True)
 class NodeValues:
-    """Values of two prompts.
+    """Values of two prompts."""
 
-    Attributes:
-        values: hook point -> [2, ...]: the base, and the other.
-        logits: [2, vocab], at the last position.
-    """
-
-    values: HookCache
-    logits: NDArray[Any]
+    values: HookCache  # hook point -> [2, ...]: the base, and the other
+    logits: NDArray[Any]  # [2, vocab], at the last position
 
     def of(self, name: str, row: int) -> Floats:
         """A value of one of the two prompts, without the batch axis."""

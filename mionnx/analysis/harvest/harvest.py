@@ -145,18 +145,14 @@ class DamagedShardWarning(UserWarning):
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """A harvest that is going on.
-
-    Attributes:
-        identity: everything that determines the activations, as the manifest has it.
-    """
+    """A harvest that is going on."""
 
     model: Runner
     spec: HookSpec
     bound: BoundSpec
     rows: HarvestRows
     settings: Settings
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # everything that determines the activations, as the manifest has it
     folder: Path
 
     def write(self, make: Make, progress: bool | None) -> Activations:

@@ -30,23 +30,14 @@ COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabi
 
 @dataclass(frozen=True, repr=False)
 class Readout(Brief, Storable):
-    """Predictions of the next token from `n` streams at `positions`.
+    """Predictions of the next token from `n` streams at `positions`."""
 
-    Attributes:
-        top: [n, positions, k] log-probabilities in nats, in descending order.
-        top_ids: [n, positions, k] their tokens.
-        log_probs: [n, positions, chosen] of the tokens that were asked for.
-        ranks: [n, positions, chosen] how many tokens have a larger logit.
-        entropy: [n, positions] in nats.
-        divergence: [n, positions] KL(reference || stream) in nats.
-    """
-
-    top: NDArray[np.float32]
-    top_ids: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
-    ranks: NDArray[np.int64]
-    entropy: NDArray[np.float32]
-    divergence: NDArray[np.float32]
+    top: NDArray[np.float32]  # [n, positions, k] log-probabilities in nats, in descending order
+    top_ids: NDArray[np.int64]  # [n, positions, k] their tokens
+    log_probs: NDArray[np.float32]  # [n, positions, chosen] of the tokens that were asked for
+    ranks: NDArray[np.int64]  # [n, positions, chosen] how many tokens have a larger logit
+    entropy: NDArray[np.float32]  # [n, positions] in nats
+    divergence: NDArray[np.float32]  # [n, positions] KL(reference || stream) in nats
 
 
 class Lens(Segments):

@@ -39,14 +39,10 @@ Bits = Mapping[str, int]
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """The prompts of a measurement.
-
-    Attributes:
-        first: the model's own log probabilities for each, mapped from a file.
-    """
+    """The prompts of a measurement."""
 
     calls: Sequence[TokenBatch]
-    first: Sequence[NDArray[np.float32]]
+    first: Sequence[NDArray[np.float32]]  # the model's own log probabilities for each, mapped from a file
 
 
 @contextmanager
@@ -78,17 +74,13 @@ class Moves:
     """The matrices of a model that may take more bits, and the sets of them that do.
 
     The costs of single matrices are added up: the sums tell the order of sets of matrices, not their KL.
-
-    Attributes:
-        begin, end: bits of all matrices before and after all of them have moved.
-        losses: costs of single matrices before they move, those that save most KL for a byte first.
-        more: bytes that each takes more when it has moved, in that order.
     """
 
+    # begin, end: bits of all matrices before and after all of them have moved.
     begin: Bits
     end: Bits
-    losses: Sequence[MatrixLoss]
-    more: Sequence[int]
+    losses: Sequence[MatrixLoss]  # costs of single matrices before they move, those that save most KL for a byte first
+    more: Sequence[int]  # bytes that each takes more when it has moved, in that order
 
     @classmethod
     def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
@@ -142,21 +134,16 @@ class Moves:
 
 @dataclass
 class Search:
-    """The search for bits within a bound of KL.
-
-    Attributes:
-        matrices: weight, or stack of experts -> its form at the bits asked for.
-        bound: KL in nats.
-        measured: bits of all matrices -> KL, of every measurement.
-    """
+    """The search for bits within a bound of KL."""
 
     model: FloatModel
     text: MeasuredText
-    matrices: Mapping[str, Matrix]
+    matrices: Mapping[str, Matrix]  # weight, or stack of experts -> its form at the bits asked for
     settings: Quantisation
-    bound: float
+    bound: float  # KL in nats
     progress: Progress
     importance: Importance = field(default_factory=dict)
+    # Bits of all matrices -> KL, of every measurement.
     measured: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def kl(self, bits: Bits) -> float:

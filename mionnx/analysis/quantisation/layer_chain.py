@@ -37,18 +37,12 @@ class Stage(NamedTuple):
 
 
 class LayerChain(Segments):
-    """The pieces of a model of floats, from the embedding to the head.
-
-    Attributes:
-        products: weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
-        read: weight -> what its first product reads.
-        matrices: piece -> the weights that it reads.
-        values: piece -> the values of products, and what they read, that it computes.
-    """
+    """The pieces of a model of floats, from the embedding to the head."""
 
     def __init__(self, model: HookedModel, weights: WeightUses, options: Options, inputs: bool = False) -> None:
+        # weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
         self.products: dict[str, list[str]] = {} if weights.table is None else {table_name(weights.table): []}
-        self.read: dict[str, str] = {}
+        self.read: dict[str, str] = {}  # weight -> what its first product reads
         for product in weights.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
             if inputs:
@@ -57,8 +51,8 @@ class LayerChain(Segments):
         # without a base: it would be one of this graph alone
         super().__init__(replace(model, proto=_fed(model.proto, weights, self.products)), replace(options, base=False))
         self.pieces = range(EMBEDDING, self.layers + 1)
-        self.matrices: dict[int, list[str]] = {}
-        self.values: dict[int, list[str]] = {}
+        self.matrices: dict[int, list[str]] = {}  # piece -> the weights that it reads
+        self.values: dict[int, list[str]] = {}  # piece -> the values of products, and what they read, that it computes
         values = dict.fromkeys([*(value for of_one in self.products.values() for value in of_one), *self.read.values()])
         for piece in self.pieces:
             nodes = self.flow.ancestors(self.inputs_of(piece + 1), self.inputs_of(piece))

@@ -112,16 +112,13 @@ class MatrixLoss(Storable):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix that may stand in place of the model's own.
-
-    Attributes:
-        product, table: whether products read it; whether tokens pick its rows.
-    """
+    """A matrix that may stand in place of the model's own."""
 
     name: str
     bits: int
     bytes: int
     numbers: Numbers
+    # product, table: whether products read it; whether tokens pick its rows.
     product: bool = True
     table: bool = False
 

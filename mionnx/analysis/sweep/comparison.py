@@ -117,18 +117,12 @@ class Comparison(Brief):
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt or pair of prompts; it ends at the position whose logits are read.
+    """One prompt or pair of prompts; it ends at the position whose logits are read."""
 
-    Attributes:
-        base: [seq]: the run that is patched.
-        other: [seq]: the run that is patched in; None for an ablation.
-        corruption: interventions that make the corrupted run of a prompt that is both.
-    """
-
-    base: Ids
-    other: Ids | None = None
+    base: Ids  # [seq]: the run that is patched
+    other: Ids | None = None  # [seq]: the run that is patched in; None for an ablation
     places: Places | None = None
-    corruption: Corruption | None = None
+    corruption: Corruption | None = None  # interventions that make the corrupted run of a prompt that is both
 
     @property
     def first(self) -> int:
@@ -140,22 +134,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A comparison as token rows.
+    """A comparison as token rows."""
 
-    Attributes:
-        pairs: those of one prompt follow each other, `repeats` of them, by draws or specs.
-        bases: [seq] of each pair's patched prompt, not cut at the position that is read.
-        patching: "denoising", "noising" or "ablation".
-        about: a line for pictures.
-        names: names of positions; None where each stands for itself.
-    """
-
-    pairs: list[Pair]
-    bases: list[Ids]
+    pairs: list[Pair]  # those of one prompt follow each other, `repeats` of them, by draws or specs
+    bases: list[Ids]  # [seq] of each pair's patched prompt, not cut at the position that is read
     metric: MetricRequest
-    patching: str
-    about: str
-    names: tuple[str, ...] | None = None
+    patching: str  # "denoising", "noising" or "ablation"
+    about: str  # a line for pictures
+    names: tuple[str, ...] | None = None  # names of positions; None where each stands for itself
     repeats: int = 1
 
     def __post_init__(self) -> None:

@@ -27,23 +27,14 @@ SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a sweep.
+    """The cells of a sweep."""
 
-    Attributes:
-        over: names of the axes, in the order of the result's.
-        template: the hook point with `{i}` for the layer.
-        layers: patched layers, ascending.
-        axes: of the value at the hook point.
-        sizes: number of entries of each axis in `over`.
-        places: of each entry of the position axis, in one prompt; None: an entry is a position.
-    """
-
-    over: tuple[str, ...]
-    template: str
-    layers: tuple[int, ...]
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    places: Places | None = None
+    over: tuple[str, ...]  # names of the axes, in the order of the result's
+    template: str  # the hook point with `{i}` for the layer
+    layers: tuple[int, ...]  # patched layers, ascending
+    axes: tuple[str, ...]  # of the value at the hook point
+    sizes: tuple[int, ...]  # number of entries of each axis in `over`
+    places: Places | None = None  # of each entry of the position axis, in one prompt; None: an entry is a position
 
     def at(self, places: Places | None) -> "Grid":
         """The same cells in a prompt with named positions."""

@@ -37,14 +37,10 @@ def prune(nodes: Sequence[NodeProto], ends: Iterable[str]) -> list[NodeProto]:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copied subgraph, to be computed again on the way back; its initializers are among its nodes as `Constant`.
-
-    Attributes:
-        names: value of the original -> its name in the copy.
-    """
+    """A copied subgraph, to be computed again on the way back; its initializers are among its nodes as `Constant`."""
 
     nodes: list[NodeProto]
-    names: dict[str, str]
+    names: dict[str, str]  # value of the original -> its name in the copy
     facts: Facts
 
     def name(self, value: str) -> str:
