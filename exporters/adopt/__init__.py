@@ -74,11 +74,7 @@ def adopt(folder: Path, target: Path, file: str | None = None, progress: Progres
 
 
 def check(folder: Path) -> "list[LawResult]":
-    """Run a hooked model of a transformer once, and check it against the laws of a decoder.
-
-    Raises:
-        ExportError: it does not run.
-    """
+    """Run a hooked model of a transformer once, and check it against the laws of a decoder."""
     from exporters.adopt.assemble import check_folder
 
     return check_folder(folder)

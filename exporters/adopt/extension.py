@@ -93,11 +93,7 @@ def complete(
 
 
 def extend(plain: Plain) -> bool:
-    """Add to a model what its file lacks, in place; returns whether anything was added.
-
-    Raises:
-        ExportError: the graph cannot take it, and why.
-    """
+    """Add to a model what its file lacks, in place; returns whether anything was added."""
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
     masks = [

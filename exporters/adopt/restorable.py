@@ -78,13 +78,7 @@ class Interface:
 
     @classmethod
     def of(cls, inputs: Mapping[str, str], ends: Mapping[str, ir.Value], logits: str) -> "Interface":
-        """The names, once caches have theirs.
-
-        Args:
-            inputs: name of the hooked model -> the file's own.
-            ends: the file's own name of an output -> the value.
-            logits: the file's own name of the logits.
-        """
+        """The names, once caches have theirs; those of outputs and logits are the file's own."""
         dropped = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(DROPPED_OUTPUT)}
         presents = {
             own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(DROPPED_OUTPUT)}" for own, name in dropped.items()

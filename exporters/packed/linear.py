@@ -37,11 +37,7 @@ class Linear:
         return shifted * scales[:, of_input]
 
     def parts(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """The integers and the scales.
-
-        Raises:
-            ExportError: they do not have the shapes of the layer.
-        """
+        """The integers and the scales, of the shapes of the layer."""
         integers, scales = self.read()
         # Checked here, since numpy would repeat rows and columns that do not fit.
         last = (self.inputs - 1) // self.group_size if self.groups is None else self.groups.max(initial=0)

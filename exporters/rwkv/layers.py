@@ -29,12 +29,7 @@ class Shared:
 
 
 def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """Subtract a value from that of the token before; returns the next pass's first value too.
-
-    Args:
-        value: [batch, seq, hidden].
-        last: [batch, hidden], of the call before.
-    """
+    """Subtract a value [batch, seq, hidden] from that of the token before; also the next pass's first value."""
     op = build.op
     chain = op.Concat(op.Unsqueeze(last, [1]), value, axis=1)
     reached = op.GatherND(chain, shared.shift, batch_dims=1)

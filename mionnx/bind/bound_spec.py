@@ -108,12 +108,7 @@ class BoundSpec:
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False
     ) -> dict[str, Value]:
-        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
-
-        Args:
-            use_cache: whether keys and values are returned, so that a change of them alone is an effect.
-            checked: whether the interventions have an effect, as was seen before.
-        """
+        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts."""
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)

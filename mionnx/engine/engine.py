@@ -39,11 +39,7 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """Run the graph, and give some of its outputs as arrays.
-
-        Args:
-            feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
-        """
+        """Run the graph, and give some of its outputs as arrays; feeds that it does not read are left out."""
 
     def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As `run`, but results stay where the engine computes them, to be fed again without a copy."""

@@ -304,11 +304,7 @@ class HookedModel:
         }
 
     def axes(self, point: HookPoint) -> list[str | int]:
-        """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
-
-        Raises:
-            HookError: the model has no such hook point.
-        """
+        """The axes of a hook point: names of dynamic ones, numbers of fixed ones."""
         if point.derived and point.name in self._points:
             sizes = self.metadata.axis_sizes(point)
             return [sizes.get(axis, axis) for axis in point.axes or ()]

@@ -52,11 +52,7 @@ def head(model: HookedModel) -> Head:
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
-    """W_E [vocab, hidden], in the model's dtype, before the scale of some families.
-
-    Raises:
-        ModelError: the graph looks tokens up in no matrix of its own.
-    """
+    """W_E [vocab, hidden], in the model's dtype, before the scale of some families."""
     flow = Dataflow(model.proto)
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:

@@ -24,11 +24,7 @@ PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbe
 
 
 def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
-    """Read `model.onnx` without its external data.
-
-    Raises:
-        ModelError: no such file, no regular one, or no ONNX in it.
-    """
+    """Read `model.onnx` without its external data."""
     check_regular(path, largest)
     try:
         proto = onnx.load(path, load_external_data=False)

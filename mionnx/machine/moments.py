@@ -52,11 +52,7 @@ class Moments(Storable):
         return cls(present, count, mean, squares, flat.T @ flat if products else None)
 
     def merged(self, other: Moments) -> Moments:
-        """The moments of both parts together.
-
-        Raises:
-            InputError: vectors of another shape, or products in one of them only.
-        """
+        """The moments of both parts together."""
         if self.mean.shape[1:] != other.mean.shape[1:] or (self.products is None) != (other.products is None):
             raise InputError(
                 f"statistics of vectors {list(self.mean.shape[1:])} and {list(other.mean.shape[1:])}, "

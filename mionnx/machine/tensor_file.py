@@ -36,11 +36,7 @@ OTHERS = {
 
 
 def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a file with its checksum.
-
-    Raises:
-        SpecFileError: a dtype that safetensors does not have.
-    """
+    """The bytes of a file with its checksum."""
     try:
         data = save({name: np.asarray(value, order="C") for name, value in tensors.items()}, dict(metadata or {}))
     except (SafetensorError, KeyError, ValueError) as error:

@@ -57,11 +57,7 @@ class _Head:
         self._tokens: gs.Variable | None = None
 
     def follow(self, logits: gs.Variable) -> None:
-        """Follow the logits back to the rows.
-
-        Raises:
-            ModelError: they are computed from anything else than the rows, weights, and the shape of the token ids.
-        """
+        """Follow the logits back to the rows; weights and the shape of the token ids alone may take part."""
         if not self._from_rows(logits):
             raise self._refusal()
         self._read(logits)

@@ -110,11 +110,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         return DiskCache(find_model.cache_folder())
 
     def get(self, plan: Plan, tokens: int = 0) -> OpenGraph:
-        """The open graph of a plan; rewritten and opened on first use.
-
-        Args:
-            tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
-        """
+        """The open graph of a plan, opened on first use; `tokens` of a single call, 0 if more will follow."""
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
     def every_layer(self, plan: Plan, cuts: tuple[str, ...] = ()) -> EveryLayer | None:

@@ -128,11 +128,7 @@ class Segments:
         beside: Sequence[str] = (),
         inputs: Mapping[str, NDArray[Any]] | None = None,
     ) -> tuple[Arrays, Arrays]:
-        """Run one piece from the values of `inputs_of(layer)`; see `run`.
-
-        Returns:
-            the values of `inputs_of(layer + 1)`, and those of `ends`.
-        """
+        """Run one piece from `inputs_of(layer)`; returns the values of `inputs_of(layer + 1)`, and those of `ends`."""
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
         values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NO_OUTPUTS, inputs, beside)

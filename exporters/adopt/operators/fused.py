@@ -28,12 +28,7 @@ class Fused:
 
     @classmethod
     def of(cls, node: ir.Node, replacements: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":
-        """Take down a node that other nodes will stand for.
-
-        Args:
-            replacements: place of an output -> the value in its stead.
-            nodes: those that stand for it.
-        """
+        """Take down a node, `replacements` of whose outputs (place -> value) are made by others, `nodes`."""
         places = [
             (one, place) for one in nodes if one.op_type not in SIZE_OPERATORS for place in range(len(one.inputs))
         ]

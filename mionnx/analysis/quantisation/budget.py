@@ -175,14 +175,7 @@ class Search:
         return of_blocks(self.model, name, matrix, self.settings, self.importance.get(name))
 
     def run(self) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """Choose the bits of all matrices.
-
-        Returns:
-            the bits, and those to try next, in order, if KL of the written model is above the bound after all.
-
-        Raises:
-            ModelError: the bound cannot be met.
-        """
+        """The bits of all matrices, and those to try next, in order, if KL of the written model is above the bound."""
         begin = {name: matrix.bits for name, matrix in self.matrices.items()}
         wide = dict.fromkeys(begin, WIDE_BITS)
         if self.kl(begin) <= self.bound:

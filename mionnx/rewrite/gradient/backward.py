@@ -192,11 +192,7 @@ class Backward:
     # going back
 
     def run(self, nodes: Sequence[NodeProto], cotangents: Mapping[str, str]) -> dict[str, str]:
-        """Go back through nodes.
-
-        Returns:
-            the cotangents of every active value.
-        """
+        """Go back through nodes; returns the cotangents of every active value."""
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
         gradients: dict[str, str] = {}
 
