@@ -34,31 +34,23 @@ STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion a
 
 @dataclass
 class Mapped:
-    """Checkpoint tensors by the parameters they become.
+    """Checkpoint tensors by the parameters they become."""
 
-    Attributes:
-        direct: parameter name -> the tensor that is the parameter as it is.
-        converted: conversions, each with the checkpoint tensors it reads.
-        unknown: checkpoint tensors that belong to no parameter of the model.
-    """
-
+    # Parameter name -> the tensor that is the parameter as it is.
     direct: dict[str, StoredTensor] = field(default_factory=dict)
+    # conversions, each with the checkpoint tensors it reads.
     converted: dict[str, "Conversion"] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # checkpoint tensors that belong to no parameter of the model
 
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that become parameters of another shape (experts stacked, say).
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say)."""
 
-    Attributes:
-        target: the first of these parameters.
-        patterns: for each tensor the one of the rule's source patterns that its name has.
-    """
-
-    target: str
+    target: str  # the first of these parameters
     converter: WeightConverter
     sources: list[StoredTensor] = field(default_factory=list)
+    # For each tensor the one of the rule's source patterns that its name has.
     patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:

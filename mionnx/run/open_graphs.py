@@ -47,22 +47,18 @@ class LayerLoopWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class OpenGraph:
-    """One graph of a model, open: the untouched one, or a rewritten one.
-
-    Attributes:
-        model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
-        cost: approximate bytes of memory.
-        feeds: inputs that say what it is used for, where calls of several kinds share it.
-        lent: input -> another whose array it is fed, where it has no effect in this call.
-    """
+    """One graph of a model, open: the untouched one, or a rewritten one."""
 
     plan: Plan
     program: Program
     report: Report
+    # The bytes that were opened, weights not included; None for the untouched graph, which is on disk.
     model: bytes | None
-    cost: int
+    cost: int  # approximate bytes of memory
     options: Options
+    # Inputs that say what it is used for, where calls of several kinds share it.
     feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # Input -> another whose array it is fed, where it has no effect in this call.
     lent: Mapping[str, str] = field(default_factory=dict)
 
     @property

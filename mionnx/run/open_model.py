@@ -33,20 +33,17 @@ T = TypeVar("T")
 
 @typed(InputError)
 class OpenModel:
-    """A hooked model with its open graphs: what verbs of models are functions of.
-
-    Attributes:
-        variants: the open graphs; specs that differ in values only share one.
-        source: what `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
-    """
+    """A hooked model with its open graphs: what verbs of models are functions of."""
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.options = options or Options()
         refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
         self.hooked = at_level(hooked, self.options.accuracy_level)
+        # The open graphs; specs that differ in values only share one.
         self.variants = OpenGraphs(self.hooked, self.options)
         self.binder = Binder(self.hooked)
         self.idle = IdleMemory()
+        # What `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
         self.source: tuple[str, str | None] | None = None
         self._opened: Once[Any, Any] = Once()
 

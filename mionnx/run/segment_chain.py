@@ -58,17 +58,13 @@ class OpenSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """A graph cut at hook points, open.
-
-    Attributes:
-        acting: hooked values that a call changes; None for all.
-        feeds, lent: see `OpenGraph`.
-    """
+    """A graph cut at hook points, open."""
 
     plan: Plan
     segments: tuple[OpenSegment, ...]
     cost: int
-    acting: frozenset[str] | None = None
+    acting: frozenset[str] | None = None  # hooked values that a call changes; None for all
+    # feeds, lent: see `OpenGraph`.
     feeds: Mapping[str, Value] = field(default_factory=dict)
     lent: Mapping[str, str] = field(default_factory=dict)
 
