@@ -21,10 +21,8 @@ CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds foreign ONNX files and no checkpoint, or a file is one.
-
-    Cheap: onnx_ir is not imported.
-    """
+    """Whether a folder holds foreign ONNX files and no checkpoint, or a file is one."""
+    # Cheap: onnx_ir is not imported.
     if folder.is_dir() and any(path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern)):
         return False
     return bool(onnx_files(folder))

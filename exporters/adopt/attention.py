@@ -94,10 +94,8 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
-    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values.
-
-    The product may read them with other axes: batch and heads as one, or queries and the heads that share keys.
-    """
+    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values."""
+    # The product may read them with other axes: batch and heads as one, or queries and the heads that share keys.
     value = weights = softmax.outputs[0]
     reshaped = False
     while True:
@@ -201,10 +199,8 @@ def _leaves_heads(flow: Flow, node: ir.Node) -> bool:
 
 
 def _rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
-    """The value before a rotation; None if a value is not made by one.
-
-    A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
-    """
+    """The value before a rotation; None if a value is not made by one."""
+    # A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
     below = value
     while (node := below.producer()) is not None and len(flow.text(node)) == 1 and node.op_type != ROTATION:
         if node.op_type not in CONTENT_KEEPING:

@@ -38,10 +38,8 @@ class Masking:
     shown: bool | None  # the booleans of a `Where` that keep a score; None of the others
 
     def seen(self, value: NDArray[Any]) -> Seen | None:
-        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
-
-        None if more than a mask is added to the scores.
-        """
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq]."""
+        # None if more than a mask is added to the scores.
         if self.shown is not None:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
@@ -83,10 +81,8 @@ class MaskProbe:
         self.unseen: dict[int, int] = {}  # layer -> a window of the config that no probe was long enough to show
 
     def seen(self, masks: Sequence[Masking], seq: int, past: int) -> Seen | None:
-        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
-
-        None if more than a mask is added to the scores.
-        """
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq]."""
+        # None if more than a mask is added to the scores.
         # layers share masks: each is run once for a length
         key = (*((one.operand.name, one.shown) for one in masks), seq, past)
         if key not in self._known:

@@ -111,11 +111,9 @@ def keep_stock(
 
 
 def _by_hooked_names(source: SourceFile, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph of a file with the interface of the hooked model; its nodes are its own.
-
-    Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
-    whether there is a past.
-    """
+    """The graph of a file with the interface of the hooked model; its nodes are its own."""
+    # Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
+    # whether there is a past.
     proto, renamed = onnx.ModelProto(), dict[str, str]()
     proto.CopyFrom(source.stock)
     before = _take_inputs(proto.graph, names.inputs, hooked, source.flag, renamed)

@@ -18,10 +18,8 @@ OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a path is a GGUF file, or a folder with GGUF files and no other weights.
-
-    Cheap: neither gguf nor torch is imported.
-    """
+    """Whether a path is a GGUF file, or a folder with GGUF files and no other weights."""
+    # Cheap: neither gguf nor torch is imported.
     if folder.is_dir() and any(path for pattern in OTHERS for path in folder.glob(pattern)):
         return False
     return bool(gguf_files(folder))

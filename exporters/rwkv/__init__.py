@@ -6,10 +6,8 @@ from mionnx.machine.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder or a `.pth` file holds RWKV-6 or RWKV-7, by the names of its tensors.
-
-    Cheap: torch is not imported, and nothing is unpickled.
-    """
+    """Whether a folder or a `.pth` file holds RWKV-6 or RWKV-7, by the names of its tensors."""
+    # Cheap: torch is not imported, and nothing is unpickled.
     from exporters.rwkv.checkpoint import find_layout, tensor_names
 
     return find_layout(tensor_names(folder)) is not None

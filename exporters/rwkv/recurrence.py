@@ -219,10 +219,8 @@ def _chunks6(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
 
 
 def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
-    """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}.
-
-    u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
-    """
+    """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}."""
+    # u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
     r, v, decay, a = reads.r, reads.v, reads.decay, reads.a
     earlier = op.Concat(reads.b, reads.k, axis=3)
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
@@ -254,10 +252,8 @@ def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
 
 
 def _inverse(op: OpWriter, build: Build, lower: ir.Value) -> ir.Value:
-    """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode.
-
-    The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
-    """
+    """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode."""
+    # The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
     inverse: ir.Value | None = None
     for size in BLOCK_SIZES:
         joint = op.Mul(lower, _mask(build, size))

@@ -29,11 +29,9 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
-
-    RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights. Cheap: torch and
-    transformers are not imported.
-    """
+    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`."""
+    # RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights. Cheap: torch and
+    # transformers are not imported.
     try:
         named = isinstance(read_json(inside(folder, CHECKPOINT_CONFIG)).get("model_type"), str)
     except (ModelError, AttributeError):
@@ -96,10 +94,8 @@ def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: P
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import and trace without garbage collections, which take a fifth of the time.
-
-    What was made meanwhile counts as old afterwards: the next full collection looks at it, and no one before.
-    """
+    """Import and trace without garbage collections, which take a fifth of the time."""
+    # What was made meanwhile counts as old afterwards: the next full collection looks at it, and no one before.
     collects = gc.isenabled()
     gc.disable()
     try:

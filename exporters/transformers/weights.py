@@ -182,10 +182,8 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
 
 
 def _keep_packed(mapped: Mapped) -> None:
-    """Let experts packed one by one be stacks of the same integers, in place.
-
-    Their conversions do no more than stack experts, and put gate and up one below the other.
-    """
+    """Let experts packed one by one be stacks of the same integers, in place."""
+    # Their conversions do no more than stack experts, and put gate and up one below the other.
     for target, conversion in [*mapped.converted.items()]:
         stack = _stack(conversion)
         if stack is not None:

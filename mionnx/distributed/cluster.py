@@ -75,10 +75,8 @@ class Workers:
 
 
 def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
-    """Rows as they come, while the head of the cluster answers.
-
-    Ray itself waits without end for one that is dead.
-    """
+    """Rows as they come, while the head of the cluster answers."""
+    # Ray itself waits without end for one that is dead.
     queue: Queue[tuple[bool, Any]] = Queue()
     room = Semaphore(0)  # no row is fetched before the one before it is taken
 

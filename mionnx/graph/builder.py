@@ -138,10 +138,8 @@ def _number(dtype: Any) -> int:
 
 
 def edit(proto: onnx.ModelProto) -> Graph:
-    """Import a model as a graph to edit; `proto` is left alone.
-
-    graphsurgeon keeps ONNX's number where numpy has no such dtype: bfloat16 is the one of ml_dtypes here.
-    """
+    """Import a model as a graph to edit; `proto` is left alone."""
+    # graphsurgeon keeps ONNX's number where numpy has no such dtype: bfloat16 is the one of ml_dtypes here.
     graph = import_onnx(proto)
     for part in (graph, *graph.subgraphs(recursive=True)):
         for tensor in (*part.tensors().values(), *part.inputs, *part.outputs):
@@ -182,10 +180,8 @@ def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def sort_nodes(graph: Graph) -> None:
-    """Sort nodes so that each can run, as `Graph.toposort` does, in a chain of any length.
-
-    That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
-    """
+    """Sort nodes so that each can run, as `Graph.toposort` does, in a chain of any length."""
+    # That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
     for inner in graph.subgraphs():
         sort_nodes(inner)
     local = graph._local_tensors()

@@ -269,11 +269,9 @@ def _shaped(flow: Dataflow, folder: Path, node: onnx.NodeProto, array: Matrix) -
 
 
 def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
-    """Exchange operators on weights in blocks for standard ones on their numbers, in place.
-
-    MatMulNBits becomes MatMul, and Add where it has a bias; GatherBlockQuantized becomes Gather. For runtimes that have
-    standard operators only: the weights take the memory of floats.
-    """
+    """Exchange operators on weights in blocks for standard ones on their numbers, in place."""
+    # MatMulNBits becomes MatMul, and Add where it has a bias; GatherBlockQuantized becomes Gather. For runtimes that
+    # have standard operators only: the weights take the memory of floats.
     origin = onnx.ModelProto()
     origin.CopyFrom(proto)
     flow, nodes, numbers = Dataflow(origin), list[onnx.NodeProto](), dict[str, Matrix]()

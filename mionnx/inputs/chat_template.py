@@ -94,10 +94,8 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Check messages.
-
-    As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
-    """
+    """Check messages."""
+    # As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
     if not messages:
         raise InputError("a chat needs at least one message, {'role': 'user', 'content': TEXT}")
     return [_as_message(i, message) for i, message in enumerate(messages)]

@@ -62,10 +62,8 @@ def _is_tensors(kind: type) -> bool:
 
 
 def scalar(given: Any) -> Any:
-    """The number that an array or a tensor without axes holds; anything else as it is.
-
-    Such arrays look like something to go through, and are nothing of the kind.
-    """
+    """The number that an array or a tensor without axes holds; anything else as it is."""
+    # Such arrays look like something to go through, and are nothing of the kind.
     array = type(given) is np.ndarray or _is_tensors(type(given))  # type: ignore[arg-type]  # a type has a hash
     alone = array and getattr(given, "ndim", 1) == 0 and not getattr(given, "is_meta", False)
     return to_array(given)[()] if alone else given

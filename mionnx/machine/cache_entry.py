@@ -90,10 +90,8 @@ class CacheEntry:
 
     @property
     def shared(self) -> int:
-        """Bytes of files with a name elsewhere.
-
-        An exported model's weights are often the checkpoint's own files.
-        """
+        """Bytes of files with a name elsewhere."""
+        # An exported model's weights are often the checkpoint's own files.
         return sum(status.st_size for status in self.stats) - self.size
 
     @property
@@ -180,10 +178,8 @@ class CacheEntry:
 
 
 def bytes_kept(stats: Iterable[os.stat_result]) -> int:
-    """Bytes that files keep on the disk, each file counted once.
-
-    One with a name outside of them counts for nothing: removing it here gives nothing back.
-    """
+    """Bytes that files keep on the disk, each file counted once."""
+    # One with a name outside of them counts for nothing: removing it here gives nothing back.
     entries = [*stats]
     names = Counter((one.st_dev, one.st_ino) for one in entries)
     sizes = {(one.st_dev, one.st_ino): one.st_size for one in entries if names[one.st_dev, one.st_ino] >= one.st_nlink}

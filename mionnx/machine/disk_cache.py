@@ -133,10 +133,8 @@ class DiskCache:
         return entry.path
 
     def use(self, folder: Path) -> None:
-        """Mark an entry that was found by its path as used by this process.
-
-        A folder outside of this store is left as it is.
-        """
+        """Mark an entry that was found by its path as used by this process."""
+        # A folder outside of this store is left as it is.
         entry = CacheEntry(folder.resolve())
         if not self._holds(entry):
             return

@@ -129,10 +129,8 @@ _making = Lock()
 
 
 def temporary_folder() -> Path:
-    """The folder of this process for what cannot be kept; it goes away with the process.
-
-    What a killed process left in the system's temporary folder is removed by the next that needs one.
-    """
+    """The folder of this process for what cannot be kept; it goes away with the process."""
+    # What a killed process left in the system's temporary folder is removed by the next that needs one.
     with _making:
         if os.getpid() not in _temporary:
             remove_leftovers(Path(tempfile.gettempdir()), holding=())

@@ -25,10 +25,8 @@ Kind = tuple["np.dtype[Any]", tuple[int, ...]]  # dtype and shape
 
 
 def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these arrays, and the place of each.
-
-    Wide numbers come first, for their alignment; arrays of one width are in the order in which they are given.
-    """
+    """The header of a file with these arrays, and the place of each."""
+    # Wide numbers come first, for their alignment; arrays of one width are in the order in which they are given.
     entries, places, at = {}, {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: -one[1][0].itemsize):
         if dtype.name not in TYPE_NAMES:

@@ -89,10 +89,8 @@ def _write_weights(
     importance: Mapping[str, NDArray[Any]],
     turned: Mapping[str, bool],
 ) -> None:
-    """Write all weights of the graph into one file, and point its initializers there.
-
-    `turned` says of each stack of experts whether its matrices are [out, in].
-    """
+    """Write all weights of the graph into one file, and point its initializers there."""
+    # `turned` says of each stack of experts whether its matrices are [out, in].
     outside = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in outside}
     read = {name for node in proto.graph.node for name in node.input}
@@ -123,10 +121,8 @@ def _write_weights(
 
 
 def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[str, Kind]:
-    """The same entries, parts of one kind together.
-
-    Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
-    """
+    """The same entries, parts of one kind together."""
+    # Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
     parts = [part for same in zip(*map(BlockNames.of, matrices), strict=True) for part in same if part in kinds]
     in_blocks = {*parts}
     others = [name for name in kinds if name not in in_blocks]

@@ -170,10 +170,8 @@ class _Writer:
         self._add("Add", [result, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
 
     def multiply_chosen(self, stack: ExpertStack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
-        """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
-
-        Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
-        """
+        """A Scan over experts as a MatMulNBits of each: one without rows costs nothing."""
+        # Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
         begin, end, y = stack.node.input[1], stack.node.input[2], stack.node.output[0]
         begins, ends = self._apart(begin, stack.count), self._apart(end, stack.count)
         weight = next(tensor for tensor in proto.graph.initializer if tensor.name == stack.weight)
@@ -220,11 +218,9 @@ class _Writer:
         return [f"{value}.of{number}" for number in range(count)]
 
     def _places(self, begin: str, end: str, slots: str) -> str:
-        """Numbers of the joined rows at the places of each expert, [experts, places].
-
-        Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so that
-        the value is the same in both graphs.
-        """
+        """Numbers of the joined rows at the places of each expert, [experts, places]."""
+        # Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so
+        # that the value is the same in both graphs.
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")

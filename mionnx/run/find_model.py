@@ -50,10 +50,8 @@ def find_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> Path:
-    """The hooked model's folder of a path, a shipped model's name or a Hub id.
-
-    `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
-    """
+    """The hooked model's folder of a path, a shipped model's name or a Hub id."""
+    # `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not source_path.is_hooked(folder / GRAPH):
         if refuse is not None:
@@ -75,10 +73,8 @@ def open_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> HookedModel:
-    """Find a model and open it; see `find_model` and `HookedModel.open`.
-
-    An export in the store that is damaged is made again, unless another process uses it, and that is said.
-    """
+    """Find a model and open it; see `find_model` and `HookedModel.open`."""
+    # An export in the store that is damaged is made again, unless another process uses it, and that is said.
     folder = find_model(source, dtype, progress, refuse, version)
     try:
         hooked = HookedModel.open(folder, check=check, progress=progress)

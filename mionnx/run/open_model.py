@@ -179,11 +179,9 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
 
 
 def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
-    """The same model with all products of blocks at one accuracy level; as it is for None.
-
-    ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks:
-    some 1.5 times as fast in decoding.
-    """
+    """The same model with all products of blocks at one accuracy level; as it is for None."""
+    # ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks:
+    # some 1.5 times as fast in decoding.
     # A sum of attention over padding, or over a past, has other last bits. At level 4 a value between two steps is then
     # rounded to the other one: the logits of SmolLM2 move by up to 0.9 of 17 for a change of 1e-7 in its stream, as
     # much as the rounding costs. At level 0 batches and pasts change last bits alone.

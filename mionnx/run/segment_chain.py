@@ -121,10 +121,8 @@ def open_segments(opening: GraphOpening, plan: Plan, hooks: tuple[str, ...], eng
 
 
 def cut(model: onnx_file.ModelProto, hooks: Sequence[str]) -> list[Segment]:
-    """Cut a graph at values that its outputs are, or depend on, in execution order.
-
-    The last segment makes no hooked value, and is left out if no output is left for it.
-    """
+    """Cut a graph at values that its outputs are, or depend on, in execution order."""
+    # The last segment makes no hooked value, and is left out if no output is left for it.
     flow = Dataflow(model)
     groups = _groups(flow, hooks)
     weights = {tensor.name for tensor in model.graph.initializer}

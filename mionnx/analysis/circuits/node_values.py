@@ -33,10 +33,8 @@ class NodeValues:
         return value
 
     def changes(self, parts: Parts) -> Floats:
-        """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden].
-
-        A head's change is that of its attention's output when this head alone has the other's value.
-        """
+        """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden]."""
+        # A head's change is that of its attention's output when this head alone has the other's value.
         mixed, changes = {}, []
         for layer in range(parts.nodes.layers):
             base, other = (self.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))

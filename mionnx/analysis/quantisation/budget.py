@@ -108,10 +108,8 @@ class Moves:
         return sum(more for loss, more in pairs if bits[loss.name] != self.begin[loss.name])
 
     def fewest(self, left: float) -> dict[str, int]:
-        """Find the bits of fewest bytes for a sum of single costs.
-
-        The matrices that stay save most bytes and cost at most `left` in sum.
-        """
+        """Find the bits of fewest bytes for a sum of single costs."""
+        # The matrices that stay save most bytes and cost at most `left` in sum.
         # a knapsack by dynamic programming, costs in grains; scipy's `milp` prints its solver's lines into a command's
         grains = min(GRAINS, TABLE // max(1, len(self.losses)))
         # Rounded up: the sum of grains never stands for less than the sum of costs.

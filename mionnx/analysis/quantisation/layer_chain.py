@@ -95,10 +95,8 @@ class LayerChain(Segments):
 
 
 def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices, in a copy.
-
-    Another matrix is fed, and no graph is made or opened anew: an input's default is the model's own matrix.
-    """
+    """Make inputs of a graph's matrices, in a copy."""
+    # Another matrix is fed, and no graph is made or opened anew: an input's default is the model's own matrix.
     proto = onnx.ModelProto.FromString(origin.SerializeToString())
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     if weights.table is not None and weights.lookup is not None:

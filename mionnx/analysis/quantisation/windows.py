@@ -19,10 +19,8 @@ Ids = NDArray[np.int64]
 
 
 def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
-    """Cut texts into windows of at most 256 tokens, [1, tokens] each.
-
-    Each begins with the special tokens that the tokenizer puts before a text.
-    """
+    """Cut texts into windows of at most 256 tokens, [1, tokens] each."""
+    # Each begins with the special tokens that the tokenizer puts before a text.
     documents = [texts] if isinstance(texts, str) else list(texts)
     if not documents:
         raise InputError("texts=[]: there is no text to measure on")

@@ -34,11 +34,9 @@ def mean_difference(differences: Matrix) -> Matrix:
 
 
 def principal_axis(differences: Matrix) -> Matrix:
-    """The axis v with the largest sum of (d . v)^2 over differences d, as long as their mean.
-
-    The differences are not centred: this is the first principal component of both sides of each pair about the pair's
-    own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
-    """
+    """The axis v with the largest sum of (d . v)^2 over differences d, as long as their mean."""
+    # The differences are not centred: this is the first principal component of both sides of each pair about the pair's
+    # own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
     # `full_matrices` would make [width, width] for one row of it.
     axis = np.linalg.svd(differences, full_matrices=False)[2][0]
     # The sign of an axis is arbitrary; the mean along it gives it the direction from negative to positive.
