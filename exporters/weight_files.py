@@ -49,24 +49,15 @@ class Placed:
 
 
 def place(
-    parameters: list[ir.Value],
-    stored: Mapping[str, StoredTensor],
+    parameters: list[ir.Value],  # values without data, of the names, shapes and dtypes that the graph reads
+    stored: Mapping[str, StoredTensor],  # name -> the tensor that is the parameter, in its own dtype
+    # (name, tensor) of the parameters that are in no file as they are, one in memory at a time
     converted: Iterator[tuple[str, Tensor]],
     folder: Path,
     progress: Progress,
-    left: Container[str] = (),
+    left: Container[str] = (),  # names of parameters that get a place in a file, and no data there
 ) -> None:
-    """Give every parameter of a graph its data: files in `folder`, references in the values.
-
-    Args:
-        parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        stored: name -> the tensor that is the parameter, in its own dtype.
-        converted: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
-        left: names of parameters that get a place in a file, and no data there.
-
-    Raises:
-        ExportError: a tensor of another shape, or a parameter that nothing gives.
-    """
+    """Give every parameter of a graph its data: files in `folder`, references in the values."""
     in_place = [value for value in parameters if value.name in stored and _fits(value, stored[value.name])]
     placed = _link({value.name: stored[value.name] for value in in_place}, folder, progress)
     others = [value for value in parameters if value.name not in placed]

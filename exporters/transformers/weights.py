@@ -103,26 +103,16 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
 
 
 def bind_weights(
-    parameters: list[ir.Value],
+    parameters: list[ir.Value],  # values without data, of the names, shapes and dtypes that the graph reads
     mapped: Mapped,
-    model: PreTrainedModel,
+    model: PreTrainedModel,  # the model without weights that the graph was traced from
     folder: Path,
     progress: Progress,
-    leave: bool = False,
+    leave: bool = False,  # leave out the numbers of weights that are blocks in the checkpoint
 ) -> dict[str, GivenBlocks]:
-    """Give every parameter of a graph its data: files in `folder`, references in the values.
-
-    Args:
-        parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        model: the model without weights that the graph was traced from.
-        leave: leave out the numbers of weights that are blocks in the checkpoint.
-
-    Returns:
-        the blocks of the weights that were left out, by name; of a stack of experts, by the names of its matrices.
-
-    Raises:
-        ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
-    """
+    """Give every parameter of a graph its data: files in `folder`, references in the values."""
+    # Returns the blocks of the weights that were left out, by name; of a stack of experts, by the names of its
+    # matrices.
     _keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}

@@ -56,16 +56,13 @@ def quantise_into(
     folder: Path,
     settings: Quantisation,
     progress: Progress = silent,
+    # a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's files hold
+    # in the places of these weights is not read
     given: Mapping[str, GivenBlocks] | None = None,
+    # weight -> mean square of each of its inputs, [in]; see `quantise_blocks`
     importance: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
-    """Write the files of a quantised model into a folder; see `quantise`.
-
-    Args:
-        given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
-            files hold in the places of these weights is not read.
-        importance: weight -> mean square of each of its inputs, [in]; see `quantise_blocks`.
-    """
+    """Write the files of a quantised model into a folder; see `quantise`."""
     model.need_weights("quantising it")
     weights, given = find_weights(model), given or {}
     choice = choose(model, weights, settings, given)

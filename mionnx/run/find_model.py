@@ -89,20 +89,13 @@ def open_model(
 
 def checkpoint_folder(
     source: str | Path,
-    file: str | None = None,
-    version: Version = MAIN,
+    file: str | None = None,  # the name of the file, where the folder or repository has several models
+    version: Version = MAIN,  # a repository's of the Hub; its subfolder also a folder's here
     progress: Progress = silent,
-    weights: bool = True,
+    weights: bool = True,  # download weights; without them it is what a graph alone is made of
 ) -> Path:
-    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be.
-
-    A folder goes before a shipped model of its name.
-
-    Args:
-        file: the name of the file, where the folder or repository has several models.
-        version: a repository's of the Hub; its subfolder also a folder's here.
-        weights: download weights; without them it is what a graph alone is made of.
-    """
+    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be."""
+    # A folder goes before a shipped model of its name.
     name = str(source)
     folder = source_path.local_path(source) or source_path.shipped_models().get(name)
     folder = folder or source_path.packaged_model(name)

@@ -159,19 +159,13 @@ class Sweep:
         self,
         pair: int,
         cells: Cells,
+        # takes the cells without effect, then those of each batch, and their values
         store: Callable[[Cells, Numbers], None] = lambda cells, values: None,
-        report: Callable[[], None] = lambda: None,
+        report: Callable[[], None] = lambda: None,  # called after each batch
     ) -> tuple[Numbers, tuple[float, float], int]:
-        """Compute some cells of one pair, by their numbers.
-
-        Args:
-            store: takes the cells without effect, then those of each batch, and their values.
-            report: called after each batch.
-
-        Returns:
-            the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
-            the grid's cells have no effect.
-        """
+        """Compute some cells of one pair, by their numbers."""
+        # Returns the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many
+        # of the grid's cells have no effect.
         # `estimate` has prepared the first pair already.
         runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
         effective = runs.effective_cells()
