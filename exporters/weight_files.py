@@ -140,14 +140,8 @@ def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
 def begin_safetensors(
     file: BinaryIO, tensors: Mapping[str, tuple[str, Sequence[int], int]]
 ) -> dict[str, tuple[int, int]]:
-    """Write the header of a safetensors file, and leave room for its tensors.
-
-    Args:
-        tensors: name -> safetensors' name of its dtype, its shape, bytes of a number.
-
-    Returns:
-        name -> offset in the file, and length, in bytes.
-    """
+    """Write the header of a safetensors file, and leave room for its tensors (dtype, shape, bytes of a number)."""
+    # Returns name -> offset in the file, and length, in bytes.
     entries, places, total = dict[str, Any](), dict[str, tuple[int, int]](), 0
     for name, (dtype, shape, width) in tensors.items():
         places[name] = total, prod(shape) * width

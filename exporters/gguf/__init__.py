@@ -26,13 +26,8 @@ def recognises(folder: Path) -> bool:
 
 
 def wide_weights(folder: Path, file: str | None = None) -> list[str]:
-    """Name the weights, as transformers does, that the file holds in 5 to 8 bits.
-
-    A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
-
-    Args:
-        folder, file: see `export`.
-    """
+    """Name the weights, as transformers does, that the file holds in 5 to 8 bits."""
+    # A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
     header = _header(folder, file)
     from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
     from exporters.gguf.assemble import rename
@@ -77,14 +72,7 @@ def export(
 def export_packed(
     folder: Path, target: Path, progress: Progress = silent, file: str | None = None
 ) -> "Mapping[str, GivenBlocks]":
-    """Write a GGUF file as `export` does in float32, without the numbers of its blocks.
-
-    Args:
-        folder, target, progress, file: see `export`.
-
-    Returns:
-        the blocks by the names of the weights, whose places in the files are empty.
-    """
+    """Write a GGUF file as `export` does in float32; returns the blocks of weights left without numbers, by name."""
     header = _header(folder, file)
     from exporters.gguf.assemble import export_file
     from exporters.gguf.blocks import blocks_of

@@ -180,15 +180,9 @@ class _Decays:
 def _pairs(
     op: OpWriter, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
 ) -> tuple[ir.Value, _Decays]:
-    """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
-
-    Args:
-        later, earlier: [chunks, batch, n_heads, copies * 16, head_dim], so many vectors per token.
-        decay: [chunks, batch, n_heads, 16, head_dim].
-
-    Returns:
-        [chunks, batch, n_heads, copies * 16, copies * 16], and the decays over the whole chunk.
-    """
+    """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t."""
+    # `later` and `earlier` are [chunks, batch, n_heads, copies * 16, head_dim], so many vectors per token; `decay` is
+    # [chunks, batch, n_heads, 16, head_dim]. Returns the decays over the whole chunk too.
     # Decays between two tokens are products of factors, never quotients of running products or exponentials of
     # positive numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair
     # of tokens in the left and the right half of a block of 2m is joined by (product after the left one to the middle)

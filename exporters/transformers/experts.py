@@ -49,15 +49,9 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool
 def compute_experts(
     taps: Taps, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, weigh_inputs: bool = False
 ) -> Tensor:
-    """Compute the chosen experts of every token, weigh and add them.
-
-    Args:
-        experts: transformers' module with the stacked weights.
-        hidden: [batch * seq, hidden], as the result.
-        index: int64 [batch * seq, n_chosen], which experts a token chose.
-        weights: [batch * seq, n_chosen].
-        weigh_inputs: whether weights are applied to what experts read, and not to what they give.
-    """
+    """Compute the chosen experts of every token, weigh and add them: [batch * seq, hidden]."""
+    # `index` and `weights` are [batch * seq, n_chosen]; `weigh_inputs`: weights are applied to what experts read, and
+    # not to what they give.
     tokens = *taps.tokens, index.shape[-1]
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
     weights = taps.at(HookPoint.MlpExpertWeights(taps.layer), weights.reshape(tokens))

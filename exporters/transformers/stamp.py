@@ -27,18 +27,10 @@ _CACHE = re.compile(rf"(?:{KEYS_AND_VALUES.past}|{KEYS_AND_VALUES.present})\.(\d
 
 
 def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
-    """Put every layer into a graph that holds the traced ones, in place.
-
-    Args:
-        graph: its hook points and dimensions have their names.
-        parameters: the weights that it reads; those of the made layers are put beside them, without data.
-        hooks: its hook points in execution order; those of the made layers are put between them.
-        blocks: path of the layers in the names of weights.
-
-    Returns:
-        whether that could be done. Where nodes of one layer stand among those of another, or hold graphs of their own,
-        nothing is changed.
-    """
+    """Put every layer into a graph that holds the traced ones, in place; returns whether that could be done."""
+    # Where nodes of one layer stand among those of another, or hold graphs of their own, nothing is changed. The made
+    # layers' weights are put beside `parameters`, without data, their hook points between `hooks`, which are in
+    # execution order; `blocks` is the path of the layers in the names of weights.
     if len(kinds.traced) == len(kinds.of):
         return True
     nodes, names = _segments(graph, kinds), LayerNames(blocks, kinds.halves)

@@ -50,12 +50,8 @@ class Program(ABC):
         return dict(self.run(outputs, feeds))
 
     def rolling(self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]) -> Any:
-        """A `RollingCache` of this program, for decoding in calls of one shape; or None.
-
-        Args:
-            feeds: arrays of one step, the past padded on the left.
-            present: output -> the input that takes it in the next step.
-        """
+        """A `RollingCache` of this program, for decoding in calls of one shape; or None."""
+        # `feeds` are those of one step, the past padded on the left; `present`: output -> the input that takes it next.
         return None
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

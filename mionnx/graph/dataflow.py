@@ -96,20 +96,11 @@ class Dataflow:
     def crossings(
         self, cuts: Sequence[Collection[str]], ends: Sequence[str], sources: Iterable[str]
     ) -> list[tuple[str, ...]]:
-        """The values that cross each cut of a graph: made before it, and read after it.
-
-        A node belongs to the first segment that reads what it makes, so that little crosses. What does not follow from
-        `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and crosses
-        nothing.
-
-        Args:
-            cuts: the values that end each segment but the last, in execution order; none depends on another of its cut.
-            ends: the values that are wanted in the end. One that is made before a cut crosses it.
-            sources: inputs or values that are computed once.
-
-        Returns:
-            for each cut the names, in the order of the graph, those of the cut itself included where they are read.
-        """
+        """The values that cross each cut of a graph, in its order: made before it, and read after it."""
+        # `cuts` are the values that end each segment but the last, in execution order; none depends on another of its
+        # cut. A node belongs to the first segment that reads what it makes, so that little crosses. What does not
+        # follow from `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and
+        # crosses nothing. One of `ends` that is made before a cut crosses it.
         cut_of = {name: number for number, names in enumerate(cuts) for name in names}
         moving = self.descendants({*sources, *cut_of})
         first: dict[str, int] = {}  # value -> the first segment that reads it
@@ -225,15 +216,9 @@ def attributes(node: NodeProto) -> dict[str, Any]:
 
 
 def extract(origin: onnx.ModelProto | Dataflow, starts: Collection[str], ends: Iterable[str]) -> onnx.ModelProto:
-    """Extract the nodes that compute some values from others.
-
-    Whatever else they need is computed too, from the graph's own inputs and weights.
-
-    Args:
-        origin: the model, without its weights, or its dataflow; left alone.
-        starts: values that become inputs, before all others.
-        ends: values that become outputs, of the model's own shape and type where it says one.
-    """
+    """Extract the nodes that compute some values from others."""
+    # `starts` become inputs, before all others; what else is needed is computed too, from the graph's own inputs and
+    # weights. `ends` become outputs, of the model's own shape and type where it says one.
     flow, ends = origin if isinstance(origin, Dataflow) else Dataflow(origin), list(ends)
     model, graph = flow.proto, flow.proto.graph
     nodes = sorted(flow.ancestors(ends, starts))

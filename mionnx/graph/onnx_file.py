@@ -88,13 +88,8 @@ def external_files(graph: onnx.GraphProto) -> set[str]:
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """An initializer, or the value of a Constant, as a read-only array.
-
-    External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
-
-    Raises:
-        ModelError: no initializer of this name, or a file that is missing or too short.
-    """
+    """An initializer, or the value of a Constant, as a read-only array."""
+    # External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
     tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
     if tensor is None:
         return _constant(proto, folder, name)

@@ -25,13 +25,9 @@ LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
 def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
-    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul.
-
-    Offsets of its blocks and an order of its inputs (`mionnx.graph.offset_products`) are part of the weight.
-
-    Raises:
-        ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
-    """
+    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul."""
+    # Offsets of its blocks and an order of its inputs (`mionnx.graph.offset_products`) are part of the weight; columns
+    # in another order (`g_idx`) are refused.
     settings, bits = attributes(node), _bits(node)
     width, count, blocks = settings["K"], settings["N"], -(-settings["K"] // settings["block_size"])
     if len(node.input) > 4 and node.input[4]:

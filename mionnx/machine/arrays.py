@@ -15,14 +15,9 @@ LARGE_ARRAY = 2**26  # bytes for which nobody needs to ask how much memory is le
 
 
 def to_array(given: Any) -> NDArray[Any]:
-    """Convert numbers, nested lists, arrays and tensors to a numpy array.
-
-    A torch tensor may be of any dtype, on any device, and part of a gradient's graph; so may those in a list. The
-    dtypes that numpy lacks (bfloat16, float8) become float32, which holds their numbers exactly.
-
-    Raises:
-        ValueError: what numpy cannot read: rows of unequal length, a tensor without data.
-    """
+    """Convert numbers, nested lists, arrays and tensors to a numpy array; what numpy cannot read is a ValueError."""
+    # A torch tensor may be of any dtype, on any device, and part of a gradient's graph; so may those in a list. The
+    # dtypes that numpy lacks (bfloat16, float8) become float32, which holds their numbers exactly.
     try:
         return np.asarray(_plain(given))
     except Exception as error:  # torch raises RuntimeError, NotImplementedError and TypeError

@@ -83,12 +83,8 @@ class DiskCache:
             return None
 
     def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
-        """Find an entry, or build it; None if the cache cannot be written.
-
-        Args:
-            kind, key: its address; the key is a hash of everything that the result depends on.
-            build: writes the files into a folder, and returns facts for the manifest.
-        """
+        """Find the entry of a key, a hash of all that it depends on, or build it; None if it cannot be written."""
+        # `build` writes the files into a folder, and returns facts for the manifest.
         entry = CacheEntry(self.root / kind / key)
         try:
             self.kind_folder(kind)
@@ -104,16 +100,8 @@ class DiskCache:
         return entry
 
     def folder(self, kind: str, key: str, make: Callable[[Path], None], otherwise: str) -> Path | None:
-        """Folder of an entry without a manifest, made if it is not there; marked as used.
-
-        Args:
-            kind, key: its address.
-            make: writes the files into an empty folder; its errors pass through.
-            otherwise: what is done without the store, for the warning.
-
-        Returns:
-            None if it is not there, and the store cannot be written.
-        """
+        """Folder of an entry without a manifest, made if it is not there; None if the store cannot be written."""
+        # `make` writes the files into an empty folder, and its errors pass; a warning says what is done `otherwise`.
         entry, made = CacheEntry(self.root / kind / key), False
         try:
             self.kind_folder(kind)

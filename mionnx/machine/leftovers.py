@@ -54,18 +54,10 @@ def partial_path(target: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files: re.Pattern[str] | None = None) -> int:
-    """Remove the partial folders and files in a folder that no process works on any more.
-
-    A partial file has no lock: it has to be an hour old besides.
-
-    Args:
-        folder: where they lie.
-        holding: in a folder that is not mionnx' own, names of which a partial folder without a lock has to hold one.
-        files: there, the names that files are given when they are complete; without it, they stay.
-
-    Returns:
-        how many were removed.
-    """
+    """Remove the partial folders and files that no process works on any more, and count them."""
+    # A partial file has no lock: it has to be an hour old besides. In a folder that is not mionnx' own, a partial
+    # folder without a lock has to hold one of the names `holding`, and files are removed by their complete names,
+    # `files`, alone.
     try:
         leftovers = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
     except OSError:

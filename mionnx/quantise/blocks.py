@@ -26,14 +26,9 @@ Floats = NDArray[np.float32]
 def quantise_blocks(
     matrix: NDArray[Any], bits: int, block_size: int, symmetric: bool, importance: NDArray[Any] | None = None
 ) -> Blocks:
-    """Quantise a matrix.
-
-    Args:
-        matrix: [rows, columns], float32 or float16, mapped from a file or in memory; read a part at a time.
-        bits, block_size, symmetric: see `Quantisation`.
-        importance: [columns], of blocks of 4 bits, whose scales are then those of least weighted squares
-            (`weighted_scales`); 8 bits are as they are without.
-    """
+    """Quantise a matrix [rows, columns], float32 or float16, mapped from a file or in memory; a part at a time."""
+    # `importance` [columns] is of blocks of 4 bits, whose scales are then those of least weighted squares
+    # (`weighted_scales`).
     rows, columns = matrix.shape
     count = -(-columns // block_size)
     packed = np.empty((rows, count, block_size * bits // 8), np.uint8)

@@ -31,18 +31,9 @@ BLOCK_WEIGHTS = "quantised.safetensors"
 
 
 def quantise(model: HookedModel, target: Path, settings: Quantisation, progress: Progress = silent) -> Path:
-    """Write a hooked model whose weights are blocks.
-
-    Products with weights become `MatMulNBits`, the table of the tokens `GatherBlockQuantized`, both operators of ONNX
-    Runtime; norms, biases and routers stay as they are.
-
-    Args:
-        model: a hooked model whose weights are float32 or float16.
-        target: the folder to make, which is returned.
-
-    Raises:
-        ModelError: it exists, cannot be written, or the model is quantised already or has nothing to quantise.
-    """
+    """Write a hooked model of float32 or float16 as one whose weights are blocks, into a new folder."""
+    # Products with weights become `MatMulNBits`, the table of the tokens `GatherBlockQuantized`, both operators of ONNX
+    # Runtime; norms, biases and routers stay as they are.
     if target.exists():
         raise ModelError(f"{target} exists already")
     remove_leftovers(target.parent, holding=())

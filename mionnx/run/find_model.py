@@ -115,12 +115,8 @@ def part_of(folder: Path, version: Version) -> Path:
 def hub_folder(
     name: str, file: str | None, version: Version = MAIN, progress: Progress = silent, weights: bool = True
 ) -> Path:
-    """The folder or single file of a model of the Hub, downloaded if need be.
-
-    Args:
-        name: USER/REPOSITORY, or that and a GGUF or `.pth` file in it.
-        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-    """
+    """The folder or single file of USER/REPOSITORY, or of a GGUF or `.pth` file in it, downloaded if need be."""
+    # `file` is one of its ONNX files; None for a checkpoint, or else the preferred one.
     names = [*source_path.shipped_models(), *source_path.PACKAGED]
     if names_file(name):
         repository, _, single = name.rpartition("/")
@@ -140,15 +136,9 @@ def hub_folder(
 def adopt(
     source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
 ) -> Any:
-    """Write a foreign ONNX file as a hooked model.
-
-    Args:
-        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
-        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
-
-    Returns:
-        `exporters.adopt.assemble.Adopted`.
-    """
+    """Write a foreign ONNX file as a hooked model; returns `exporters.adopt.assemble.Adopted`."""
+    # The source is a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
+    # `copy` gives the folder weight files of its own, where otherwise they are the source's under another name.
     if target.exists():
         raise ExportError(f"{target} exists already")
     remove_leftovers(target.parent, holding=MADE)

@@ -69,11 +69,7 @@ class SegmentChain:
     lent: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, outputs: Collection[str], feeds: Mapping[str, Value], between: Between) -> dict[str, NDArray[Any]]:
-        """Run all segments in order.
-
-        Args:
-            between: called for each hooked value when it is there; what it returns is what later nodes read.
-        """
+        """Run all segments in order; what `between` makes of a hooked value is what later nodes read."""
         values: dict[str, Any] = {**self.feeds, **{name: feeds[source] for name, source in self.lent.items()}, **feeds}
         results: dict[str, Any] = {}
         for segment, program, done in self.segments:

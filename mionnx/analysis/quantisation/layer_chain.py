@@ -67,15 +67,8 @@ class LayerChain(Segments):
     def step(
         self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], ends: Iterable[str] = ()
     ) -> tuple[Stage, Arrays]:
-        """Run one piece.
-
-        Args:
-            others: matrices in place of the model's own, by name.
-            ends: names of values to return too; those that the piece does not compute are left out.
-
-        Returns:
-            the prompt before the next piece, and the values.
-        """
+        """Run one piece; returns the prompt before the next one, and the values of `ends` that this one computes."""
+        # `others` are matrices in place of the model's own, by name.
         own = [name for name in self.values[piece] if name in {*ends}]
         stream, values = self.layer(piece, *stage, None, own, self.values[piece], others)
         return Stage(stage.rows, stream), values
