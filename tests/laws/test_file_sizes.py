@@ -1,4 +1,4 @@
-"""Files are of a size worth opening: none over 400 lines, no function over 60, and none so small that it has one reader.
+"""Files are of a size worth opening: none over 400 lines, no function over 60, none small with one reader.
 
 A file of fewer than 75 lines that one file of its own folder imports, and no other, is a part of that one.
 """
