@@ -52,7 +52,6 @@ def set_types(node: ir.Node, opsets: Mapping[str, int], shapes: bool = False) ->
 
 
 def _output_types(node: ir.Node, opsets: Mapping[str, int]) -> list[onnx.TypeProto]:
-    """Infer a node's outputs; empty if its inputs do not say enough."""
     row = OPERATORS.get((node.domain, node.op_type))
     names = ["" if value is None else f"input.{place}" for place, value in enumerate(node.inputs)]
     proto = onnx.NodeProto(

@@ -134,7 +134,6 @@ def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
 
 
 def _rename(value: ir.Value, taken: set[str | None]) -> None:
-    """Give a value of a branch a name that the graph has not."""
     name, number = value.name, 0
     while name and name in taken:
         number += 1
@@ -144,7 +143,6 @@ def _rename(value: ir.Value, taken: set[str | None]) -> None:
 
 
 def _drop(graph: ir.Graph, flag: ir.Value) -> str:
-    """Remove a flag that nothing chooses by any more."""
     waiting = [node for node, _ in flag.uses()]
     while waiting:
         node = waiting.pop()

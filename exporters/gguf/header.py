@@ -121,7 +121,6 @@ class _Reader:
         return [self._value(inner, nested=True) for _ in range(count)]
 
     def _entry(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset of a tensor, as the file has them."""
         dims = self._number("I")
         if dims > MAX_DIMS:
             raise self._damaged(f"a tensor of {dims} axes")

@@ -130,7 +130,6 @@ class Stack:
 
 
 def _joined(layers: Sequence[Linear]) -> GivenBlocks:
-    """The blocks of layers whose outputs follow each other."""
     parts = [layer.blocks() for layer in layers]
     first, has_zeros = parts[0], any(part.zero_points for part in parts)
     forms = {(part.bits, part.block_size, None if part.order is None else part.order.tobytes()) for part in parts}

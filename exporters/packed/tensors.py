@@ -78,7 +78,6 @@ def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[s
 
 
 def _group_size(name: str, stated: Any, inputs: int, groups: int) -> int:
-    """The size of a group: as the config says, or else as many inputs as groups share."""
     size = inputs if stated in (None, -1) else stated
     if type(size) is int and size > 0 and -(-inputs // size) == groups:
         return size

@@ -163,7 +163,6 @@ class Selection:
         return positions
 
     def _by_row(self, limit: Any) -> Sequence[Any]:
-        """The positions of each row, as they are written."""
         if isinstance(limit, str) or not isinstance(limit[0], tuple):
             return [limit] * self.call.batch
         if len(limit) != self.call.batch:
@@ -332,7 +331,6 @@ class Selection:
         return np.ascontiguousarray(cast).reshape(value.shape)
 
     def _check_experts(self, value: NDArray[Any]) -> None:
-        """Refuse numbers of experts that the model does not have."""
         if self.experts is None:
             return
         wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)]

@@ -123,7 +123,6 @@ class _Piece:
 
 
 def _batch(value: Any) -> dict[str, Any]:
-    """A batch of Ray Data with one object."""
     pieces = np.empty(1, object)  # filled by index: `np.array` would look into the object
     pieces[0] = _Piece(value)
     return {"piece": pieces}
@@ -202,7 +201,6 @@ def _reach(address: str) -> None:
 
 
 def _ray() -> Any:
-    """Ray, with Ray Data."""
     try:
         import_module("ray.data")
         return import_module("ray")

@@ -79,7 +79,6 @@ class Builder:
         return variables if outputs > 1 else variables[0]
 
     def _tensors(self, operator: str, inputs: Sequence[Any]) -> list[Tensor]:
-        """The inputs, those that are no tensors as constants."""
         peers = inputs[operator == "Where" :] if operator in ONE_DTYPE else ()
         dtype = next((one.dtype for one in peers if isinstance(one, Tensor)), None)
         return [one if isinstance(one, Tensor) else self._constant(one, dtype) for one in inputs]
@@ -133,7 +132,6 @@ def write(value: Variable, into: Variable) -> Variable:
 
 
 def _number(dtype: Any) -> int:
-    """ONNX's number of a dtype."""
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 

@@ -94,7 +94,6 @@ def _message(number: int, contents: bytes) -> bytes:
 
 
 def _written(number: int) -> bytes:
-    """A number of variable length."""
     text = bytearray()
     # seven bits a byte, the lowest first; the eighth says that another follows
     while number > 0x7F:
@@ -104,7 +103,6 @@ def _written(number: int) -> bytes:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
-    """The fields of a message."""
     for number in count():
         if at >= end:
             return

@@ -113,7 +113,6 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
 
 
 def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
-    """The content of `Shape` and `Size`."""
     if value.shape is None or None in value.shape:
         return None
     dims = [dim for dim in value.shape if dim is not None]

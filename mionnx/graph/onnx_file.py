@@ -113,7 +113,6 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """The value of a Constant."""
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.output[0] == name:
             value = onnx.helper.get_attribute_value(node.attribute[0])

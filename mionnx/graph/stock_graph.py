@@ -117,7 +117,6 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 @cache
 def _registered(operator: str, version: int) -> bool:
-    """Whether onnx has an operator in a version of its standard domain."""
     try:
         onnx.defs.get_schema(operator, version, "")
     except onnx.defs.SchemaError:

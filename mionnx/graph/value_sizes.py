@@ -88,7 +88,6 @@ class _Walk:
                     scope[name] = known
 
     def _count(self, node: onnx.NodeProto, known: Known, place: _Place) -> None:
-        """Add a value to what was made so far."""
         if known.most is None:
             if place.whole or known.constant:
                 raise ModelError(

@@ -184,7 +184,6 @@ def _scale_of_product(flow: Dataflow, value: str) -> str | None:
 
 
 def _input(flow: Dataflow, folder: Path, node: onnx.NodeProto, place: int) -> Matrix | None:
-    """An input that is a weight; None where it is left out."""
     name = node.input[place] if place < len(node.input) else ""
     return onnx_file.weight(flow.proto, folder, name) if name else None
 
@@ -238,7 +237,6 @@ def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
 
 
 def _dequantised(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """The output of a DequantizeLinear of weights."""
     scale, zero = onnx_file.weight(flow.proto, folder, node.input[1]), _input(flow, folder, node, 2)
     before = flow.producer(node.input[0])
     if before is not None and before.op_type == "QuantizeLinear" and zero is not None:

@@ -179,5 +179,4 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
 
 
 def _shared(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

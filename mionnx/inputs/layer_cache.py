@@ -245,7 +245,6 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
 
 
 def _like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
-    """A value in the dtype of the one that it replaces."""
     try:
         array = to_array(value)
     except ValueError as error:

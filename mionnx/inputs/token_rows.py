@@ -141,7 +141,6 @@ def _of_encoding(encoding: Any) -> TokenRows:
 
 
 def _is_row(entry: Any) -> bool:
-    """Whether an entry of a list is a row, rather than an id."""
     return _is_encoding(entry) or (hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0)
 
 

@@ -65,7 +65,6 @@ def scalar(given: Any) -> Any:
 
 
 def _plain(given: Any) -> Any:
-    """The same without tensors."""
     if is_tensor(given):
         # numpy refuses a tensor that is part of a gradient's graph, or on another device
         tensor = given.detach().cpu()

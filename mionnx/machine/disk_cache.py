@@ -259,7 +259,6 @@ def _new_entry(entry: CacheEntry) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the files to disk before the entry gets its name."""
     for path in files_in(folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -279,7 +278,6 @@ def size_of(text: str) -> int:
 
 
 def _limit() -> int:
-    """`MIONNX_CACHE_LIMIT` in bytes."""
     text = os.environ.get("MIONNX_CACHE_LIMIT")
     return size_of(text) if text else DEFAULT_LIMIT
 

@@ -126,7 +126,6 @@ def _is_deep(value: Any) -> bool:
 
 
 def _checks(function: Any, leave: set[str]) -> dict[str, Check]:
-    """Name of a parameter -> its check."""
     checks = {name: check for name, hint in _hints(function).items() if name not in leave and (check := _check(hint))}
     return {**checks, "return": _any}  # never empty
 
@@ -172,7 +171,6 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any) -> str:
-    """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, args))

@@ -177,7 +177,6 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
 
 
 def _write_parts(source: Path, at: Path, name: str) -> list[str]:
-    """Copy a file in parts; their paths in the playground."""
     parts: list[str] = []
     try:
         with source.open("rb") as file:

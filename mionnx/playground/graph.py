@@ -88,7 +88,6 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
 
 
 def _refuse_model(model: HookedModel) -> None:
-    """Refuse what a page cannot run."""
     model.need_weights("a playground")
     meta = model.metadata
     if meta.recurrent:

@@ -100,7 +100,6 @@ def _stored_name(path: str) -> str:
 
 
 def _stored(package: NpmPackage) -> Path:
-    """The folder of the store with a package's files."""
     # Another version or hash is another entry.
     key = hashlib.sha256(repr(package).encode()).hexdigest()[:32]
 
@@ -119,7 +118,6 @@ def _stored(package: NpmPackage) -> Path:
 
 
 def _download(package: NpmPackage, folder: Path) -> None:
-    """Write the files of a package, as npm brings it."""
     with TemporaryDirectory() as scratch:
         archive = _packed(package, Path(scratch))
         integrity = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()

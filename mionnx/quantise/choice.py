@@ -72,7 +72,6 @@ def choose(
 
 
 def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
-    """Choose how a weight is held: by the checkpoint's own blocks, or new ones."""
     own = given.get(name)
     if own is not None:
         return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
@@ -150,7 +149,6 @@ def _count(model: HookedModel, choice: Choice) -> None:
 
 
 def _refuse_unused(uses: WeightUses, settings: Quantisation, choice: Choice) -> None:
-    """Refuse a pattern of no weight that could be blocks."""
     weights = {one.weight for one in uses.products} | {one.weight for one in uses.stacks}
     weights |= set() if uses.table is None else {uses.table}
     for what, patterns, names in (

@@ -125,7 +125,6 @@ def _product(flow: Dataflow, node: onnx.NodeProto, floats: dict[str, onnx.Tensor
 
 
 def _products_before(flow: Dataflow, values: Iterable[str]) -> set[str]:
-    """The products that values come from."""
     producers = {name: flow.producer(name) for value in values for name in _before(flow, value)}
     return {name for name, node in producers.items() if node is not None and product_of(flow, node) is node}
 

@@ -168,7 +168,6 @@ def _describe(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Write the metadata: those of the model, its new weights, and how they were made."""
     digest, files = describe_export(folder, [BLOCK_WEIGHTS], [folder / BLOCK_WEIGHTS], progress)
     attention = [
         # The hook points of heads' shares read the projection by its name and orientation, which the blocks change.

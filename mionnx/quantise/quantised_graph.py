@@ -197,7 +197,6 @@ class _Writer:
         )
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: Sequence[int], bias: str = "") -> str:
-        """A MatMulNBits with a weight of sizes [out, in]."""
         parts, level = BlockNames.of(name), self.settings.accuracy_level
         reads = [x, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
         reads += ["", bias] if bias else []
@@ -296,6 +295,5 @@ def _drop_unread(proto: onnx.ModelProto) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
-    """The values that a node reads, in its subgraphs too."""
     inner = [name for entry in node.attribute if entry.HasField("g") for one in entry.g.node for name in _reads(one)]
     return [*node.input, *inner]

@@ -88,7 +88,6 @@ class _Writer:
         return [numbers, scales, self._middle(blocks, bits)]
 
     def _as(self, name: str, ending: str, dims: list[int], dtype: int | None = None) -> str:
-        """The bytes of an initializer in another shape and dtype."""
         made = f"{name}.{ending}"
         if made not in self.held:
             tensor = self.graph.initializer.add()
@@ -111,7 +110,6 @@ class _Writer:
         return name
 
     def _list(self, numbers: list[int]) -> str:
-        """A constant list."""
         name = f"mionnx.list.{'_'.join(map(str, numbers))}"
         if name not in self.held:
             self.held[name] = self.graph.initializer.add()

@@ -69,7 +69,6 @@ class StateTargets(LayerTargets):
         return {"positions": self.positions_, "layers": self.layers_, "terms": self.terms}
 
     def _targeting(self, entry: dict[str, Any]) -> Self:
-        """Take positions, layers and terms from an entry."""
         terms = entry["terms"]
         if not isinstance(terms, list) or not {*terms} <= {*TERMS}:
             raise ValueError(f"terms must be among {', '.join(TERMS)}, got {terms!r}")

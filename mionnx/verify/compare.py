@@ -81,7 +81,6 @@ def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) 
 
 
 def _choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
-    """Continue each prompt greedily."""
     if not settings.greedy:
         return []
     assert side.runtime is not None

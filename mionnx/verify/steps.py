@@ -114,7 +114,6 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
 
 
 def _run(side: Side, inputs: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str) -> StepPart:
-    """One value computed from others."""
     graph = side.graph
     starts = graph.dataflow.needed([*inputs], [value])
     feeds = graph.feeds(graph.calls[prompt]) | {name: inputs[name] for name in starts}

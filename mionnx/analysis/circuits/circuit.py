@@ -100,7 +100,6 @@ def circuit(
 
 
 def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
-    """The numbers of kept edges, ascending."""
     if edges is None:
         return ladder(most)
     entries = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]

@@ -98,7 +98,6 @@ class Circuit(Shown):
         return {**numbers, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
 
     def _columns(self) -> Columns:
-        """One row for each pair and circuit."""
         pairs, circuits = self.by_pair.shape
         pair, edges = np.repeat(np.arange(pairs), circuits), np.tile(self.sizes, pairs)
         return {"pair": pair, "edges": edges, "value": self.by_pair.ravel()}

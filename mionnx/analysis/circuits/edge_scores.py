@@ -147,7 +147,6 @@ class EdgeAttribution(Shown):
         )
 
     def _columns(self) -> Columns:
-        """One row for each edge, the largest score by size first."""
         senders, receivers = self.ranked().T.tolist()
         columns: dict[str, Any] = {}
         for end, chosen, labels, hooks in (

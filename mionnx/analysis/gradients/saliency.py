@@ -331,7 +331,6 @@ class Saliency(Shown):
         return Text(one.tokens, [one.scores], limit, facts=[facts], unit=unit, legend=legend, heading=heading)
 
     def _columns(self) -> Columns:
-        """One row for each text and token."""
         rows = [
             (number, position, token, score)
             for number, one in enumerate(self.texts)

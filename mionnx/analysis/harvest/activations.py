@@ -87,7 +87,6 @@ class TokenArray:
         return tokens
 
     def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """The entries of some tokens, in their order."""
         if tokens.dtype == bool:
             if tokens.shape != (len(self),):
                 raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")

@@ -227,7 +227,6 @@ def _remove_partial(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other harvests out of a folder."""
     try:
         with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield

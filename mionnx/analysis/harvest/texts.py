@@ -47,7 +47,6 @@ class Texts:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of a dataset, in the order of their texts."""
     try:
         if source.is_file():
             return [_checked(source)]

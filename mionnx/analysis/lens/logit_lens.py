@@ -169,7 +169,6 @@ def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Seq
 
 
 def _indices(text: PromptText, positions: int | Sequence[int] | None) -> list[int]:
-    """The positions to read, counted from the start."""
     if positions is None:
         return list(range(len(text)))
     numbers: Iterable[int] = [int(positions)] if isinstance(positions, int | np.integer) else positions

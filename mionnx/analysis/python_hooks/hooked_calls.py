@@ -274,7 +274,6 @@ def _batch(model: Runner, request: ListRequest) -> TokenBatch:
 
 
 def _forward(model: Runner, request: ListRequest) -> HookCache:
-    """Run without functions."""
     return model.forward(
         request.tokens,
         request.spec,

@@ -195,7 +195,6 @@ def _residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers, po
 
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
-    """Layer -> the hook point after it."""
     entries = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
     if not entries:
         raise HookError("no layers are given")

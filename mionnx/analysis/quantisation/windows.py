@@ -38,7 +38,6 @@ def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
 
 
 def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
-    """The special tokens before a text, and its own."""
     ids = np.asarray(model.tokenize(text).ids, np.int64)
     bare = np.asarray(encode(model.tokenizer, text, add_special_tokens=False).ids, np.int64)
     at = next((at for at in range(len(ids) - len(bare) + 1) if (ids[at : at + len(bare)] == bare).all()), 0)

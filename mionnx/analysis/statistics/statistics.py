@@ -312,7 +312,6 @@ def _check(by: By, covariance: bool) -> None:
 
 
 def _captured(model: Runner, spec: HookSpec) -> list[str]:
-    """The captured hook points, each with one value a token."""
     if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
         raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
     names = [capture.node.hook for capture in model.binder.bind(spec).captures]

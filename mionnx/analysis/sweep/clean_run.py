@@ -77,7 +77,6 @@ def run_clean(
 
 
 def _joined(runs: Sequence[CleanRun]) -> CleanRun:
-    """Runs of a row each as one of several rows."""
 
     def of(arrays: Sequence[Arrays]) -> Arrays:
         return {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}

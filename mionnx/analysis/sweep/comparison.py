@@ -254,7 +254,6 @@ def _specs(model: Runner, clean: Prompt, corrupted: Any, count: int) -> list[lis
 
 
 def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
-    """Refuse pairs of prompts whose positions do not correspond."""
     if len(clean) != len(corrupted):
         raise InputError(f"{len(clean)} clean prompts and {len(corrupted)} corrupted ones: they come in pairs")
     for pair, (one, other) in enumerate(zip(clean, corrupted, strict=True)):

@@ -157,7 +157,6 @@ class SweepResult(Shown):
         return self.labels[axis][index] if axis == "position" else int(self.labels[axis][index])
 
     def _columns(self) -> Columns:
-        """One row for each pair and cell; a position has its token beside it."""
         axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
         for axis in self.over:
             entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]

@@ -120,7 +120,6 @@ def _matmul_nbits(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[
 
 
 def _numbers(op: Backward, node: NodeProto) -> str:
-    """The weight [N, K] of a MatMulNBits."""
     packed, scale = node.input[1:3]
     bits, block = op.attribute(node, "bits", 4), op.attribute(node, "block_size", 0)
     count, width = op.attribute(node, "N", 0), op.attribute(node, "K", 0)
