@@ -29,17 +29,7 @@ def recognises(folder: Path) -> bool:
 
 
 def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress = silent) -> None:
-    """Write a foreign ONNX file as a hooked model; see `adopt`.
-
-    Args:
-        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
-        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
-        dtype: not read, a file computes in its own; whoever opens the model compares.
-        progress: called as (stage, done, total).
-
-    Raises:
-        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
-    """
+    """Write the preferred ONNX file of a folder, in its own dtype, as a hooked model; see `adopt`."""
     files = onnx_files(folder)
     if len(files) > 1:
         others = ", ".join(str(path.relative_to(folder)) for path in files[1:])

@@ -50,19 +50,9 @@ def _header(folder: Path, file: str | None) -> "Header":
 def export(
     folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent, file: str | None = None
 ) -> None:
-    """Write a GGUF file as a hooked model into an empty or new folder.
-
-    Args:
-        folder: the file, or a folder with it.
-        target: where `model.onnx`, the weights, the config and the tokenizer go.
-        dtype: "float32", "float16", "bfloat16"; or "auto", which is float32 where matrices are quantised and their own
-            otherwise.
-        progress: called as (stage, done, total).
-        file: the name of the file, where the folder has several.
-
-    Raises:
-        ExportError: no choice among several files, an unknown architecture, or a damaged file.
-    """
+    """Write a GGUF file as a hooked model; arguments are those of `exporters.transformers.export`."""
+    # "auto" is float32 where matrices are quantised, and their own dtype otherwise; `file` is a name where the folder
+    # has several.
     header = _header(folder, file)
     from exporters.gguf.assemble import export_file
 

@@ -78,14 +78,9 @@ def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "M
 
 
 def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
-    """Write the graph of a config, without weights, into an empty or new folder.
-
-    It can be rewritten, compiled and estimated; running it is refused. Weights beside the config are not read.
-    Arguments are those of `export`; "auto" is the dtype that the config names.
-
-    Raises:
-        ExportError: the family is unknown.
-    """
+    """Write the graph of a config, without weights; arguments are those of `export`."""
+    # It can be rewritten, compiled and estimated; running it is refused. Weights beside the config are not read, and
+    # "auto" is the dtype that the config names.
     with _uncollected():
         from exporters.transformers.assemble import export_config
 
