@@ -136,8 +136,7 @@ def bisect(
         hooks: interventions, in force in both.
         other: a second model instead of a second runtime.
         tolerance: see `verify`; 0 finds the first node that does not give the same bits.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         InputError: a runtime that cannot run a part of a graph, or not two sides.

@@ -92,8 +92,7 @@ def harvest(
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
         column: of tables and JSON lines, the one with the texts; "text" if left out.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: a hook point without one value a token.

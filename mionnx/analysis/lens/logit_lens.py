@@ -88,8 +88,7 @@ def logit_lens(
         positions: positions to read, negative ones from the end; all if left out.
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
         token_ids: further tokens, by id or text, to follow through the layers.
-        batch_size: most prompts of a pass, those of like length together; "auto": as many as run well and fit into
-            memory; None: all at once.
+        batch_size: as for `forward`.
 
     Returns:
         a `LensResult` for a prompt, a list of them for a list; [(token id, probability)] for a residual; a list of

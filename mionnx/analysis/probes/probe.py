@@ -58,8 +58,7 @@ def probe(
         folds: parts of the texts.
         penalty: of the squared weights of standardised values: 1/C of LogisticRegression, alpha of Ridge.
         seed: a number that determines the division into folds.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: a hook point that was not harvested.

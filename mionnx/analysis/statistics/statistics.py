@@ -241,8 +241,7 @@ def statistics(
         covariance: of all numbers of a vector [d], as [d, d]; for one class.
         batch_size: rows of a pass; "auto" chooses by their length.
         column: of tables and JSON lines, the one with the texts.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: no such hook point, or one without one value a token.

@@ -71,8 +71,7 @@ def dose_response(
         positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
         bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
             between the given strengths.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
         batch_size: rows of one pass, a prompt at a strength each; "auto": as run well and fit into memory.
 
     Raises:
