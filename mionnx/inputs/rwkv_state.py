@@ -46,7 +46,6 @@ class RWKVState(LayerCache[LayerState]):
 
     @staticmethod
     def layer_of(parts: Iterable[NDArray[Any]]) -> LayerState:
-        """The three parts."""
         return LayerState(*parts)
 
     def set_layer(

@@ -156,7 +156,6 @@ class GradientNode(CaptureNode):
 
     @property
     def output(self) -> str:
-        """The name of the array."""
         return gradient_name(self.source)
 
 

@@ -61,7 +61,6 @@ class StateTargets(LayerTargets):
 
     @property
     def title(self) -> str:
-        """Name in messages."""
         return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
 
     def to_entry(self) -> dict[str, Any]:
@@ -151,7 +150,6 @@ class StateSteeringSpec(StateTargets, HeadTargets):
         self.heads_ = None
 
     def to_entry(self) -> dict[str, Any]:
-        """The entry of the steering in a spec file."""
         return {**super().to_entry(), "scale": self.scale, "heads": self.heads_}
 
     @classmethod

@@ -88,7 +88,8 @@ class Shown(Brief, Stored, ABC):
     def to_dict(self) -> dict[str, Any]:
         """The result as lists, dictionaries, numbers and texts; arrays are allowed."""
         names = self.IN_JSON or [one.name for one in fields(cast(Any, self))]
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value.to_dict() if isinstance(value, Shown) else value for name, value in values.items()}
 
     def to_json(self) -> str:
         """The result as JSON; what is not finite is null."""

@@ -285,7 +285,6 @@ class DoseResponse(Shown):
         return f"from strength {spelled(float(flip))}" if np.isfinite(flip) else "at none of these strengths"
 
     def to_dict(self) -> dict[str, Any]:
-        """As lists, one entry a prompt."""
         rows = [
             {
                 "prompt": prompt,

@@ -191,7 +191,6 @@ class SweepResult(Shown):
             yield f"{name} {index} {label!r}" if self._by_token(name) else f"{name} {label}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
         names = ["title", "about", "hook", "metric", "patching", "over", "labels", "clean", "corrupted", "values"]
         names += ["cost", "effect", "by_pair", "n"]
         # For one pair they would be NaN, or say nothing new.
