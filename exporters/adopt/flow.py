@@ -82,7 +82,6 @@ class Flow:
         return max(outputs, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
-        """Whether a value follows from the text."""
         return value is not None and self.origin.get(value) == Origin.TEXT
 
     def text(self, node: ir.Node) -> list[ir.Value]:
@@ -94,7 +93,6 @@ class Flow:
         return [value for value in present(node.inputs) if not self.is_text(value)]
 
     def constant(self, values: Iterable[ir.Value]) -> bool:
-        """Whether all of some values are constants."""
         return all(self.origin.get(value) == Origin.CONSTANT for value in values)
 
     def _meet(self, one: ir.Value, other: ir.Value) -> ir.Value:

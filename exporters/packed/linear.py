@@ -114,7 +114,6 @@ class Stack:
         return (len(self.experts), inputs, outputs) if self.turned else (len(self.experts), outputs, inputs)
 
     def numbers(self) -> NDArray[np.float32]:
-        """The numbers of the parameter."""
         stack = np.empty(self.shape, np.float32)
         for matrix, layers in zip(stack, self.experts, strict=True):
             rows = matrix.T if self.turned else matrix  # a view: what is written to it lands in the stack

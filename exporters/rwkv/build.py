@@ -77,7 +77,6 @@ class Build:
         return self.op.Reshape(self.exact(value), [0, 0, self.shape.num_heads, self.shape.head_dim])
 
     def exact(self, value: ir.Value) -> ir.Value:
-        """In float32."""
         return value if self.dtype == STATE_DTYPE else self.op.Cast(value, to=STATE_DTYPE)
 
     def plain(self, value: ir.Value) -> ir.Value:

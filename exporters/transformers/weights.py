@@ -54,7 +54,6 @@ class Conversion:
     patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The parameters, by name."""
         converted = self.converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 

@@ -134,7 +134,6 @@ class Selection:
 
     @cached_property
     def neurons(self) -> list[int] | None:
-        """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
     def _indices(self, what: str, indices: Sequence[int] | None, axis: int | None) -> list[int] | None:
@@ -262,7 +261,6 @@ class Selection:
 
     @cached_property
     def knockout_mask(self) -> KnockoutMask | WindowMask:
-        """The mask of a knockout."""
         limits = self.intervention
         if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
             raise self._refuse("it has no mask")

@@ -66,7 +66,6 @@ class Opening:
     settings: dict[str, Any]
 
     def model(self, check: str = "sampled") -> MIModel:
-        """Open it."""
         return MIModel.from_pretrained(self.source, check=check, **self.settings)
 
     def once(self) -> MIModel:

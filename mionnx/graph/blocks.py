@@ -51,7 +51,6 @@ class GivenBlocks:
 
     @property
     def places(self) -> int:
-        """The numbers of a row of blocks."""
         return self.columns if self.order is None else len(self.order)
 
     def numbers(self) -> NDArray[np.float32]:

@@ -87,7 +87,6 @@ class _Reader:
         self.inputs = {value.name for value in flow.proto.graph.input} - flow.initializers.keys()
 
     def operator(self, node: onnx.NodeProto) -> FusedOperator:
-        """Check one node."""
         expansion = _expansion(node)
         for name in filter(None, node.input):
             _expect(

@@ -41,7 +41,6 @@ class StockGraph:
 
     @cached_property
     def outputs(self) -> frozenset[str]:
-        """The names of its outputs."""
         return frozenset(value.name for value in self.proto.graph.output)
 
     def gives(self, presents: Iterable[str]) -> bool:

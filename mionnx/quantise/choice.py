@@ -38,7 +38,6 @@ class Choice:
     bytes_left: int = 0
 
     def to_entry(self) -> dict[str, int]:
-        """The numbers as JSON."""
         entry = {"matrices": len(self.matrices), "matrices_left": len(self.left)}
         return entry | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
 

@@ -48,7 +48,6 @@ class ExpertStack:
 
     @property
     def experts(self) -> list[str]:
-        """The names of its matrices."""
         return [f"{self.weight}{EXPERT}{number}" for number in range(self.count)]
 
 

@@ -136,7 +136,6 @@ def _put_floats(
 def _point(
     proto: onnx.ModelProto, kept: list[onnx.TensorProto], matrices: dict[str, Matrix], file: StreamedFile
 ) -> None:
-    """Make initializers of what is in the file."""
     for tensor in kept:
         tensor.CopyFrom(_external(tensor.name, file, tensor.name))
     for name, matrix in matrices.items():

@@ -61,7 +61,6 @@ class Matrix:
         return kinds
 
     def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
-        """Its parts, by name."""
         parts = BlockNames.of(name)
         arrays_of_node = {
             parts.packed: blocks.packed,

@@ -51,7 +51,6 @@ class Quantisation:
             raise InputError(f"in_8_bits={list(self.in_8_bits)} has no effect: all weights take 8 bits")
 
     def bits_of(self, weight: str) -> int:
-        """The number of bits of a weight's numbers."""
         return 8 if any(fnmatchcase(weight, pattern) for pattern in self.in_8_bits) else self.bits
 
     def keeps(self, weight: str) -> bool:

@@ -66,7 +66,6 @@ class _Head:
         return ModelError(f"the logits are not computed from {self.last} alone: a lens of rows cannot be built")
 
     def _from_rows(self, value: gs.Tensor) -> bool:
-        """Whether a value is computed from the rows."""
         seen, waiting = {id(value)}, [value]
         while waiting:
             one = waiting.pop()

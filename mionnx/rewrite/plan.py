@@ -120,7 +120,6 @@ class CaptureNode:
 
     @property
     def output(self) -> str:
-        """The name of the captured array."""
         return f"{self.hook}.before" if self.before else self.hook
 
     @property
@@ -141,7 +140,6 @@ class CaptureNode:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The inputs of its limits."""
         limits = (self.at_positions, self.columns_input), (self.at_heads, self.heads_input)
         return tuple(name for limited, name in limits if limited)
 

@@ -98,7 +98,6 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     @once_property
     def weights(self) -> int:
-        """Bytes of the weights."""
         return sum(onnx_file.locations(self.model.proto).values())
 
     @once_property

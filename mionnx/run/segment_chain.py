@@ -44,7 +44,6 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All that it makes."""
         return (*self.hooks, *self.others)
 
 

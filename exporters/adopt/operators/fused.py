@@ -71,7 +71,6 @@ class Fused:
 
 
 def _stands(value: ir.Value) -> bool:
-    """Whether a value is one of the graph."""
     node = value.producer()
     return node.graph is not None if node is not None else value.is_graph_input() or value.is_initializer()
 

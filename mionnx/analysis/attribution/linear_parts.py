@@ -114,7 +114,6 @@ class LinearParts(Segments):
 
     @once_property
     def output_norms(self) -> dict[int, Part]:
-        """See `output_norms`."""
         return output_norms(self.model)
 
     def norm(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:

@@ -43,7 +43,6 @@ class TokenArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -77,7 +76,6 @@ class TokenArray:
         return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _tokens(self, index: Any) -> NDArray[Any]:
-        """The numbers or the mask of an index."""
         try:
             tokens = to_array(index)
         except ValueError as error:

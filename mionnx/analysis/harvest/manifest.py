@@ -55,7 +55,6 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:

@@ -206,7 +206,6 @@ class ProbeResult(Shown):
         return long_form({"hook, layer": pairs, "fold": range(folds)}, numbers)
 
     def _kinds(self) -> dict[str, list[HookPoint]]:
-        """Short name -> its hook points."""
         kinds: dict[str, list[HookPoint]] = {}
         for point in map(HookPoint.parse, self.fits):
             kinds.setdefault(point.short, []).append(point)

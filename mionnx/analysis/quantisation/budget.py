@@ -84,7 +84,6 @@ class Moves:
 
     @classmethod
     def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
-        """The moves in order."""
         # Names break ties: the same order in every run.
         order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
         return cls(begin, end, order, [more[loss.name] for loss in order])

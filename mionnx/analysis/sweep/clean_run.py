@@ -32,7 +32,6 @@ class CleanRun:
         return self.logits.nbytes + sum(array.nbytes for arrays in parts for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
-        """One of the rows, [1, ...]."""
 
         def of(arrays: Arrays) -> Arrays:
             return {name: array[index : index + 1] for name, array in arrays.items()}

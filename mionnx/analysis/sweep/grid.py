@@ -42,11 +42,9 @@ class Grid:
 
     @property
     def cells(self) -> int:
-        """Number of cells."""
         return int(np.prod(self.sizes))
 
     def hook(self, layer: int) -> str:
-        """The hook point of a layer."""
         return self.template.format(i=layer)
 
     def along(self, axis: str) -> int | None:
@@ -57,7 +55,6 @@ class Grid:
         return self.axes.index("seq_k") if axis == "source" else finders[axis](self.axes)
 
     def layer_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The layer of each cell, by its number."""
         return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
@@ -241,7 +238,6 @@ def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
 
 
 def _each(name: str, place: Any, count: int) -> list[Any]:
-    """The place of one name in each prompt."""
     if isinstance(place, str) or not isinstance(place, Iterable):
         return [place] * count
     entries: list[Any] = [*place]

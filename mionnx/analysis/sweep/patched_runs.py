@@ -220,7 +220,6 @@ class LayerPass:
         return self.patched.base.corrupted(layer, rows) | self.patch(layer, rows.start)
 
     def patch(self, layer: int, first: int) -> dict[Edit, Arrays]:
-        """The patch of a layer, from a position on."""
         if layer not in self.grid.layers:
             return {}
         hook, axes, corruption = self.grid.hook(layer), self.grid.axes, self.patched.base.corruption
@@ -240,7 +239,6 @@ class LayerPass:
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 
     def step(self, layer: int) -> None:
-        """Run one layer."""
         self.stream, _ = self.graphs.layer(layer, self.rows(), self.stream, self.edits(layer))
 
     def run_one_layer(self) -> None:

@@ -120,7 +120,6 @@ class Backward:
         return self.filled_to(value, self.Shape(like), kind or self.facts.type(like))
 
     def filled_to(self, value: float, shape: str, kind: int) -> str:
-        """One number everywhere, in a shape."""
         return str(self.ConstantOfShape(shape, value=helper.make_tensor("value", kind, [1], [value])))
 
     def zeros(self, like: str) -> str:
@@ -139,7 +138,6 @@ class Backward:
         return total
 
     def attribute(self, node: NodeProto, name: str, default: Any) -> Any:
-        """An attribute of a node, or its default."""
         return attributes(node).get(name, default)
 
     def is_active(self, name: str) -> bool:
