@@ -63,7 +63,14 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
 
 
 def sizes_of(config: Any, learned_positions: bool) -> Sizes:
-    """The sizes of a model config; with learned positions, its maximum bounds a text."""
+    """The sizes of a model config.
+
+    Args:
+        learned_positions: whether positions beyond the config's maximum have no embedding.
+
+    Raises:
+        ExportError: the config names a size in no way that optimum or mionnx knows.
+    """
     named = {ours: _lookup(config, ours) for ours in _NAMES}
     heads, hidden = named["num_heads"], named["hidden_size"]
     layers = getattr(config, "per_layer_config", None)

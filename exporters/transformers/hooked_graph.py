@@ -50,7 +50,11 @@ class HookedGraph:
 
 
 def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False) -> HookedGraph:
-    """Make the graph of a config of a causal language model; `whole` traces every layer."""
+    """Make the graph of a config of a causal language model; `whole` traces every layer.
+
+    Raises:
+        ExportError: the family is laid out in an unknown way, or torch cannot export it.
+    """
     layout = layout_of(config)
     sizes = sizes_of(config, learned_positions=layout.positions is not None)
     stage("comparing layers")

@@ -251,7 +251,14 @@ def quiet() -> Iterator[None]:
 
 
 def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> ir.Model:
-    """Trace a skeleton to ONNX with `mionnx::HookPoint` nodes; its traced parameters are fake tensors afterwards."""
+    """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
+
+    Args:
+        skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
+
+    Raises:
+        ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
+    """
     layout = layout_of(skeleton.config)
     try:
         with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):

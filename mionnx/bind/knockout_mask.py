@@ -33,9 +33,13 @@ def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
-    """[batch, seq, total] bool: keys that a query reads."""
-    # Padding, later positions and positions before the window are not read. The window counts no padding, and the
-    # query's own key; None is all keys before it.
+    """[batch, seq, total] bool: keys that a query reads.
+
+    Padding, later positions and positions before the sliding window are not read; the window counts no padding.
+
+    Args:
+        window: number of keys that a query reads, its own included; None for all before it.
+    """
     key = np.arange(batch.total)
     # the new tokens are the last columns: query i stands in column total - seq + i
     seen = (key <= key[batch.total - batch.seq :, None]) & batch.attention_mask.astype(bool)[:, None, :]
@@ -243,10 +247,16 @@ def _taken(part: NDArray[Any], queries: NDArray[np.int64] | None, keys: NDArray[
 def cut_edges(
     mask: KnockoutMask | WindowMask, selected: Mapping[int, Sequence[int]], limited: bool, window: int | None
 ) -> Iterator[tuple[int, bool, list[int]]]:
-    """Edges that a mask cuts in each selected row, in this call or its whole generation."""
-    # Of each row in `selected` (row -> text positions of the chosen queries): whether the mask asks there for any edge
-    # to an earlier key, or to the query's own; and the positions of the queries that lose an edge which they would have
-    # read. Where positions limit the intervention, what the mask asks for elsewhere is not meant.
+    """Edges that a mask cuts in each selected row, in this call or its whole generation.
+
+    Args:
+        selected: row -> text positions of the queries that the intervention selects.
+        limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
+
+    Yields:
+        the row; whether the mask asks there for any edge to an earlier key, or to the query's own; the text positions
+        of the queries that lose an edge which they would have read.
+    """
     for row in mask.rows:
         if isinstance(mask, WindowMask):  # asks for no edge by name: a short text beside a long one loses none
             yield row, False, mask.queries(row, selected[row], window)

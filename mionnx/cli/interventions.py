@@ -51,7 +51,12 @@ class Interventions:
     options: dict[str, Any]
 
     def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
-        """Parse into a spec; the model's head count and the prompt's length shape knockout masks."""
+        """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
+
+        Raises:
+            InterventionError: an intervention is not understood.
+            SpecFileError: a file or a tensor in it is missing.
+        """
         saved = self.options["hooks"]
         spec = HookSpec.load(str(saved)) if saved else HookSpec()
         for kind in WRITTEN:
@@ -101,7 +106,11 @@ class Reader:
 
 
 def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list[str], Intervention]:
-    """Parse HOOK[=VALUE][@LIMITS]: the names and globs of hook points, and the intervention."""
+    """Parse HOOK[=VALUE][@LIMITS]: the names and globs of hook points, and the intervention.
+
+    Raises:
+        InterventionError: the text is not understood.
+    """
     rules = find_kind(kind)
     if rules.spelling is None:
         raise InterventionError(

@@ -20,11 +20,17 @@ CARRIED = (f"{KEYS_AND_VALUES.present}.", f"{STATE.present}.")
 
 @dataclass(frozen=True)
 class Reach:
-    """The hook points and outputs that one hook point can change."""
+    """The hook points and outputs that one hook point can change.
 
-    arrives: frozenset[str]  # by what flows into them, before their interventions
-    passes: frozenset[str]  # and after these
-    spread: frozenset[str]  # those of them that it can change at later positions than its own
+    Attributes:
+        arrives: by what flows into them, before their interventions.
+        passes: and after these.
+        spread: those of them that it can change at later positions than its own.
+    """
+
+    arrives: frozenset[str]
+    passes: frozenset[str]
+    spread: frozenset[str]
 
     @property
     def carried(self) -> bool:

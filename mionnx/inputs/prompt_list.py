@@ -17,11 +17,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PromptList:
-    """Prompts of unequal length."""
+    """Prompts of unequal length.
 
-    ids: list[Ids]  # [seq] each, without padding
+    Attributes:
+        ids: [seq] each, without padding.
+        past_mask: [rows, past], 1 for tokens of the past and 0 for its padding.
+    """
+
+    ids: list[Ids]
     past: Past | None
-    past_mask: Ids | None  # [rows, past], 1 for tokens of the past and 0 for its padding
+    past_mask: Ids | None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,7 +53,12 @@ class PromptList:
 
 
 def read_prompts(tokens: Any, attention_mask: ArrayLike | None, past: Past | None, sizes: Sizes) -> PromptList:
-    """Read a list of prompts with a past row each, padding left out; one prompt is a list of one."""
+    """Read a list of prompts; one prompt is a list of one.
+
+    Args:
+        tokens, attention_mask: as `make_token_batch` takes them; padding on either side is left out.
+        past: what came before, a row each.
+    """
     rows = entries_of(tokens)
     if rows is None or attention_mask is not None or past is not None:
         batch = make_token_batch(tokens, attention_mask, past, sizes)

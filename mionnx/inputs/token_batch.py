@@ -77,7 +77,11 @@ class TokenBatch:
         return np.where(self.real, self.position_ids, -1)
 
     def absolute(self, position: int, row: int) -> int:
-        """A position of a row's text, counted from its start; negative ones come from the end of the prompt."""
+        """A position of a row's text, counted from its start; negative ones come from the end of the prompt.
+
+        Raises:
+            LookupError: the row has no such position, or it lies in the past.
+        """
         # in a generation the text has its final length from the beginning: later steps have the positions not yet
         # computed
         length = int((self.lengths if self.final_lengths is None else self.final_lengths)[row])

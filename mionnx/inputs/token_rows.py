@@ -22,12 +22,17 @@ ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of ids as they were given, padded on the left where they have unequal lengths."""
+    """Rows of ids as they were given, padded on the left where they have unequal lengths.
 
-    ids: NDArray[np.int64]  # [batch, seq], int64; a copy
-    # [batch]: number of ids that were given for each row; what is before them is padding of ours.
+    Attributes:
+        ids: [batch, seq], int64; a copy.
+        widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
+        own_mask: attention mask that came with the ids, as it was given.
+    """
+
+    ids: NDArray[np.int64]
     widths: tuple[int, ...]
-    own_mask: Any = None  # attention mask that came with the ids, as it was given
+    own_mask: Any = None
 
     @property
     def mask(self) -> NDArray[np.int64]:

@@ -209,16 +209,19 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Plan:
-    """The structure of one rewritten graph of a model; equal plans share a session."""
+    """The structure of one rewritten graph of a model; equal plans share a session.
+
+    Attributes:
+        starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
+        fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
+            asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
+            graph in the place of the hooked one.
+    """
 
     edits: tuple[Edit, ...] = ()
     captures: tuple[CaptureNode, ...] = ()
     outputs: Outputs = Outputs()
-    # Values that are inputs of the graph, which begins with them; none if it begins with the tokens.
     starts: tuple[str, ...] = ()
-    # Of the fused operators that an adopted file came with, those that may stand where nothing inside them is asked
-    # for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own graph in
-    # the place of the hooked one.
     fused: str = NONE
     gradients: Gradients | None = None
 

@@ -107,7 +107,11 @@ class IdleMemory:
         self._timer: Timer | None = None
 
     def release(self, allowed: int, release: Callable[[], None], later: bool = False) -> None:
-        """Return memory of no file if the process has grown by more than `allowed`; `later` waits for a pause."""
+        """Return memory of no file if the process has grown by more than the bytes allowed.
+
+        Args:
+            later: wait, in another thread, for a pause in which no graph of this process is used.
+        """
         with self._lock:
             waited = 0.0 if self._timer is None else time.monotonic() - self._since
             if self._timer is not None:

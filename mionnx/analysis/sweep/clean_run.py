@@ -16,14 +16,22 @@ from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
 @dataclass
 class CleanRun:
-    """Values of a run without a patch, on prompts of one length."""
+    """Values of a run without a patch, on prompts of one length.
+
+    Attributes:
+        streams: layer -> inputs of that layer's graph.
+        values: hook point -> its value, [rows, ...].
+        past: graph input -> keys or values; empty for a recurrent model.
+        logits: [rows, vocab], at the last position.
+        corruption: the interventions in force, the same in all rows.
+    """
 
     ids: NDArray[np.int64]
-    streams: dict[int, Arrays] = field(default_factory=dict)  # layer -> inputs of that layer's graph
-    values: Arrays = field(default_factory=dict)  # hook point -> its value, [rows, ...]
-    past: Arrays = field(default_factory=dict)  # graph input -> keys or values; empty for a recurrent model
-    logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))  # [rows, vocab], at the last position
-    corruption: Corruption | None = None  # the interventions in force, the same in all rows
+    streams: dict[int, Arrays] = field(default_factory=dict)
+    values: Arrays = field(default_factory=dict)
+    past: Arrays = field(default_factory=dict)
+    logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))
+    corruption: Corruption | None = None
 
     @property
     def nbytes(self) -> int:

@@ -117,12 +117,18 @@ class Comparison(Brief):
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt or pair of prompts; it ends at the position whose logits are read."""
+    """One prompt or pair of prompts; it ends at the position whose logits are read.
 
-    base: Ids  # [seq]: the run that is patched
-    other: Ids | None = None  # [seq]: the run that is patched in; None for an ablation
+    Attributes:
+        base: [seq]: the run that is patched.
+        other: [seq]: the run that is patched in; None for an ablation.
+        corruption: interventions that make the corrupted run of a prompt that is both.
+    """
+
+    base: Ids
+    other: Ids | None = None
     places: Places | None = None
-    corruption: Corruption | None = None  # interventions that make the corrupted run of a prompt that is both
+    corruption: Corruption | None = None
 
     @property
     def first(self) -> int:
