@@ -42,20 +42,9 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
 
 
 def adopt(folder: Path, target: Path, file: str | None = None, progress: Progress = silent) -> "Adopted":
-    """Write a foreign ONNX file as a hooked model; its weights are referenced in place.
-
-    Args:
-        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
-        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
-        file: name of the file, where the folder has several.
-        progress: called as (stage, done, total).
-
-    Returns:
-        what was recognised and expanded, how well each law holds, and what the file lacks.
-
-    Raises:
-        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
-    """
+    """Write a foreign ONNX file, of a folder with one or several or by itself, as a hooked model."""
+    # `file` is a name where the folder has several. Returns what was recognised and expanded, how well each law holds,
+    # and what the file lacks; weights are referenced in place.
     from exporters.adopt.assemble import adopt_file
 
     return adopt_file(choose(folder, file), target, progress)

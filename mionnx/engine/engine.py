@@ -107,13 +107,9 @@ class Engine(ABC):
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> Program:
-        """Open a graph.
-
-        Args:
-            model: a file, or the bytes of a model whose external data lie in `folder`.
-            optimised: whether the graph is one that this engine has optimised already.
-            spinning: whether its threads keep the processor while they wait during a run.
-        """
+        """Open a file, or the bytes of a model whose external data lie in `folder`."""
+        # `optimised`: this engine has optimised the graph already; `spinning`: threads keep the processor while they
+        # wait.
 
     def open_to_try(self, model: Path | bytes, folder: Path) -> Program:
         """Open a graph for runs that may fail, on the CPU; nothing is optimised, packed or printed."""
@@ -122,12 +118,8 @@ class Engine(ABC):
     def write_optimised(
         self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
     ) -> None:
-        """Write a model as the engine optimises it, with operators of its own.
-
-        Args:
-            data: name of a file beside it for the weights.
-            packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
-        """
+        """Write a model as the engine optimises it, with operators of its own; its weights go to the file `data`."""
+        # `packed`: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
         raise InputError(f"engine={self.name!r} writes no optimised graphs")
 
     def release(self) -> None:

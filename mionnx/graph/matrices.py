@@ -82,12 +82,9 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
 
 
 def output_projections(model: HookedModel) -> NDArray[Any]:
-    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype.
-
-    Raises:
-        HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected; layers whose
-            heads are of several sizes; attention whose tokens choose their projections.
-    """
+    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype; not of outputs that are gated or normed."""
+    # So they are in recurrent models. Heads of one size are needed too, and tokens that do not choose their
+    # projections.
     sizes = model.metadata.sizes
     if not model.metadata.attention:
         raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")

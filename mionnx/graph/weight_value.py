@@ -82,21 +82,9 @@ def _weight_numbers(flow: Dataflow, folder: Path, name: str) -> Matrix:
 def dequantise(
     integers: Matrix, scale: Matrix, zero: Matrix | None = None, axis: int = 1, block_size: int = 0
 ) -> Matrix:
-    """Numbers of quantised integers, (q - z) s, as ONNX' DequantizeLinear defines it.
-
-    Args:
-        integers: q, of any integer or 8-bit floating dtype.
-        scale: s: one number; [size of the axis]; or the rank of q, with an entry for each block along the axis.
-        zero: z, of the shape of s; 0 if left out.
-        axis: the axis along which s has entries.
-        block_size: entries of a block; 0 without blocks.
-
-    Returns:
-        the shape of q, the dtype of s.
-
-    Raises:
-        ModelError: shapes that do not fit together.
-    """
+    """Numbers of quantised integers, (q - z) s, as ONNX' DequantizeLinear defines it: shape of q, dtype of s."""
+    # s is one number; [size of the axis]; or of the rank of q, with an entry for each block of `block_size` along the
+    # axis. z has the shape of s, and is 0 if left out.
 
     def spread(values: Matrix) -> NDArray[np.float64]:
         numbers = np.asarray(values).astype(np.float64)

@@ -33,13 +33,7 @@ class Moments(Storable):
 
     @classmethod
     def of(cls, values: NDArray[Any], classes: NDArray[Any] | None = None, products: bool = False) -> Moments:
-        """The moments of one batch.
-
-        Args:
-            values: [tokens, ...], at least one.
-            classes: [tokens] integers; one class, 0, if left out.
-            products: whether to sum products of deviations, which one class has.
-        """
+        """The moments of a batch [tokens, ...] of one class, 0, or by integers [tokens]; products have one class."""
         given = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
         # sorted by class, so that one `reduceat` sums every class
         order = np.argsort(given, kind="stable")

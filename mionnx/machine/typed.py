@@ -48,16 +48,7 @@ REMEDIES = {"HookSpec": "HookSpec().capture(NAME) makes one", "Intervention": "I
 
 
 def typed(error: type[MIError] = InputError, leave: Sequence[str] = ()) -> Callable[[T], T]:
-    """Decorate a function or a class, whose arguments are then checked.
-
-    Args:
-        error: raised for an argument that does not fit.
-        leave: names of parameters that the function checks itself.
-
-    Example:
-        @typed(InputError)
-        def top(self, k: int = 5) -> list[str]: ...
-    """
+    """Decorate a function or a class, whose arguments are then checked, except those it checks itself (`leave`)."""
     return partial(_decorate, error, {*leave})
 
 

@@ -39,19 +39,9 @@ def check_batch_size(size: BatchSize) -> None:
 def batches_of(
     lengths: Sequence[int], batch_size: int | str = AUTO, padded: bool = True, *, fitting: Fitting | None = None
 ) -> Iterator[list[int]]:
-    """Group rows into batches, the shortest first.
-
-    Args:
-        batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
-        padded: whether rows of unequal length may be in one batch.
-        fitting: tokens of the longest row -> rows of a batch that memory has room for; read for "auto".
-
-    Returns:
-        the indices of each batch's rows.
-
-    Example:
-        [*batches_of([3, 900, 4], 2)]  # [[0, 2], [1]]
-    """
+    """Indices of the rows of each batch, the shortest first: `batches_of([3, 900, 4], 2)` gives [0, 2], [1]."""
+    # `batch_size` is most rows of a batch; "auto": so many that a batch has some 2048 tokens, and `fitting` (tokens of
+    # the longest row -> rows that memory has room for) allows. Unless `padded`, rows of a batch have one length.
     batch: list[int] = []
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
