@@ -262,7 +262,6 @@ def track_race(
 
     Args:
         source: a prompt, or {layer: residual [hidden]}, which `position` and `hooks` do not apply to.
-        k: number of tokens.
         position: of the prompt, negative from its end.
         hooks: interventions to run the prompt with.
 
