@@ -29,8 +29,6 @@ STREAMS = ("resid_pre", "resid_mid", "resid_post")
 
 @overload
 def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10) -> list[Any]: ...  # type: ignore[overload-overlap]
-
-
 @overload
 def logit_lens(
     model: Runner,
@@ -44,8 +42,6 @@ def logit_lens(
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
 ) -> LensResult: ...
-
-
 @overload
 def logit_lens(
     model: Runner,
@@ -59,8 +55,6 @@ def logit_lens(
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
 ) -> Any: ...
-
-
 @typed(leave=["hooks"])
 def logit_lens(
     model: Runner,

@@ -13,19 +13,13 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, repr=False)
 class Separation(Brief):
-    """Separation of the two sides of the pairs by each layer's direction; arrays are [layers].
+    """Separation of the two sides of the pairs by each layer's direction; arrays are [layers]."""
 
-    Attributes:
-        auc: the probability that a positive prompt lies further along the direction than a negative one; ties count
-            half.
-        held_out: the share of pairs of which this is true along the direction made from the other pairs; NaN for one
-            pair.
-        explained: the share of the pairs' squared differences that lies along the direction.
-    """
-
+    # The probability that a positive prompt lies further along the direction than a negative one; ties count half.
     auc: Matrix
+    # The share of pairs of which this is true along the direction made from the other pairs; NaN for one pair.
     held_out: Matrix
-    explained: Matrix
+    explained: Matrix  # the share of the pairs' squared differences that lies along the direction
 
 
 def mean_difference(differences: Matrix) -> Matrix:

@@ -207,16 +207,11 @@ def _doses(strengths: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, repr=False)
 class Answers(Brief, Storable):
-    """The answers to prompts at some strengths; arrays are [prompts, strengths].
+    """The answers to prompts at some strengths; arrays are [prompts, strengths]."""
 
-    Attributes:
-        kl: KL divergence (without || with), in nats.
-        probabilities: the target's.
-        top, top_probabilities: the most probable token, and its probability.
-    """
-
-    kl: NDArray[np.float64]
-    probabilities: NDArray[np.float64]
+    kl: NDArray[np.float64]  # KL divergence (without || with), in nats
+    probabilities: NDArray[np.float64]  # the target's
+    # top, top_probabilities: the most probable token, and its probability.
     top: NDArray[np.int64]
     top_probabilities: NDArray[np.float64]
 
