@@ -41,15 +41,10 @@ def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
 
 
 class StreamedFile:
-    """A file that is being written.
-
-    Attributes:
-        kinds: name -> dtype and shape of each array.
-        places: name -> its first byte.
-    """
+    """A file that is being written."""
 
     def __init__(self, file: BinaryIO, kinds: Mapping[str, Kind]) -> None:
-        head, self.places = header_of(kinds)
+        head, self.places = header_of(kinds)  # places: name -> its first byte
         self._file, self.kinds = file, dict(kinds)
         size = len(head) + sum(prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
         if hasattr(os, "posix_fallocate"):  # which macOS lacks: there a disk fills up while pieces are written

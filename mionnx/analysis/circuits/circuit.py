@@ -154,16 +154,13 @@ class CircuitRun:
 
     A row is one circuit. Each receiver reads the corrupted stream, plus, for each kept edge into it, what the sender
     writes now minus what it wrote on the corrupted prompt; the embedding writes that of the clean prompt.
-
-    Attributes:
-        values: what nodes write on the clean prompt, and on the corrupted one.
-        masks: [circuits, senders, receivers]: the kept edges.
-        writes: the senders that have written, and a function: circuit, which of them are kept [masks, these senders]
-            -> their change of the stream beside the corrupted prompt, [masks, seq, hidden].
     """
 
     def __init__(self, parts: Parts, values: NodeValues, masks: Masks) -> None:
+        # What nodes write on either prompt; the kept edges [circuits, senders, receivers].
         self.parts, self.nodes, self.values, self.masks = parts, parts.nodes, values, masks
+        # The senders that have written, and a function: circuit, which of them are kept [masks, these senders] -> their
+        # change of the stream beside the corrupted prompt, [masks, seq, hidden].
         self.writes: list[tuple[list[int], Sums]] = []
 
     def logits(self, tokens: Sequence[int] | None) -> Floats:

@@ -95,11 +95,7 @@ MORE_TOKENS = ": LensResult.load(path, model=model) reads further tokens"
 
 
 class LensReader:
-    """Reads tokens from the streams of one text.
-
-    Attributes:
-        streams: [points + 1, positions, hidden]; the last is that after the last layer.
-    """
+    """Reads tokens from the streams of one text, [points + 1, positions, hidden], the last after the last layer."""
 
     def __init__(self, model: Runner | Recipe[Runner], streams: NDArray[Any]) -> None:
         self._model, self.streams = model, streams
@@ -138,18 +134,13 @@ class LensReader:
 
 
 class SavedReader:
-    """Tokens of a lens without its model, by their ids.
-
-    Attributes:
-        streams: as those of a `LensReader`; None if the lens was saved without.
-        words: token -> its text, of all tokens in the lens.
-    """
+    """Tokens of a lens without its model, by their ids."""
 
     def __init__(
         self,
-        streams: NDArray[Any] | None,
+        streams: NDArray[Any] | None,  # None if the lens was saved without
         source: list[str],
-        words: Mapping[int, str],
+        words: Mapping[int, str],  # token -> its text, of all tokens in the lens
         tracked: Sequence[int],
         readout: Readout,
     ) -> None:

@@ -53,15 +53,13 @@ class Backward:
 
     It is called as `mionnx.graph.builder.Builder` is, with names of values for inputs. It returns the name of the
     output, or with `outputs=n` a list of them. Equal nodes are added once.
-
-    Attributes:
-        active: values that the differentiated number depends on, and that depend on what it is differentiated by.
     """
 
     def __init__(
         self,
         names: FreshNames,
         facts: Facts,
+        # Values that the differentiated number depends on, and that depend on what it is differentiated by.
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
