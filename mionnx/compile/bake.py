@@ -45,7 +45,11 @@ DYNAMIC = {
 
 
 def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], report: Report) -> None:
-    """Turn the inputs that a plan added into constants and nodes; knobs stay, for the interventions they control."""
+    """Turn the inputs that a plan added into constants and nodes.
+
+    Args:
+        knobs: name of an input -> indices of the interventions that it controls.
+    """
     turned: dict[int, Constant] = {}  # by the number of the intervention that it turns
     for name, where in knobs.items():
         turned |= dict.fromkeys(where, _knob(name, [bound.edits[n] for n in where]))

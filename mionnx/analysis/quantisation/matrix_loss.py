@@ -85,29 +85,18 @@ def log_probabilities(logits: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class MatrixLoss(Storable):
-    """The cost of one matrix by itself.
+    """The cost of one matrix by itself."""
 
-    Attributes:
-        name: a weight; a stack of experts; one of its matrices, with ".expert" and its number behind it.
-        layer: None for the table and the unembedding.
-        shape: (out, in); (experts, out, in) for a stack.
-        bits: the most of a stack's.
-        bytes: scales included.
-        weight_error: length of the difference of the numbers, as a share of theirs in floats.
-        output_error: that of the product's output on what it reads in the model of floats; of the table, the numbers'.
-        kl: KL(floats || floats with this matrix alone) in nats, the mean over positions.
-        top_1: share of positions with the same top token.
-    """
-
-    name: str
-    layer: int | None
-    shape: tuple[int, ...]
-    bits: int
-    bytes: int
-    weight_error: float
+    name: str  # a weight; a stack of experts; one of its matrices, with ".expert" and its number behind it
+    layer: int | None  # None for the table and the unembedding
+    shape: tuple[int, ...]  # (out, in); (experts, out, in) for a stack
+    bits: int  # the most of a stack's
+    bytes: int  # scales included
+    weight_error: float  # length of the difference of the numbers, as a share of theirs in floats
+    # That of the product's output on what it reads in the model of floats; of the table, the numbers'.
     output_error: float
-    kl: float
-    top_1: float
+    kl: float  # KL(floats || floats with this matrix alone) in nats, the mean over positions
+    top_1: float  # share of positions with the same top token
 
 
 @dataclass(frozen=True)
