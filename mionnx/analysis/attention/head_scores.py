@@ -262,11 +262,17 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class RepeatedSequences:
-    """Random sequences, each repeated once, behind a prefix."""
+    """Random sequences, each repeated once, behind a prefix.
 
-    ids: NDArray[np.int64]  # [batch, prefix + 2 period]
-    period: int  # tokens of one sequence, all different
-    prefix: int  # number of tokens before the first
+    Attributes:
+        ids: [batch, prefix + 2 period].
+        period: tokens of one sequence, all different.
+        prefix: number of tokens before the first.
+    """
+
+    ids: NDArray[np.int64]
+    period: int
+    prefix: int
 
     @property
     def queries(self) -> range:
@@ -312,7 +318,11 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
-    """Mean attention of each head to the targets of a kind, summed over rows, from [batch, n_heads, period, seq]."""
+    """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
+
+    Args:
+        pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
+    """
     # a kind's distance from the query back to its target
     back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
     at = np.arange(sequences.period)

@@ -43,21 +43,13 @@ EVERY = 5.0  # seconds between two writes of computed cells
 
 @dataclass(frozen=True, repr=False)
 class SweepEstimate(Brief):
-    """Approximate cost of a sweep.
+    """Approximate cost of a sweep."""
 
-    Attributes:
-        cells: numbers of the result, over all prompts.
-        computed: cells that can differ from the run without a patch, by the first prompt, and that no file holds yet.
-        calls: batches.
-        seconds: by the speed of a small trial.
-        memory: bytes of the largest batch, and of the runs that it starts from.
-    """
-
-    cells: int
-    computed: int
-    calls: int
-    seconds: float
-    memory: int
+    cells: int  # numbers of the result, over all prompts
+    computed: int  # cells that can differ from the run without a patch, by the first prompt, and that no file holds yet
+    calls: int  # batches
+    seconds: float  # by the speed of a small trial
+    memory: int  # bytes of the largest batch, and of the runs that it starts from
 
 
 @dataclass(frozen=True)
