@@ -178,8 +178,10 @@ def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def sort_nodes(graph: Graph) -> None:
-    """Sort nodes so that each can run, as `Graph.toposort` does, in a chain of any length."""
-    # That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
+    """Sort nodes so that each can run, as `Graph.toposort` does, in a chain of any length.
+
+    That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
+    """
     for inner in graph.subgraphs():
         sort_nodes(inner)
     local = graph._local_tensors()

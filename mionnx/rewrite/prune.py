@@ -18,9 +18,11 @@ def prune(graph: gs.Graph, report: Report) -> None:
 
 
 def _drop_dead(graph: gs.Graph) -> None:
-    """Drop the nodes that no output depends on."""
-    # `cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value:
-    # minutes for thousands that read one. Here each list is filtered once.
+    """Drop the nodes that no output depends on.
+
+    `cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value: minutes
+    for thousands that read one. Here each list is filtered once.
+    """
     alive, waiting = set[int](), list(graph.outputs)
     while waiting:
         for node in waiting.pop().inputs:
