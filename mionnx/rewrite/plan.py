@@ -264,6 +264,11 @@ class Plan:
         return bool(self.edits or self.captures or self.starts or self.gradients)
 
     @property
+    def differentiated(self) -> bool:
+        """Whether it has the derivatives of something."""
+        return self.gradients is not None and bool(self.gradients.by)
+
+    @property
     def empty(self) -> bool:
         """Whether the untouched graph serves."""
         return self == Plan()

@@ -21,6 +21,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine import memory
 from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.machine.disk_cache import DiskCache
@@ -29,7 +30,7 @@ from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
 from mionnx.run.every_layer import EveryLayer, every_layer
-from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, count_use
+from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, MappedPages, count_use
 from mionnx.run.segment_chain import GraphOpening, SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -92,8 +93,10 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self.model, self.options, self.engine = model, options, ready_engine(options)
         if model.in_blocks and self.engine.packs(options):
             self.options = replace(options, prepack=True)  # unpacked, products make floats of all blocks first
+        self._asked = options.prepack
         self._stock = replace(options, fast=True)  # as the engine opens a file by itself
         self.base: prepacked.PrepackedModel | None = None
+        self._pages = MappedPages()
         self._opening: KeyedLocks[Plan | Cut | str] = KeyedLocks()
         self._unbased = 0  # rewritten graphs that were opened without a base
         self._loops: dict[str, set[str]] | None = defaultdict(set)  # plan without the layer -> with it; None once said
@@ -104,6 +107,11 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
     def weights(self) -> int:
         """Bytes of the weights."""
         return sum(onnx_file.locations(self.model.proto).values())
+
+    @property
+    def packs_gradients(self) -> bool:
+        """Whether a graph with gradients has weights of its own: packed as they are, and once more turned."""
+        return bool(self._asked) or self.model.in_blocks or self.weights < prepacked.WORTHWHILE
 
     @once_property
     def _entries(self) -> DiskCache:
@@ -162,8 +170,17 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
                 self.engine.release()  # packing blocks is when a process holds most
             graph = make()
             self.keep(key, graph)
+            self.limit_pages()
         self._warn_of_layer_loop(*(key if isinstance(key, tuple) else (key, ())))
         return graph
+
+    def limit_pages(self) -> None:
+        """Let pages of the weights' files go where more graphs than one hold them."""
+        self._pages.limit(self.weights, lambda: self._parts, [self.base.data] if self.base else [])
+
+    @once_property
+    def _parts(self) -> set[memory.Part]:
+        return onnx_file.external_parts(self.model.proto, self.model.folder)
 
     def _refuse_dtype(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten."""
@@ -230,6 +247,8 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
             return GraphOpening(untouched, folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
+        if plan.differentiated and not self.packs_gradients:
+            options, cost = replace(options, prepack=False), SESSION + NODE * len(onnx_file.parse(model).graph.node)
         return GraphOpening(model, folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:

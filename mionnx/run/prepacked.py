@@ -58,7 +58,7 @@ class PrepackedModel:
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name."""
-        if plan.gradients is not None and plan.gradients.by:
+        if plan.differentiated:
             return False  # a base has operators of its engine, for which there are no rules
         return {*_needed(plan, model)} - plan.inner <= self._values
 

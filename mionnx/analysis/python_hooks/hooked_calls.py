@@ -311,6 +311,7 @@ def _run(
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
         results = chain.run({*bound.outputs(False)}, bound.inputs(part, past), between)
+        model.watch_memory()
         return collect(bound, part, results, False)
 
     bound = partial(bind_pass, model.binder, request.spec, logits, False)
