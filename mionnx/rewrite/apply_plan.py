@@ -16,6 +16,7 @@ from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
+from mionnx.rewrite.query_blocks import in_query_blocks
 from mionnx.rewrite.restrict_outputs import restrict
 
 STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one needs
@@ -30,6 +31,8 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     if plan.fused != NONE and metadata.fused:
         flow = Dataflow(origin)
         proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
+    if plan.blocks:
+        proto = in_query_blocks(proto, plan.blocks, metadata.sizes.num_layers)
     proto.metadata_props.extend(entry for entry in origin.metadata_props if entry.key != STOCK_KEY)
     return proto.SerializeToString(), report
 

@@ -1,0 +1,131 @@
+"""Attention in blocks of queries: the bits of one product, in every family, past, batch and spec."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from families import CONFIGS, VOCAB
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, Logits, MIModel, create_knockout_mask
+from mionnx.inputs.token_batch import make_token_batch
+from mionnx.rewrite import Plan, rewrite
+from mionnx.run.call_graph import in_blocks
+
+TOKENS = 32
+FAMILIES = ("gpt2", "llama", "gemma3_text")
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set from how many tokens on attention is in how many blocks."""
+
+    def choose(*steps: tuple[int, int]) -> None:
+        monkeypatch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", steps)
+
+    return choose
+
+
+def some_ids(rows: int, tokens: int) -> np.ndarray:
+    return np.random.default_rng(tokens).integers(3, VOCAB, (rows, tokens))
+
+
+def softmaxes(model: MIModel, plan: Plan) -> int:
+    graph = onnx.ModelProto.FromString(rewrite(model.hooked.proto, plan, model.hooked.metadata)[0]).graph
+    return sum(node.op_type == "Softmax" and "attn.hook_pattern" in node.output[0] for node in graph.node)
+
+
+@pytest.mark.parametrize(
+    "family", [one if one in FAMILIES else pytest.param(one, marks=pytest.mark.slow) for one in CONFIGS]
+)
+def test_every_family_has_the_bits_of_one_product(models, blocks, family):
+    model = models(family)
+    assert softmaxes(model, Plan()) == model.num_layers
+    assert softmaxes(model, Plan(blocks=2)) == 2 * model.num_layers
+    ids, spec = some_ids(2, TOKENS), HookSpec().capture("*.attn.hook_z")
+    found = []
+    for steps in ((), ((32, 2),)):
+        blocks(*steps)
+        cache = model.forward(ids, spec, use_cache=True)
+        rest = model.forward(ids[:, ::-1], spec, cache=cache.kv_cache)  # behind a past
+        found.append([cache.output(), *cache.values(), rest.output(), *rest.values()])
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_layer_whose_pattern_somebody_reads_stays_and_no_bit_changes(models, blocks):
+    """The null law: a capture of scores or a pattern, and an intervention that changes nothing."""
+    model, ids = models("llama"), some_ids(1, TOKENS)
+    scores, pattern = HookPoint.AttnScores(0), HookPoint.AttnPattern(1)
+    blocks((32, 2))
+    plain = model.forward(ids).output()
+    for spec in (
+        HookSpec().capture(scores),
+        HookSpec().capture(pattern, positions=-1),
+        HookSpec().intervene(pattern, Intervention.Scale(1)),
+        HookSpec().intervene(scores, Intervention.Scale(1)),
+        HookSpec().capture("*"),
+    ):
+        assert np.array_equal(model.forward(ids, spec).output(), plain)
+    open_layers = model.binder.bind(HookSpec().capture(pattern)).plan
+    assert softmaxes(model, Plan(captures=open_layers.captures, blocks=2)) == 1 + 2 * (model.num_layers - 1)
+    edges = create_knockout_mask(KnockoutSpec().edge(30, 3), model.num_heads, TOKENS)
+    knocked = HookSpec().intervene(scores, Intervention.Knockout(edges))
+    there = model.forward(ids, knocked).output()
+    blocks()
+    assert np.array_equal(model.forward(ids, knocked).output(), there)
+    assert not np.array_equal(plain, there)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(32, 60),
+    rows=st.integers(1, 3),
+    layer=st.integers(0, 1),
+    kind=st.sampled_from(["ResidPost", "AttnZ", "MlpOut", "AttnPattern", "AttnQ"]),
+    last=st.booleans(),
+)
+def test_random_specs_have_the_same_bits(shipped, tokens, rows, layer, kind, last):
+    point = getattr(HookPoint, kind)(layer)
+    spec = HookSpec().intervene(point, Intervention.Scale(0.5, positions=5)).capture("*.hook_resid_post")
+    ids, logits = some_ids(rows, tokens) % shipped.vocab_size, Logits(positions=-1) if last else True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", ())
+        one = shipped.forward(ids, spec, logits=logits)
+        patch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", ((32, 2),))
+        other = shipped.forward(ids, spec, logits=logits)
+    assert np.array_equal(one.output(), other.output())
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_length_decides_not_a_capture(models):
+    model = models("llama")
+    sizes = model.hooked.metadata.sizes
+
+    def chosen(tokens: int, pad: int = 0) -> int:
+        ids, mask = np.full((2, tokens), 5), np.ones((2, tokens), np.int64)
+        mask[0, :pad] = 0
+        return in_blocks(Plan(), model.variants, make_token_batch(ids, mask, None, sizes)).blocks
+
+    assert [chosen(n) for n in (5, 1023, 1024, 2048, 4096)] == [0, 0, 8, 16, 32]
+    assert chosen(1024, pad=3) == 0  # a padded row's first queries read nothing, so that it matters how much of it
+
+
+def test_gradients_have_the_same_bits(models, blocks):
+    model, ids, point = models("llama"), some_ids(1, TOKENS), HookPoint.ResidPost(0)
+    found = []
+    for steps in ((), ((32, 2),)):
+        blocks(*steps)
+        found.append(model.gradients(ids, [point], answer=5).grad[point])
+    assert np.array_equal(*found)
+
+
+def test_python_functions_see_the_same_values(models, blocks):
+    model, ids = models("llama"), some_ids(1, TOKENS)
+    found = []
+    for steps in ((), ((32, 2),)):
+        blocks(*steps)
+        hooks = [(point, lambda value, hook: value * 0.5) for point in (HookPoint.AttnPattern(0), HookPoint.AttnZ(1))]
+        found.append(np.asarray(model.run_with_hooks(ids, hooks)))
+    assert np.array_equal(*found)
