@@ -18,11 +18,11 @@ from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import ALL, LOGIT_BEGIN, NONE, PADDED, STOCK, Outputs, Plan
 from mionnx.run import stock_calls
+from mionnx.run.batching import query_blocks
 from mionnx.run.every_layer import ALL_LAYERS
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.spec.hook_spec import HookSpec
 
-QUERY_BLOCKS = ((4096, 32), (2048, 16), (1024, 8))  # tokens from which on attention has so many blocks of queries
 SHARED = (Outputs(), Outputs(last=True))
 
 
@@ -58,7 +58,8 @@ def open_call(
         # on there are logits; what comes before the head is not touched, so the bits are the same.
         feeds[LOGIT_BEGIN] = np.array([-1 if plan.outputs.last else 0])
         plan = replace(plan, outputs=replace(plan.outputs, last=False, begins=True))
-    plan = in_blocks(plan, graphs, batch, continues=continues)
+    if batch is not None and not continues:
+        plan = in_blocks(plan, graphs, batch)
     layers = None if batch is None else graphs.every_layer(plan)
     if layers is not None and batch is not None:
         captured = bound.estimate(batch.batch, batch.seq, batch.total).total
@@ -69,12 +70,10 @@ def open_call(
     return replace(graph, feeds=feeds) if feeds else graph
 
 
-def in_blocks(plan: Plan, graphs: OpenGraphs, batch: TokenBatch | None, *, continues: bool = False) -> Plan:
+def in_blocks(plan: Plan, graphs: OpenGraphs, batch: TokenBatch) -> Plan:
     """The plan with attention in blocks of queries, for a long text on the CPU."""
-    one_product = batch is None or continues or batch.padded or plan.fused != NONE
-    if batch is None or one_product or not graphs.engine.packs(graphs.options):
-        return plan
-    return replace(plan, blocks=next((blocks for least, blocks in QUERY_BLOCKS if batch.seq >= least), 0))
+    one_product = plan.fused != NONE or not graphs.engine.packs(graphs.options)
+    return plan if one_product else replace(plan, blocks=query_blocks(batch.seq))
 
 
 def _shares(plan: Plan) -> bool:

@@ -1,5 +1,6 @@
 """Attention in blocks of queries: the bits of one product, in every family, past, batch and spec."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Set from how many tokens on attention is in how many blocks."""
 
     def choose(*steps: tuple[int, int]) -> None:
-        monkeypatch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", steps)
+        monkeypatch.setattr("mionnx.run.batching.QUERY_BLOCKS", steps)
 
     return choose
 
@@ -78,7 +79,7 @@ def test_a_layer_whose_pattern_somebody_reads_stays_and_no_bit_changes(models, b
     assert not np.array_equal(plain, there)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     tokens=st.integers(32, 60),
     rows=st.integers(1, 3),
@@ -91,9 +92,9 @@ def test_random_specs_have_the_same_bits(shipped, tokens, rows, layer, kind, las
     spec = HookSpec().intervene(point, Intervention.Scale(0.5, positions=5)).capture("*.hook_resid_post")
     ids, logits = some_ids(rows, tokens) % shipped.vocab_size, Logits(positions=-1) if last else True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", ())
+        patch.setattr("mionnx.run.batching.QUERY_BLOCKS", ())
         one = shipped.forward(ids, spec, logits=logits)
-        patch.setattr("mionnx.run.call_graph.QUERY_BLOCKS", ((32, 2),))
+        patch.setattr("mionnx.run.batching.QUERY_BLOCKS", ((32, 2),))
         other = shipped.forward(ids, spec, logits=logits)
     assert np.array_equal(one.output(), other.output())
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -103,13 +104,42 @@ def test_a_length_decides_not_a_capture(models):
     model = models("llama")
     sizes = model.hooked.metadata.sizes
 
-    def chosen(tokens: int, pad: int = 0) -> int:
-        ids, mask = np.full((2, tokens), 5), np.ones((2, tokens), np.int64)
-        mask[0, :pad] = 0
-        return in_blocks(Plan(), model.variants, make_token_batch(ids, mask, None, sizes)).blocks
+    def chosen(tokens: int) -> int:
+        batch = make_token_batch(np.full((2, tokens), 5), None, None, replace(sizes, max_positions=None))
+        return in_blocks(Plan(), model.variants, batch).blocks
 
     assert [chosen(n) for n in (5, 1023, 1024, 2048, 4096)] == [0, 0, 8, 16, 32]
-    assert chosen(1024, pad=3) == 0  # a padded row's first queries read nothing, so that it matters how much of it
+
+
+def test_texts_of_unequal_length_have_the_same_bits(models, blocks):
+    model, ids = models("llama"), some_ids(1, TOKENS)[0].tolist()
+    found = []
+    for steps in ((), ((32, 2),)):
+        blocks(*steps)
+        cache = model.forward([ids, ids[3:]], HookSpec().capture("*.hook_resid_post"), batch_size=None)
+        arrays = [cache.output(), *cache.values()]
+        found.append([part for array in arrays for part in (array[0], array[1, 3:])])  # padding reads other padding
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_long_prompt_is_continued_with_the_same_tokens_and_bits(models, blocks):
+    model, ids = models("llama"), some_ids(1, TOKENS)
+    steered = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5, positions="generated"))
+    for spec in (None, steered):
+        found = []
+        for steps in ((), ((32, 2),)):
+            blocks(*steps)
+            made = model.generate(ids, spec, max_new_tokens=4, eos_token_id=[], output_logits=True)
+            found.append(np.concatenate([step.output()[:, -1] for step in made.steps]))
+        assert np.array_equal(*found)
+
+
+def test_memory_of_a_long_pass_is_estimated_without_all_scores(models, blocks):
+    model = models("llama")
+    pattern, long = HookSpec().capture(HookPoint.AttnPattern(0), positions=-1), {"batch": 1, "seq": 4096}
+    plain, read = (model.estimate(spec, **long).passing for spec in (HookSpec(), pattern))
+    assert 2 * plain < read
+    assert model.estimate(HookSpec(), batch=1, seq=1023).passing > plain / 4
 
 
 def test_gradients_have_the_same_bits(models, blocks):
