@@ -1,10 +1,11 @@
 """Rewrite: attention in blocks of queries, each with the keys that its last query reads.
 
-One product of all queries with all keys takes the square of a text's length in memory, and half of it is masked. In
-blocks about half is computed, and only one block's scores are there at a time. Each number is the same sum in the same
-order, what is left out being zeros at its end, so the bits are those of one product.
-
-A layer stays as it is where somebody reads its scores or its pattern: a capture, an intervention, a gradient.
+1. One product of all queries with all keys takes the square of a text's length in memory, and half of it is masked. In
+   blocks about half is computed, and only one block's scores are there at a time.
+2. The bits are those of one product: each number is the same sum in the same order, less the zeros at its end.
+3. A layer stays as it is where something reads its scores or its pattern (a capture, an intervention, a gradient), where
+   it has no cache, so that queries may read keys behind them, and where its nodes have another form.
+4. A text has sixteen tokens or more for each block.
 """
 
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ class _Attention:
 
 
 def in_query_blocks(proto: onnx.ModelProto, blocks: int, layers: int) -> onnx.ModelProto:
-    """Compute attention in so many blocks of queries, in every layer of which nobody reads scores or pattern."""
+    """Compute attention in so many blocks of queries, in every layer whose scores and pattern nothing else reads."""
     flow = Dataflow(proto)
     interface = {value.name for value in proto.graph.output}
     parts = {layer: part for layer in range(layers) if (part := _attention(flow, layer, interface)) is not None}
@@ -155,7 +156,7 @@ class _Writer:
     """Writes the nodes of blocks.
 
     Attributes:
-        constants: by name.
+        constants: the small numbers that the nodes read, by name.
     """
 
     def __init__(self, blocks: int) -> None:
