@@ -3,8 +3,8 @@
 1. One product of all queries with all keys takes the square of a text's length in memory, and half of it is masked. In
    blocks about half is computed, and only one block's scores are there at a time.
 2. The bits are those of one product: each number is the same sum in the same order, less the zeros at its end.
-3. A layer stays as it is where something reads its scores or its pattern (a capture, an intervention, a gradient), where
-   it has no cache, so that queries may read keys behind them, and where its nodes have another form.
+3. A layer stays as it is where something reads its scores or its pattern (a capture, an intervention, a gradient),
+   where it has no cache, so that queries may read keys behind them, and where its nodes have another form.
 4. A text has sixteen tokens or more for each block.
 """
 
