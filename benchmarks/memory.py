@@ -83,11 +83,11 @@ def analyses(model: Any, folder: Path) -> Steps:
 
 def measure(folder: Path, alone: str | None) -> dict[str, Any]:
     """Run every verb once, or one; bytes after each."""
-    import mionnx
+    from mionnx import MIModel
 
     process = psutil.Process()
     begin = process.memory_full_info()
-    model = mionnx.MIModel.from_pretrained(folder)
+    model = MIModel.from_pretrained(folder)
     weights, rows = sum(size for size in onnx_file.locations(model.hooked.proto).values()), []
     with tempfile.TemporaryDirectory() as scratch:
         works = analyses(model, Path(scratch))

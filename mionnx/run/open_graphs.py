@@ -201,8 +201,22 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     def packs(self, tokens: int) -> bool:
         """Whether a graph that a call of so many tokens opens has its weights packed."""
-        chosen = self.options.prepack
-        return self.engine.packs(self.options) and (tokens < UNPACKED if chosen is None else chosen)
+        if not self.engine.packs(self.options) or self.options.prepack is not None:
+            return self.engine.packs(self.options) and bool(self.options.prepack)
+        return tokens < UNPACKED and self._has_room
+
+    @once_property
+    def _has_room(self) -> bool:
+        """Whether packed weights can lie in the store; else each graph would hold a copy of its own."""
+        if not self.options.base or self.weights < prepacked.WORTHWHILE or not prepacked.possible(self.options):
+            return True
+        try:
+            if prepacked.find(self.model, self.options, self._entries) is None:
+                prepacked.refuse_without_room(self.model, self._entries)
+        except OSError as error:
+            self._entries.say_unusable(error, "reading its weights as they are, which is slower on few tokens")
+            return False
+        return True
 
     def prepare(self) -> bool:
         """Make the base now, and close graphs with weights of their own; tell whether there is one."""
@@ -248,7 +262,9 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
         if plan.differentiated and not self.packs_gradients:
-            options, cost = replace(options, prepack=False), SESSION + NODE * len(onnx_file.parse(model).graph.node)
+            options = replace(options, prepack=False)
+        if options.prepack is False and self.engine.packs(options):  # weights are pages of their file
+            cost = SESSION + NODE * len(onnx_file.parse(model).graph.node)
         return GraphOpening(model, folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:
