@@ -19,10 +19,11 @@ from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
 
-PREFIX = "mionnx.blocks"
+BLOCKS_PREFIX = "mionnx.blocks"
 ALIGNED = 16  # a block's first query, and the number of its keys, are multiples: sums go by vectors of numbers
 ELEMENTWISE = ("Add", "Mul", "Div", "Tanh")
-TURNED = [0, 1, 3, 2]  # keys [batch, n_kv_heads, head_dim, total]
+AXES = 4  # of scores: [batch, n_heads, seq, total]
+KEYS_TURNED = [0, 1, 3, 2]  # keys [batch, n_kv_heads, head_dim, total]
 
 
 @dataclass
@@ -73,9 +74,14 @@ def _attention(flow: Dataflow, layer: int, interface: set[str]) -> _Attention | 
     """A layer's attention, if it has the form that can be computed in blocks."""
     scores, pattern = str(HookPoint.AttnScores(layer)), str(HookPoint.AttnPattern(layer))
     softmax, shape = flow.producer(pattern), flow.facts.shapes.get(scores, ())
-    if softmax is None or softmax.op_type != "Softmax" or list(softmax.input) != [scores] or len(shape) != len(TURNED):
+    if (
+        softmax is None
+        or softmax.op_type != "Softmax"
+        or list(softmax.input) != [scores]
+        or len(shape) != len(KEYS_TURNED)
+    ):
         return None
-    if attributes(softmax).get("axis", -1) not in (-1, len(TURNED) - 1):
+    if attributes(softmax).get("axis", -1) not in (-1, AXES - 1):
         return None
     inner, steps, masks = _Inner(flow, interface), list[tuple[NodeProto, list[str | None]]](), set[str]()
     value, groups = scores, 0
@@ -106,7 +112,7 @@ def _attention(flow: Dataflow, layer: int, interface: set[str]) -> _Attention | 
     queries = maker.input[0] if grouped and maker is not None else product.input[0]
     keys, turned = product.input[1], flow.producer(product.input[1])
     if turned is not None and turned.op_type == "Transpose" and product.op_type == "MatMul":
-        keys = turned.input[0] if attributes(turned)["perm"] == TURNED else ""
+        keys = turned.input[0] if attributes(turned)["perm"] == KEYS_TURNED else ""
     elif product.op_type != "FusedMatMul" or attributes(product).get("transB") != 1:
         return None
     # what has a cache is causal: no query reads a key behind it
@@ -168,7 +174,7 @@ class _Writer:
         """The nodes of a layer."""
         nodes: list[NodeProto] = []
         bounds = self._bounds_of(min(part.masks), nodes)
-        name = f"{PREFIX}.{part.softmax.output[0]}"
+        name = f"{BLOCKS_PREFIX}.{part.softmax.output[0]}"
         ends = []
         for number, (first, end, keys_end) in enumerate(bounds):
             ends.append(f"{name}.{number}.end")
@@ -186,7 +192,7 @@ class _Writer:
         yield _node("Slice", [part.keys, zero, keys_end, rows], keys := f"{name}.k")
         yield _node("Slice", [part.weighted.input[1], zero, keys_end, rows], values := f"{name}.v")
         if part.product.op_type == "MatMul":
-            yield _node("Transpose", [keys], f"{name}.k.turned", perm=TURNED)
+            yield _node("Transpose", [keys], f"{name}.k.turned", perm=KEYS_TURNED)
             keys = f"{name}.k.turned"
         if of_keys is not None:
             yield _node("Reshape", [value, self._integers([0, of_keys, -1, 0])], f"{name}.q.grouped")
@@ -197,7 +203,7 @@ class _Writer:
             for one in inputs:
                 if one in part.masks:
                     if (one, number) not in self._rows:
-                        self._rows[one, number] = shown = f"{PREFIX}.{one}.{number}"
+                        self._rows[one, number] = shown = f"{BLOCKS_PREFIX}.{one}.{number}"
                         yield _node("Slice", [one, first, last, self._integers([-2])], f"{shown}.rows")
                         yield _node("Slice", [f"{shown}.rows", zero, keys_end, self._integers([-1])], shown)
                     own.append(self._rows[one, number])
@@ -220,7 +226,7 @@ class _Writer:
         """The first and end query and the end key of each block; their nodes are written on first use."""
         if mask in self._bounds:
             return self._bounds[mask]
-        name, unit, count = f"{PREFIX}.{mask}", self._integers([ALIGNED]), self._integers([self.blocks])
+        name, unit, count = f"{BLOCKS_PREFIX}.{mask}", self._integers([ALIGNED]), self._integers([self.blocks])
         seq, total, past = f"{name}.seq", f"{name}.total", f"{name}.past"
         nodes += [_node("Shape", [mask], seq, start=-2, end=-1), _node("Shape", [mask], total, start=-1)]
         nodes.append(_node("Sub", [total, seq], past))
@@ -244,7 +250,7 @@ class _Writer:
         return self._bounds[mask]
 
     def _integers(self, numbers: list[int]) -> str:
-        name = ".".join([PREFIX, *map(str, numbers)])
+        name = ".".join([BLOCKS_PREFIX, *map(str, numbers)])
         if name not in self.constants:
             self.constants[name] = numpy_helper.from_array(np.array(numbers, np.int64), name)
         return name
