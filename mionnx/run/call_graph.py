@@ -59,7 +59,7 @@ def open_call(
         feeds[LOGIT_BEGIN] = np.array([-1 if plan.outputs.last else 0])
         plan = replace(plan, outputs=replace(plan.outputs, last=False, begins=True))
     if batch is not None and not continues:
-        plan = in_blocks(plan, graphs, batch)
+        plan = in_blocks(plan, graphs, batch.seq)
     layers = None if batch is None else graphs.every_layer(plan)
     if layers is not None and batch is not None:
         captured = bound.estimate(batch.batch, batch.seq, batch.total).total
@@ -70,10 +70,10 @@ def open_call(
     return replace(graph, feeds=feeds) if feeds else graph
 
 
-def in_blocks(plan: Plan, graphs: OpenGraphs, batch: TokenBatch) -> Plan:
-    """The plan with attention in blocks of queries, for a long text on the CPU."""
+def in_blocks(plan: Plan, graphs: OpenGraphs, tokens: int) -> Plan:
+    """The plan with attention in blocks of queries, for rows of many tokens on the CPU."""
     one_product = plan.fused != NONE or not graphs.engine.packs(graphs.options)
-    return plan if one_product else replace(plan, blocks=query_blocks(batch.seq))
+    return plan if one_product else replace(plan, blocks=query_blocks(tokens))
 
 
 def _shares(plan: Plan) -> bool:

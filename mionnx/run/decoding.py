@@ -57,7 +57,7 @@ class Passes:
             self.program = program = graph.program
             self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
             self.lent = graph.lent
-            prompt = in_blocks(graph.plan, graphs, batch)
+            prompt = in_blocks(graph.plan, graphs, batch.seq)
             if prompt.blocks:
                 self.prefill = replace(graphs.get(prompt), feeds=graph.feeds, lent=graph.lent)
         else:

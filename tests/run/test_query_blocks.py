@@ -1,6 +1,5 @@
 """Attention in blocks of queries: the bits of one product, in every family, past, batch and spec."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, Logits, MIModel, create_knockout_mask
-from mionnx.inputs.token_batch import make_token_batch
 from mionnx.rewrite import Plan, rewrite
+from mionnx.rewrite.query_blocks import in_query_blocks
 from mionnx.run.call_graph import in_blocks
 
 TOKENS = 32
@@ -101,14 +100,8 @@ def test_random_specs_have_the_same_bits(shipped, tokens, rows, layer, kind, las
 
 
 def test_a_length_decides_not_a_capture(models):
-    model = models("llama")
-    sizes = model.hooked.metadata.sizes
-
-    def chosen(tokens: int) -> int:
-        batch = make_token_batch(np.full((2, tokens), 5), None, None, replace(sizes, max_positions=None))
-        return in_blocks(Plan(), model.variants, batch).blocks
-
-    assert [chosen(n) for n in (5, 1023, 1024, 2048, 4096)] == [0, 0, 8, 16, 32]
+    variants = models("llama").variants
+    assert [in_blocks(Plan(), variants, n).blocks for n in (5, 1023, 1024, 2048, 4096)] == [0, 0, 8, 16, 32]
 
 
 def test_texts_of_unequal_length_have_the_same_bits(models, blocks):
@@ -140,6 +133,27 @@ def test_memory_of_a_long_pass_is_estimated_without_all_scores(models, blocks):
     plain, read = (model.estimate(spec, **long).passing for spec in (HookSpec(), pattern))
     assert 2 * plain < read
     assert model.estimate(HookSpec(), batch=1, seq=1023).passing > plain / 4
+
+
+def test_a_sweep_has_the_same_values(models, blocks, monkeypatch):
+    written: list[int] = []
+
+    def noted(*given: Any) -> Any:
+        written.append(1)
+        return in_query_blocks(*given)
+
+    monkeypatch.setattr("mionnx.rewrite.apply_plan.in_query_blocks", noted)
+    model, clean = models("llama"), some_ids(1, TOKENS)[0]
+    corrupted = np.where(np.arange(TOKENS) == 1, clean + 1, clean)
+    found = []
+    for steps in ((), ((TOKENS, 2),)):
+        blocks(*steps)
+        for hook, over in (("hook_resid_pre", ("layer", "position")), ("hook_z", ("layer", "head"))):
+            sweep = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=7)
+            found.append(sweep.values)
+    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(found[1], found[3])
+    assert len(written) >= model.num_layers
 
 
 def test_gradients_have_the_same_bits(models, blocks):

@@ -298,7 +298,7 @@ def _run(
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)
         bound = model.binder.bind(spec, outputs, cuts=here.names).on(part)
-        plan = in_blocks(bound.plan, model.variants, part)
+        plan = in_blocks(bound.plan, model.variants, part.seq)
         chain = model.variants.chain(plan, here.names, part.batch * part.seq)
         returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
         returned += present_names(hooked, False) if state and outputs.carried else []
