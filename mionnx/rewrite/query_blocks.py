@@ -23,6 +23,7 @@ BLOCKS_PREFIX = "mionnx.blocks"
 ALIGNED = 16  # a block's first query, and the number of its keys, are multiples: sums go by vectors of numbers
 ELEMENTWISE = ("Add", "Mul", "Div", "Tanh")
 AXES = 4  # of scores: [batch, n_heads, seq, total]
+REPEATING = ("Unsqueeze", "Expand", "Reshape")
 KEYS_TURNED = [0, 1, 3, 2]  # keys [batch, n_kv_heads, head_dim, total]
 
 
@@ -116,7 +117,7 @@ def _attention(flow: Dataflow, layer: int, interface: set[str]) -> _Attention | 
     elif product.op_type != "FusedMatMul" or attributes(product).get("transB") != 1:
         return None
     # what has a cache is causal: no query reads a key behind it
-    if not all(name.startswith(KEYS_AND_VALUES.present) for name in (keys, weighted.input[1])):
+    if not (_of_cache(flow, keys) and _of_cache(flow, weighted.input[1])):
         return None
     heads, of_keys = shape[1], flow.facts.shapes.get(product.output[0], ())[1:2]
     if not isinstance(heads, int) or (grouped and not (of_keys and isinstance(of_keys[0], int))):
@@ -128,6 +129,15 @@ def _attention(flow: Dataflow, layer: int, interface: set[str]) -> _Attention | 
     return _Attention(
         softmax, product, weighted, queries, keys, last.output[0], (heads, number), steps[::-1], masks, replaced
     )
+
+
+def _of_cache(flow: Dataflow, name: str) -> bool:
+    """Whether a value is keys or values as the cache has them, or these repeated for the heads of a group."""
+    maker = flow.producer(name)
+    while maker is not None and maker.op_type in REPEATING and not name.startswith(KEYS_AND_VALUES.present):
+        name = maker.input[0]
+        maker = flow.producer(name)
+    return name.startswith(KEYS_AND_VALUES.present)
 
 
 class _Inner:

@@ -168,6 +168,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
                 return graph
             if self.model.in_blocks and self.base is None and self.weights >= prepacked.WORTHWHILE:
                 self.engine.release()  # packing blocks is when a process holds most
+            self._pages.limit(self.weights // 2, lambda: self._parts, self._base_files)  # opening maps them once more
             graph = make()
             self.keep(key, graph)
             self.limit_pages()
@@ -176,7 +177,11 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     def limit_pages(self) -> None:
         """Let pages of the weights' files go where more graphs than one hold them."""
-        self._pages.limit(self.weights, lambda: self._parts, [self.base.data] if self.base else [])
+        self._pages.limit(self.weights, lambda: self._parts, self._base_files)
+
+    @property
+    def _base_files(self) -> list[Path]:
+        return [] if self.base is None else [self.base.data]
 
     @once_property
     def _parts(self) -> set[memory.Part]:

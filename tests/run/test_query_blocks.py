@@ -99,6 +99,11 @@ def test_random_specs_have_the_same_bits(shipped, tokens, rows, layer, kind, las
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+def test_the_shipped_model_repeats_its_keys(shipped):
+    """Its groups of heads are written out, where other graphs fold them into the rows of a product."""
+    assert softmaxes(shipped, Plan(blocks=2)) == 2 * shipped.num_layers
+
+
 def test_a_length_decides_not_a_capture(models):
     variants = models("llama").variants
     assert [in_blocks(Plan(), variants, n).blocks for n in (5, 1023, 1024, 2048, 4096)] == [0, 0, 8, 16, 32]
