@@ -4,15 +4,19 @@ from collections.abc import Iterator
 
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import sort_nodes
+from mionnx.graph.builder import branches, sort_nodes
 from mionnx.graph.report import Report
 
 
 def prune(graph: gs.Graph, report: Report) -> None:
     """Drop dead nodes, and bring the others into an order in which they can run."""
     before = {id(node): node.name or node.op for node in graph.nodes}
+    for value in graph.inputs:
+        value.inputs.clear()  # what is fed is not computed
+    for inner in (*(inner for node in graph.nodes for inner in branches(node)), *graph.functions):
+        inner.cleanup()
     _drop_dead(graph)
-    sort_nodes(graph.cleanup(remove_unused_graph_inputs=False))
+    sort_nodes(graph)
     left = {id(node) for node in graph.nodes}
     report.removed += [name for node, name in before.items() if node not in left]
 
@@ -20,8 +24,8 @@ def prune(graph: gs.Graph, report: Report) -> None:
 def _drop_dead(graph: gs.Graph) -> None:
     """Drop the nodes that no output depends on.
 
-    `cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value: minutes
-    for thousands that read one. Here each list is filtered once.
+    `Graph.cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value:
+    minutes for thousands that read one. Here each list is filtered once.
     """
     alive, waiting = set[int](), list(graph.outputs)
     while waiting:
@@ -41,7 +45,7 @@ def _drop_dead(graph: gs.Graph) -> None:
 
 def _read(node: gs.Node) -> Iterator[gs.Tensor]:
     yield from node.inputs
-    for inner in node.subgraphs():
+    for inner in branches(node):
         yield from inner.outputs
         for one in inner.nodes:
             yield from _read(one)
