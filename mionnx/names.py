@@ -12,6 +12,9 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.numerics.diagnosis import Diagnosis
+from mionnx.analysis.numerics.forecast_result import Forecast
+from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
@@ -76,6 +79,7 @@ __all__ = [
     "Circuit",
     "Comparison",
     "Compiled",
+    "Diagnosis",
     "Direction",
     "Directions",
     "DoseResponse",
@@ -86,6 +90,7 @@ __all__ = [
     "FallbackWarning",
     "FeatureActivations",
     "FewBlocksWarning",
+    "Forecast",
     "Fragment",
     "Generation",
     "GradientError",
@@ -113,6 +118,7 @@ __all__ = [
     "OtherSpellingWarning",
     "ProbeResult",
     "RWKVState",
+    "RangeReport",
     "Report",
     "RuntimeMissingError",
     "Saliency",
