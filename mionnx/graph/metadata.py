@@ -24,7 +24,7 @@ NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised")  # fields that are not written while they are empty
+OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised", "direction", "head", "labels", "pooling")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -131,6 +131,10 @@ class Metadata:
     hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
     quantised: Mapping[str, Any] = field(default_factory=dict)
+    direction: str = ""
+    head: str = ""
+    labels: list[str] = field(default_factory=list)
+    pooling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def weight_dtype(self) -> str:
@@ -141,6 +145,11 @@ class Metadata:
     def recurrent(self) -> bool:
         """Whether the model carries a recurrent state, and no keys and values."""
         return not self.attention
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether a token reads those behind it too."""
+        return self.direction == "both"
 
     @property
     def has_removal(self) -> bool:
