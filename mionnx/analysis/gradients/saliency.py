@@ -133,7 +133,7 @@ def gradient_times_input(
     """
     point, spec = _checked(hook, metric), copy_of(hooks)
     spec.captures = []
-    texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    texts = read_prompts(model.ids(tokens), None, None, model.hooked).ids
     sides = ((answer, "answer"), (versus, "versus"))
     answers, others = (None if side is None else each_of(side, len(texts), name) for side, name in sides)
     spec.capture(point)
