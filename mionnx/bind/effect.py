@@ -219,7 +219,7 @@ def _forgotten(reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
 
 
 def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen: ByRow | None, backward: bool) -> bool:
-    """Whether a value that is shown can depend on one of the positions changed; `backward`: attention reads both ways."""
+    """Whether a value that is shown can depend on a position changed; `backward`: attention reads both ways."""
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
         return view.depends_on(hook, reach)

@@ -63,7 +63,7 @@ class TokenFacts:
         return reduce(self.op.And, parts) if parts else None
 
     def window(self, tokens: int, dtype: DTypeLike) -> Tensor:
-        """[batch, 1, seq, total]: -inf at keys more than some tokens before a query, else 0; in an encoder behind too."""
+        """[batch, 1, seq, total]: -inf at keys more than some tokens before a query (or behind), else 0."""
         name = f"window_{tokens}_{np.dtype(dtype)}"
         if name not in self._windows:
             keys = self.op.Unsqueeze(self.keys, [1])

@@ -24,7 +24,7 @@ NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-# Fields that are not written while they are a decoder's of floats: its metadata keep their bytes, and its graph the hash.
+# Fields that are not written while they are a decoder's of floats: metadata keep their bytes, and graphs their hash.
 OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised", "direction", "head", "labels", "activation", "pooling")
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -57,7 +57,7 @@ class Tokens(Brief):
     ids: NDArray[np.int64]
     offsets: list[tuple[int, int]]
     pieces: list[str]
-    type_ids: NDArray[np.int64] | None = None
+    type_ids: NDArray[np.int64] | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -280,7 +280,7 @@ def tokenize(
     pieces = [texts[token] for token in encoding.ids]
     types = None if pair is None else np.array(encoding.type_ids, np.int64)  # type: ignore[union-attr]
     offsets = _offsets(encoding, len(whole) - len(pair) if pair is not None else 0)
-    return Tokens(whole, np.array(encoding.ids, np.int64), offsets, pieces, types)
+    return Tokens(whole, np.array(encoding.ids, np.int64), offsets, pieces, type_ids=types)
 
 
 class UnknownWordWarning(UserWarning):

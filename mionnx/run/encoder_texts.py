@@ -1,4 +1,4 @@
-"""Texts and pairs of texts of an encoder as rows of tokens, cut at its longest text, and run in batches of like length."""
+"""Texts and pairs of texts of an encoder as tokens, cut at its longest text, and run in batches of like length."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None) -> Toke
     begin = len(text[0]) + 1
     places = zip(offsets, encoding.sequence_ids, strict=True)
     offsets = [(start + begin, end + begin) if which == 1 else (start, end) for (start, end), which in places]
-    return Tokens("\n".join(text), ids, offsets, encoding.tokens, np.array(encoding.type_ids, np.int64))
+    return Tokens("\n".join(text), ids, offsets, encoding.tokens, type_ids=np.array(encoding.type_ids, np.int64))
 
 
 def _cut(first: Encoding, second: Encoding | None, room: int) -> None:

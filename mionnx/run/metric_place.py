@@ -1,4 +1,4 @@
-"""Where a metric reads a model's main output, by its head: the last token's logits, a mask's, a tag's, all of a text."""
+"""Where a metric reads a model's main output, by its head: the last token's logits, a mask's, a tag's, a text's."""
 
 from typing import Any
 
