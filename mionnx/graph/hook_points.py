@@ -173,14 +173,14 @@ class HookPoint:
     ResidPostSum = Layered("blocks.{i}.hook_resid_post_sum", RESIDUAL, "stream")
     ResidPost = Layered("blocks.{i}.hook_resid_post", RESIDUAL, "stream")
     FinalNorm = Single("hook_final_norm", RESIDUAL)
-    MlmHead = Single("mlm_head.hook_out", RESIDUAL)
-    Logits = Single("hook_logits", ("batch", "seq", "vocab"))
-    Pooler = Single("pooler.hook_out", ("batch", "hidden"))
+    MlmHead = Single("mlm_head.hook_out", ("batch", "seq", "d_mlm"))
+    Pooler = Single("pooler.hook_out", ("batch", "d_pooler"))
     Pooled = Single("hook_pooled", ("batch", "d_pooled"))
     Embedding = Single("hook_embedding", ("batch", "d_embedding"))
     ClassLogits = Single("hook_class_logits", ("batch", "labels"))
     TokenLogits = Single("hook_token_logits", ("batch", "seq", "labels"))
     SpanLogits = Single("hook_span_logits", ("batch", "seq", "ends"))
+    Logits = Single("hook_logits", ("batch", "seq", "vocab"))
 
     def __str__(self) -> str:
         return self.name
@@ -289,7 +289,7 @@ def by_layer(names: Iterable[str]) -> list[str]:
     def place(name: str) -> float:
         if (layer := layer_of(name)) is not None:
             return layer
-        return -1 if _parsed(name).variant in ("Embed", "PosEmbed") else inf
+        return -1 if _parsed(name).variant in ("Embed", "PosEmbed", "TokenTypeEmbed") else inf
 
     return sorted(names, key=place)
 

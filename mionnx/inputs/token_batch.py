@@ -136,7 +136,8 @@ class TokenBatch:
 
     def feeds(self) -> dict[str, NDArray[np.int64]]:
         """The inputs of the graph."""
-        return {name: getattr(self, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        names = ("input_ids", "attention_mask", "position_ids")
+        return {**{name: getattr(self, name) for name in names}, "token_type_ids": np.zeros_like(self.input_ids)}
 
 
 def make_token_batch(
