@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
 from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
-from exporters.transformers.families import IN_CODE, Layout
+from exporters.transformers.layout import IN_CODE, Layout
 from exporters.transformers.own_attention import tap_products
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -128,12 +128,17 @@ class Attachment:
         self.after(embedding, partial(self.taps.at, HookPoint.Embed))
         if layout.positions not in (None, IN_CODE):
             self.after(self.module(str(layout.positions)), partial(self.taps.at, HookPoint.PosEmbed))
+        if layout.types:
+            self.after(self.module(layout.types), partial(self.taps.at, HookPoint.TokenTypeEmbed))
 
     def block(self, i: int, block: nn.Module) -> None:
         """Tap layer `i`, which a block holds, alone or among others."""
         layout = self.layout
         products = layout.stream == "products"
         self.stream_before(i, block)
+        for path, point in ((layout.mid_norm, HookPoint.ResidMidSum), (layout.post_norm, HookPoint.ResidPostSum)):
+            if path:
+                self.before(self.module(path, block), partial(self.taps.at, point(i)))
         self.name_layer(i, self.module(layout.attention, block))
         self.heads(i, block)
         if products:

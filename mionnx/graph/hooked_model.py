@@ -11,7 +11,9 @@ The format, on one page:
    A graph adopted from a file without a cache may have none of these; generation and sweeps are then refused.
    A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
    [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
-5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
+   An encoder: `input_ids`, `attention_mask` [batch, seq], and `position_ids` and `token_type_ids` where it reads them.
+5. Outputs: `logits` [batch, seq, vocab] (of an encoder those of its head, `embedding` [batch, d], or
+   `last_hidden_state` [batch, seq, hidden]) and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
@@ -66,6 +68,12 @@ KEPT = (
     "tokenizer.model",
     "vocab.txt",
     "rwkv_vocab*.txt",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_LayerNorm/config.json",
 )
 MASK_TOKENS = ("[MASK]", "<mask>")  # where a tokenizer does not say which token hides others
 INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads

@@ -24,12 +24,12 @@ NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-# Fields that are not written while they are a decoder's of floats: metadata keep their bytes, and graphs their hash.
+# Fields that are not written while they are those of a decoder of floats: its metadata keep their bytes.
 OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised", "direction", "head", "labels", "activation", "pooling")
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"
 # What a model is for -> the graph's main output.
-HEADS = {
+MAIN_OUTPUTS = {
     **dict.fromkeys((NEXT_TOKEN, "masked_lm", "classes", "token_classes", "span"), "logits"),
     "embedding": "embedding",
     "none": "last_hidden_state",
@@ -142,7 +142,7 @@ class Metadata:
         quantised: settings of the blocks that weights of floats were made into (`mionnx.quantise`); not written if the
             weights are as they came.
         direction: which tokens a token reads, those to the "left" of it or "both" those before and behind it.
-        head: what the model is for, a key of `HEADS`; "next_token" of a decoder.
+        head: what the model is for, a key of `MAIN_OUTPUTS`; "next_token" of a decoder.
         labels: names of classes, of the tags of tokens, or of the ends of a span, in the order of the logits.
         activation: what makes probabilities of the logits of classes: "softmax", "sigmoid", "identity" of a regression;
             empty for other heads.
@@ -184,7 +184,7 @@ class Metadata:
     @property
     def output(self) -> str:
         """The graph's main output: "logits", or "embedding" [batch, d], or "last_hidden_state" without a head."""
-        return HEADS[self.head]
+        return MAIN_OUTPUTS[self.head]
 
     @property
     def positional(self) -> bool:
@@ -197,7 +197,7 @@ class Metadata:
         axes = self.hooks.get(HEAD_POINTS.get(self.head, ""), [None])
         if isinstance(axes[-1], int):
             return axes[-1]
-        return self.sizes.vocab_size if HEADS[self.head] == "logits" else self.sizes.hidden_size
+        return self.sizes.vocab_size if MAIN_OUTPUTS[self.head] == "logits" else self.sizes.hidden_size
 
     @property
     def bidirectional(self) -> bool:
@@ -325,7 +325,7 @@ def _check(read: Metadata) -> None:
 
 def _check_head(read: Metadata) -> None:
     """Check what the metadata say of the head."""
-    for name, choices in (("direction", DIRECTIONS), ("head", (*HEADS,)), ("activation", ACTIVATIONS)):
+    for name, choices in (("direction", DIRECTIONS), ("head", (*MAIN_OUTPUTS,)), ("activation", ACTIVATIONS)):
         value = getattr(read, name)
         _expect(isinstance(value, str) and value in choices, name, f"one of {', '.join(choices)}", value)
     texts = isinstance(read.labels, list) and all(isinstance(text, str) for text in read.labels)
