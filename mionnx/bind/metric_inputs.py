@@ -145,7 +145,7 @@ def _rows(what: str, array: NDArray[Any], shape: tuple[int, int, int]) -> NDArra
     """[vocab], [batch, vocab] or [batch, n, vocab] as the latter."""
     rows, _, vocab = shape
     fits = {1: (vocab,), 2: (rows, vocab), 3: shape}[array.ndim]
-    if array.shape != fits:
+    if array.shape not in (fits, (1, *shape[1:])):
         raise GradientError(f"{what} is {list(array.shape)}, and must be {list(fits)}")
     wide = array if array.ndim == 3 else np.broadcast_to(array, (rows, vocab))[:, None]
     return np.broadcast_to(wide, shape).astype(np.float32)

@@ -163,6 +163,8 @@ class MetricRequest:
             return {"reference": clean}
         if self.measure in OF_VECTORS:
             return {"reference": self.versus[pair]}
+        if self.measure == "span":
+            return {"answer": self.answer[pair]}
         return dict(zip(("answer", "versus"), self._tokens(model, pair, count, clean, other), strict=False))
 
     def _tokens(
