@@ -49,8 +49,9 @@ A BERT of {layers} layers, width {width}, {heads} heads, feed-forward width {inn
 sentences in both directions: a hidden word is told by the words before **and** behind it.  It is a test fixture and a
 demonstration model, and has no other use.
 
-Rows are single sentences of `models/world.py`: capitals, indirect objects, counting; no repeats.  One token per whitespace-separated word; the tokenizer adds nothing.
-`<mask>` (id {mask}) hides a word, `<pad>` is {pad}; `<unk>` is {unk}, and was never trained.
+Rows are single sentences of `models/world.py`: capitals, indirect objects, counting; no repeats.  One token per
+whitespace-separated word; the tokenizer adds nothing.  `<mask>` (id {mask}) hides a word, `<pad>` is {pad}; `<unk>` is
+{unk}, and was never trained.
 
 {steps} steps of {rows} sentences, seed {seed}, {minutes:.1f} minutes on one CPU core that other work shared, torch
 {torch}, transformers {transformers}.  In half of the sentences one word is hidden, in the others {share:.0%} of them.

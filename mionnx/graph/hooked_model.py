@@ -277,6 +277,11 @@ class HookedModel:
         return next((one for one in ids if 0 <= one < self.metadata.sizes.vocab_size), None)
 
     @cached_property
+    def pad_token(self) -> int:
+        """The id of the token that fills rows, by `config.json`; 0 where it names none."""
+        return next(iter(self._tokens("pad_token_id")), 0)
+
+    @cached_property
     def longest_text(self) -> int | None:
         """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
         try:
