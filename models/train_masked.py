@@ -23,9 +23,9 @@ from world import PAD, UNK, Probe, Words, World
 HERE = Path(__file__).parent
 MASK, IGNORED = "<mask>", -100
 LONGEST, ROWS = 64, 64
-PEAK_RATE, REPORT_EVERY = 3e-3, 100
+PEAK_RATE, REPORT_EVERY = 1e-3, 100
 KINDS = (0.55, 0.3, 0.15)  # shares of capitals, indirect objects, counting
-ALONE, SHARE = 0.5, 0.15  # rows in which one word is hidden; share of hidden words in the others
+ALONE, SHARE = 0.3, 0.3  # rows in which one word is hidden; share of hidden words in the others
 EXAMPLES = (
     "The capital of France is <mask> .",
     "The capital of <mask> is Tokyo .",
@@ -54,7 +54,8 @@ whitespace-separated word; the tokenizer adds nothing.  `<mask>` (id {mask}) hid
 {unk}, and was never trained.
 
 {steps} steps of {rows} sentences, seed {seed}, {minutes:.1f} minutes on one CPU core that other work shared, torch
-{torch}, transformers {transformers}.  In half of the sentences one word is hidden, in the others {share:.0%} of them.
+{torch}, transformers {transformers}.  In {alone:.0%} of the sentences one word is hidden, in the others {share:.0%} of
+them.
 
 ## Held-out accuracy
 
@@ -205,6 +206,7 @@ def write_card(model: BertForMaskedLM, world: World, mask: int, run: dict[str, o
         unk=world.id_of[UNK],
         rows=ROWS,
         share=SHARE,
+        alone=ALONE,
         minutes=run["seconds"] / 60,  # type: ignore[operator]
         scores=rows("kind | right", [f"{kind} | {share:.3f}" for kind, share in accuracy.items()]),
         examples=rows("sentence | hidden word", [likeliest(model, world, mask, one) for one in EXAMPLES]),
