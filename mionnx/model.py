@@ -26,7 +26,7 @@ from mionnx.analysis.sweep import ablation, patching
 from mionnx.compile import compile_model
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
-from mionnx.run import generation, notebook
+from mionnx.run import embedding, generation, notebook, predictions, spans
 from mionnx.run.runner import Runner
 from mionnx.verify import bisect as bisection
 from mionnx.verify import verify as comparing
@@ -53,6 +53,13 @@ class MIModel(Runner, Translated):
     _repr_html_ = notebook.model_html
     # continuing prompts
     generate = generation.generate
+    # encoders: what their heads say of texts
+    fill_mask = predictions.fill_mask
+    classify = predictions.classify
+    tag = spans.tag
+    answer_span = spans.answer_span
+    embed = embedding.embed
+    similarity = embedding.similarity
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch

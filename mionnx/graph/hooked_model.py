@@ -41,11 +41,11 @@ from numpy.typing import DTypeLike
 from mionnx.errors import HookError, ModelError, boundary
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.folder_file import inside, read_json
+from mionnx.graph.folder_file import LARGEST_BESIDE, inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of, nearest_hook
 from mionnx.graph.influence import Influence
-from mionnx.graph.io_names import cache_names
+from mionnx.graph.io_names import LOGITS, cache_names
 from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.operator_table import DOMAIN
@@ -75,6 +75,7 @@ KEPT = (
     "*_Dense/config.json",
     "*_LayerNorm/config.json",
 )
+MASK_TOKENS = ("[MASK]", "<mask>")  # where a tokenizer does not say which token hides others
 INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
@@ -145,6 +146,7 @@ class HookedModel:
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and {metadata.output} are "
                 "missing"
             )
+        onnx_file.rename(proto, metadata.output, LOGITS)
         return cls(folder, proto, metadata)
 
     @cached_property
@@ -251,6 +253,43 @@ class HookedModel:
         """Whether the graph takes a past; one adopted from another tool's file may take none."""
         names = {entry.name for entry in self.proto.graph.input}
         return all(name in names for name in cache_names(self.metadata.recurrent).layer_inputs(0))
+
+    @property
+    def as_on_disk(self) -> bool:
+        """Whether the graph is that of the file: the main output of an embedding model is called "logits" here."""
+        return self.metadata.output == LOGITS
+
+    @cached_property
+    def mask_token(self) -> int | None:
+        """The id of the token that stands for a hidden one, by the tokenizer's files; None without one."""
+        try:
+            added = read_json(inside(self.folder, "tokenizer.json"), LARGEST_BESIDE)["added_tokens"]
+            named = {entry["content"]: entry["id"] for entry in added}
+        except (ModelError, KeyError, TypeError):
+            return None
+        try:
+            told = read_json(inside(self.folder, "tokenizer_config.json")).get("mask_token")
+        except (ModelError, AttributeError):
+            told = None
+        told = told.get("content") if isinstance(told, dict) else told
+        names = [told] if isinstance(told, str) else MASK_TOKENS
+        ids = (named[name] for name in names if isinstance(named.get(name), int))
+        return next((one for one in ids if 0 <= one < self.metadata.sizes.vocab_size), None)
+
+    @cached_property
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
+        try:
+            told = read_json(inside(self.folder, "sentence_bert_config.json")).get("max_seq_length")
+        except (ModelError, AttributeError):
+            told = None
+        lengths = [size for size in (told, self.metadata.sizes.max_positions) if isinstance(size, int) and size > 0]
+        return min(lengths, default=self.context_length)
+
+    @cached_property
+    def has_token_types(self) -> bool:
+        """Whether the graph takes token types: which of two texts a token belongs to."""
+        return any(entry.name == "token_type_ids" for entry in self.proto.graph.input)
 
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""

@@ -34,6 +34,14 @@ MAIN_OUTPUTS = {
     "embedding": "embedding",
     "none": "last_hidden_state",
 }
+# What a model is for -> the hook point of its main output.
+HEAD_POINTS = {
+    **dict.fromkeys((NEXT_TOKEN, "masked_lm"), HookPoint.Logits.name),
+    "classes": HookPoint.ClassLogits.name,
+    "token_classes": HookPoint.TokenLogits.name,
+    "span": HookPoint.SpanLogits.name,
+    "embedding": HookPoint.Embedding.name,
+}
 ACTIVATIONS = ("", "softmax", "sigmoid", "identity")
 POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weightedmean", "lasttoken")
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
@@ -177,6 +185,19 @@ class Metadata:
     def output(self) -> str:
         """The graph's main output: "logits", or "embedding" [batch, d], or "last_hidden_state" without a head."""
         return MAIN_OUTPUTS[self.head]
+
+    @property
+    def positional(self) -> bool:
+        """Whether the main output has an entry for each token; that of classes and embeddings has one a text."""
+        return self.head not in ("classes", "embedding")
+
+    @property
+    def columns(self) -> int:
+        """Entries along the last axis of the main output: tokens, labels, ends of a span, or features."""
+        axes = self.hooks.get(HEAD_POINTS.get(self.head, ""), [None])
+        if isinstance(axes[-1], int):
+            return axes[-1]
+        return self.sizes.vocab_size if MAIN_OUTPUTS[self.head] == "logits" else self.sizes.hidden_size
 
     @property
     def bidirectional(self) -> bool:

@@ -11,6 +11,12 @@ from mionnx.inputs.token_batch import TokenBatch
 
 def refuse_without_cache(model: HookedModel, what: str) -> None:
     """Refuse what needs a cache, "generate" for one, if the graph takes no past."""
+    if model.metadata.bidirectional:
+        raise InputError(
+            f"{what} has no meaning for an encoder: {model.name} reads each text whole and in both directions, so that "
+            "nothing can be continued or kept from one call to the next. forward, fill_mask, classify, tag, embed and "
+            "the analyses run on whole texts"
+        )
     if not model.has_cache:
         raise InputError(
             f"{what} needs a cache, and the graph of {model.folder} has none: it takes no past_key_values. Single "

@@ -69,6 +69,7 @@ def quantise_into(
     weights, given = find_weights(model), given or {}
     choice = choose(model, weights, settings, given)
     proto = with_blocks(model.proto, weights, choice.matrices, settings)
+    onnx_file.rename(proto, "logits", model.metadata.output)
     turned = {stack.weight: stack.turned for stack in weights.stacks}
     _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)

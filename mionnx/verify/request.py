@@ -163,7 +163,6 @@ def as_recorded(
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
     if settings.positions is not None and list(settings.positions) != positions:
         raise InputError(f"{path} has positions {positions or 'all'}: leave them out to use the recorded ones")
-    sizes = model.metadata.sizes
-    batches = [make_token_batch(np.array(ids, np.int64), None, None, sizes) for ids in facts["prompts"]]
+    batches = [make_token_batch(np.array(ids, np.int64), None, None, model) for ids in facts["prompts"]]
     chosen = [name for name in facts["names"] if name in names]
     return batches, chosen, replace(settings, greedy=greedy, positions=positions)

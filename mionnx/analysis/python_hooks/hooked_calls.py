@@ -269,8 +269,7 @@ def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> H
 
 
 def _batch(model: Runner, request: ListRequest) -> TokenBatch:
-    sizes = model.hooked.metadata.sizes
-    return make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
+    return make_token_batch(request.tokens, request.attention_mask, request.past, model.hooked, request.prompt_length)
 
 
 def _forward(model: Runner, request: ListRequest) -> HookCache:
