@@ -59,9 +59,63 @@ ROTATED = replace(
     mid_norm="post_attention_layernorm",
     post_norm="post_mlp_layernorm",
 )
+T5 = replace(
+    PRE_NORM,
+    **PLACES,
+    embedding="encoder.embed_tokens",
+    blocks="encoder.block",
+    final_norm="encoder.final_layer_norm",
+    attention="layer.0.SelfAttention",
+    output_projection="o",
+    attention_added="layer.0.SelfAttention",
+    middle="layer.1",
+    mlp="layer.1.DenseReluDense",
+    mlp_output="",
+    up="wi",
+    down="wo",
+)
+
+
+def t5(config: Any) -> Layout:
+    """The encoder of T5: its MLP may have a gate."""
+    return replace(T5, gate="wi_0", up="wi_1") if config.is_gated_act else T5
+
+
+def esm(config: Any) -> Layout:
+    """ESM-2: rotated queries and keys, or learned positions."""
+    rotary = config.position_embedding_type == "rotary"
+    return replace(
+        PRE_NORM,
+        types=None,
+        positions=None if rotary else BERT.positions,
+        offset=0 if rotary else None,
+        final_norm="encoder.emb_layer_norm_after",
+        middle="LayerNorm",
+    )
+
+
+def inside(prefix: str, layout: Layout) -> Layout:
+    """A layout whose blocks hold everything in one module."""
+    names = ("attention", "attention_added", "middle", "mlp_output", "up", "down", "mid_norm", "post_norm")
+    return replace(layout, **{name: f"{prefix}.{getattr(layout, name)}" for name in names})
+
+
 ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("bert", "electra", "ernie"), BERT),
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), ROBERTA),
+    **dict.fromkeys(("eurobert", "ultrabert"), LIKE_LLAMA),
+    **dict.fromkeys(("gte", "nomic_bert"), ROTATED),
+    **dict.fromkeys(("mt5", "t5", "umt5"), t5),
+    "albert": replace(
+        inside("albert_layers.0", replace(BERT, middle="ffn", mlp_output="ffn_output", up="ffn", down="ffn_output")),
+        blocks="encoder.albert_layer_groups",
+        output_projection="dense",
+        attention_added="albert_layers.0.attention.dense",
+        mid_norm="albert_layers.0.attention.LayerNorm",
+        post_norm="albert_layers.0.full_layer_layer_norm",
+        shared="encoder.albert_layer_groups",
+    ),
+    "deberta-v2": replace(BERT, keys="split", z="projection"),
     "distilbert": replace(
         BERT,
         types=None,
@@ -76,6 +130,26 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         mid_norm="sa_layer_norm",
         post_norm="output_layer_norm",
     ),
+    "esm": esm,
+    "esmc": replace(LIKE_LLAMA, stream="products"),
+    "jina_embeddings_v3": replace(ROTATED, gate=None, up="fc1", down="fc2"),
+    "megatron-bert": replace(PRE_NORM, **OWN, final_norm="encoder.ln", middle="ln"),
+    "modernbert": replace(
+        PRE_NORM,
+        **PLACES,
+        embedding="embeddings.tok_embeddings",
+        blocks="layers",
+        final_norm="final_norm",
+        attention="attn",
+        output_projection="Wo",
+        attention_added="attn",
+        middle="mlp_norm",
+        mlp="mlp",
+        mlp_output="",
+        gate_and_up="Wi",
+        up=None,
+        down="Wo",
+    ),
     "mpnet": replace(
         ROBERTA,
         **OWN,
@@ -85,6 +159,10 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         attention_added="attention.attn",
         mid_norm="attention.LayerNorm",
     ),
+    "rembert": replace(BERT, **OWN),
+    "roberta-prelayernorm": replace(PRE_NORM, offset=None, final_norm="LayerNorm", middle="intermediate.LayerNorm"),
+    "roformer": replace(BERT, **OWN, positions=None),
+    "xlm-roberta-xl": replace(PRE_NORM, offset=None, final_norm="encoder.LayerNorm", middle="LayerNorm"),
 }
 
 

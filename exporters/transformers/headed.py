@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from exporters.transformers.attention import Calls, Listener, TappedCache, Taps
 from exporters.transformers.encoder_families import is_encoder
+from exporters.transformers.families import layout_in
 from exporters.transformers.heads import HEAD_POINTS, TaskHead
 from exporters.transformers.layout import Layout
 from mionnx.graph.hook_points import HookPoint
@@ -102,6 +104,21 @@ def at_token(stream: Tensor, columns: Tensor) -> Tensor:
     """The stream [batch, seq, hidden] at one column [batch] of each row."""
     places = columns[:, None, None].expand(-1, 1, stream.shape[-1])
     return stream.gather(1, places)[:, 0, :]
+
+
+def write_out_shared(model: PreTrainedModel) -> None:
+    """Give each layer that shares a group's parameters a module of its own on them, in place."""
+    shared, config = layout_in(model).shared, model.config
+    if shared is None or len(model.get_submodule(shared)) == config.num_hidden_layers:  # type: ignore[arg-type]
+        return
+    groups: Any = model.get_submodule(shared)
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        group = groups[layer * len(groups) // config.num_hidden_layers]
+        memo = {id(one): one for one in (*group.parameters(), *group.buffers(), config)}
+        layers.append(deepcopy(group, memo))  # `copy` would share its hooks
+    config.num_hidden_groups = config.num_hidden_layers
+    model.set_submodule(shared, nn.ModuleList(layers))
 
 
 @contextmanager

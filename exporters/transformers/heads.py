@@ -75,6 +75,8 @@ class TaskHead:
             ExportError: it has none.
         """
         mapping = getattr(modeling_auto, MAPPINGS[self.kind])
+        if config.is_encoder_decoder:
+            mapping = modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING
         if type(config) not in mapping:
             raise ExportError(f"transformers has no {config.model_type!r} model with the head {self.kind!r}")
         return mapping[type(config)]

@@ -27,7 +27,7 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
         table: the attention's own causal mask, [1, 1, length, length]; None where it has none.
     """
     query: Tensor | None = None
-    seen = taps.layout.keys == "split"  # all of them, by `Attachment.own_attention`
+    seen = split = taps.layout.keys == "split"  # queries, keys and values, by `Attachment.split_heads`
 
     def four_axes(value: Tensor) -> Tensor:
         return value if value.dim() == 4 else value.unflatten(0, (stream.shape[0], heads))
@@ -63,7 +63,8 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
         if func in SOFTMAX:
             weights = func(at(HookPoint.AttnScores(layer), args[0]), *args[1:], **options)
             pattern = at(HookPoint.AttnPattern(layer), weights.to(stream.dtype))
-            taps.patterns[layer] = four_axes(query), four_axes(pattern)
+            whole = four_axes(pattern)
+            taps.patterns[layer] = whole if query is None else four_axes(query), whole
             return pattern
         if taps.cache is None and not seen and func in TORCH_PRODUCTS and args[1].dim() > 2:
             return product(func, args, options)
@@ -72,7 +73,7 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
             if "batch1" in options:
                 return func(*args, **{**options, "batch1": queries(options["batch1"])})
             return func(args[0], queries(args[1]), *args[2:], **options)
-        if query is None and func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
+        if query is None and not split and func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
             return func(queries(args[0]), *args[1:], **options)
         return func(*args, **options)
 

@@ -10,7 +10,11 @@ from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.families import FAMILIES
 from exporters.transformers.heads import DECODER, TaskHead
 from mionnx.errors import ExportError
+from mionnx.graph.metadata import NEXT_TOKEN
 
+HEADLESS = (
+    "mionnx exports those that predict masked tokens, classes, tags, spans or embeddings, and those without a head"
+)
 RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
 ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
 STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
@@ -56,7 +60,10 @@ def reason(config: Any) -> str | None:
 
 def refuse(config: Any, head: TaskHead = DECODER) -> None:
     """Refuse a family that is not taken, with the reason."""
-    if is_encoder(config):
+    if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
+        what = head.architecture or "no architecture"
+        raise ExportError(f"a {config.model_type!r} encoder with {what}: {HEADLESS}")
+    if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
     why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)

@@ -181,7 +181,9 @@ class Attachment:
         for path, point in LATENTS.items() if layout.keys == "latents" else ():
             if self.has(path, attention):  # a model may project its queries without a latent
                 self.after(self.module(path, attention), partial(self.taps.at, point(i)))
-        if layout.keys == "own":
+        if layout.keys == "split":
+            self.split_heads(i, attention.get_submodule("self"))
+        if layout.keys in ("own", "split"):
             self.own_attention(i, attention, getattr(attention, "bias", None))
         if layout.rotation == "part":
             self.cut_heads(i, attention)
@@ -199,6 +201,26 @@ class Attachment:
         """Tap attention in the family's own code, with its own causal mask, if any."""
         heads = self.model.config.num_attention_heads
         self.enter_around(attention, lambda stream: tap_products(self.taps, i, heads, stream, mask))
+
+    def split_heads(self, i: int, attention: Any) -> None:
+        """Tap queries, keys and values, [batch * n_heads, seq, head_dim], as `transpose_for_scores` gives them."""
+        points, split = list[HookPoint](), attention.transpose_for_scores
+        seen = list[Tensor]()
+
+        def splitting(x: Tensor, count: int) -> Tensor:
+            heads = split(x, count)
+            if not points:
+                return heads
+            seen.append(self.taps.at(points.pop(0), heads.unflatten(0, (x.shape[0], count))))
+            if not points:
+                self.taps.read[i] = seen[1], seen[2]
+            return seen[-1].flatten(0, 1)
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            points[:], seen[:] = [HookPoint.AttnQ(i), HookPoint.AttnK(i), HookPoint.AttnV(i)], []
+
+        self.stack.callback(attention.register_forward_pre_hook(begin).remove)
+        replace_for(self.stack, attention, "transpose_for_scores", splitting)
 
     def cut_heads(self, i: int, attention: nn.Module) -> None:
         """Tap queries and keys of which a part is cut off and rotated."""

@@ -33,7 +33,7 @@ from exporters.transformers.config import rope_parameters
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
 from exporters.transformers.families import layout_in, layout_of
-from exporters.transformers.headed import Headed
+from exporters.transformers.headed import Headed, write_out_shared
 from exporters.transformers.heads import DECODER, TaskHead
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.layout import Layout
@@ -143,18 +143,13 @@ def run_eagerly(
 
 
 def run_once(
-    model: PreTrainedModel,
-    head: TaskHead,
-    listen: Listener,
-    ids: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    types: Tensor,
+    model: PreTrainedModel, head: TaskHead, listen: Listener, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Run a loaded model with a head of its own once in eager torch, as `run_eagerly` does a decoder."""
+    """Run a loaded model with some head once in eager torch on ids, mask, positions and types, each [batch, seq]."""
     prepare(model.config)
+    write_out_shared(model)
     with torch.no_grad():
-        return wrapped(model, listen, head)(ids, mask, positions, types)
+        return wrapped(model, listen, head)(*inputs)
 
 
 def wrapped(
@@ -195,6 +190,7 @@ def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False, head: Task
         raise ExportError(f"transformers builds no {config.model_type!r} with such attention: {error}") from error
     if not plain:
         drop_spare(skeleton)
+        write_out_shared(skeleton)
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":

@@ -29,7 +29,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
-POOLER = "pooler."  # of a base model, in names of its weights
+POOLER = ("pooler.", "contact_head.")  # in a base model, beside its stream
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
