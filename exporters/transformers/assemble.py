@@ -76,6 +76,7 @@ def export_checkpoint(
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = _read(folder, Path(staging), config)
+        tensors += head.sentence.tensors(Path(staging)) if head.sentence else []
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
@@ -199,13 +200,22 @@ def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
         hooks=hooked.hooks,
         attention=[_attention(hooked, i) for i in range(hooked.sizes.num_layers)],
         exporter={**versions, **normed, **identities},
-        context_length=context_length(config.to_dict()),
+        context_length=_longest(hooked, config),
         hook_dtypes=_other_dtypes(hooked, str(dtype).removeprefix("torch.")),
         direction="both" if reads_both_ways(config) else "left",
         head=hooked.head.kind,
         labels=hooked.head.labels(config),
         activation=hooked.head.activation(config),
+        pooling=hooked.head.sentence.metadata() if hooked.head.sentence else {},
     )
+
+
+def _longest(hooked: HookedGraph, config: Any) -> int | None:
+    """The length of text that a model is made for; that of a sentence embedding is cut before."""
+    sentence = hooked.head.sentence
+    own = sentence.max_length if sentence else None
+    lengths = (own, hooked.sizes.max_positions if hooked.head.kind != NEXT_TOKEN else None)
+    return min([length for length in lengths if length], default=context_length(config.to_dict()))
 
 
 def _other_dtypes(hooked: HookedGraph, dtype: str) -> dict[str, str]:

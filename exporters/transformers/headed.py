@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import Calls, Listener, TappedCache, Taps
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.families import layout_in
-from exporters.transformers.heads import HEAD_POINTS, TaskHead
+from exporters.transformers.heads import TaskHead
 from exporters.transformers.layout import Layout
+from exporters.transformers.sentence import SENTENCE, at_token, first_columns
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import HEAD_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SENTENCE = "sentence"  # name of a model's modules behind its stream, if it is a sentence embedding
 Attach = Callable[[PreTrainedModel, Taps], Any]
 
 
@@ -58,6 +59,8 @@ class Headed(nn.Module):
         return results
 
     def _results(self, taps: Taps, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
+        if self.head.kind == "embedding":
+            return (self.model.get_submodule(SENTENCE)(output[0], mask, taps.at),)
         if self.head.kind == "none":
             pooled = output.get("pooler_output")
             return output[0], *(() if pooled is None else (taps.at(HookPoint.Pooler, pooled),))
@@ -65,7 +68,7 @@ class Headed(nn.Module):
             logits = torch.stack([output.start_logits, output.end_logits], -1)
         else:
             logits = output.logits
-        return (taps.at(HEAD_POINTS[self.head.kind], logits),)
+        return (taps.at(HookPoint.parse(HEAD_POINTS[self.head.kind]), logits),)
 
 
 def has_types(config: Any) -> bool:
@@ -95,15 +98,9 @@ def _first(mask: Tensor) -> Callable[[Any, Any, Any], Any]:
         first = len(index) > 1 and index[0] == every and type(index[1]) is int and index[1] == 0
         if not first or any(one != every for one in index[2:]):
             return func(*args, **options)
-        return at_token(args[0], torch.argmax(mask, 1))
+        return at_token(args[0], first_columns(mask))
 
     return answer
-
-
-def at_token(stream: Tensor, columns: Tensor) -> Tensor:
-    """The stream [batch, seq, hidden] at one column [batch] of each row."""
-    places = columns[:, None, None].expand(-1, 1, stream.shape[-1])
-    return stream.gather(1, places)[:, 0, :]
 
 
 def write_out_shared(model: PreTrainedModel) -> None:

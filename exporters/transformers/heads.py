@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from exporters.transformers.encoder_families import is_encoder
+from exporters.transformers.sentence import SENTENCE, SentenceModules, sentence_modules
 from mionnx.errors import ExportError
-from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import NEXT_TOKEN
 
 # End of an architecture's name -> the head; the first that fits.
@@ -38,13 +38,6 @@ MAPPINGS = {
     "embedding": "MODEL_MAPPING",
     "none": "MODEL_MAPPING",
 }
-HEAD_POINTS = {
-    NEXT_TOKEN: HookPoint.Logits,
-    "masked_lm": HookPoint.Logits,
-    "classes": HookPoint.ClassLogits,
-    "token_classes": HookPoint.TokenLogits,
-    "span": HookPoint.SpanLogits,
-}
 ENDS = ["start", "end"]  # of a span
 
 
@@ -55,10 +48,12 @@ class TaskHead:
     Attributes:
         kind: a key of `mionnx.graph.metadata.MAIN_OUTPUTS`.
         architecture: the class that the config names; empty if none.
+        sentence: what makes an embedding of the stream; None for other heads.
     """
 
     kind: str = NEXT_TOKEN
     architecture: str = ""
+    sentence: SentenceModules | None = None
 
     def make(self, config: Any, dtype: torch.dtype) -> PreTrainedModel:
         """A model with this head."""
@@ -66,7 +61,10 @@ class TaskHead:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         kind = self.model_class(config)
         pooled = self.kind == "embedding" and "add_pooling_layer" in signature(kind.__init__).parameters
-        return kind._from_config(config, dtype=dtype, **({"add_pooling_layer": False} if pooled else {}))
+        model = kind._from_config(config, dtype=dtype, **({"add_pooling_layer": False} if pooled else {}))
+        if self.sentence is not None:
+            model.add_module(SENTENCE, self.sentence.make().to(dtype))
+        return model
 
     def model_class(self, config: Any) -> type[PreTrainedModel]:
         """transformers' class with this head for a config.
@@ -104,7 +102,10 @@ DECODER = TaskHead()
 
 def head_of(config: Any, folder: Path | None = None) -> TaskHead:
     """The head of a checkpoint, by its config and the files beside it."""
+    sentence = sentence_modules(folder) if folder is not None else None
     name = next(iter(getattr(config, "architectures", None) or ()), "")
+    if sentence is not None:
+        return TaskHead("embedding", name, sentence)
     kind = next((kind for end, kind in ARCHITECTURES.items() if name.endswith(end)), None)
     if kind is None or (kind == "masked_lm" and not is_encoder(config)):
         kind = "none" if is_encoder(config) and not name else NEXT_TOKEN

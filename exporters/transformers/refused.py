@@ -62,7 +62,7 @@ def refuse(config: Any, head: TaskHead = DECODER) -> None:
     """Refuse a family that is not taken, with the reason."""
     if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
         what = head.architecture or "no architecture"
-        raise ExportError(f"a {config.model_type!r} encoder with {what}: {HEADLESS}")
+        raise ExportError(f"a {config.model_type!r} model with {what}: {HEADLESS}")
     if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look

@@ -43,7 +43,7 @@ HEAD_POINTS = {
     "embedding": HookPoint.Embedding.name,
 }
 ACTIVATIONS = ("", "softmax", "sigmoid", "identity")
-POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weightedmean", "lasttoken")
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 

@@ -28,6 +28,10 @@ SIZES = {
     "pad_token_id": 0,
 }
 PROTEINS = {"pad_token_id": 1, "mask_token_id": 32}
+T5 = {
+    **{"d_model": 32, "num_layers": LAYERS, "num_heads": 4, "d_kv": 8, "d_ff": 48, "vocab_size": VOCAB},
+    **{"pad_token_id": 0, "is_encoder_decoder": False, "use_cache": False},
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "distilbert": {
         "dim": 32,
@@ -37,13 +41,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
         "pad_token_id": 0,
     },
-    **dict.fromkeys(
-        ("t5", "mt5", "umt5"),
-        {
-            **{"d_model": 32, "num_layers": LAYERS, "num_heads": 4, "d_kv": 8, "d_ff": 48, "vocab_size": VOCAB},
-            **{"pad_token_id": 0, "is_encoder_decoder": False, "use_cache": False},
-        },
-    ),
+    **dict.fromkeys(("t5", "mt5", "umt5"), T5),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
