@@ -37,7 +37,7 @@ from mionnx.spec.hook_spec import HookSpec
 METHODS = {"integrated": INTEGRATED, "late": LATE}
 MOST_STEPS = 10_000
 WIDTH = 1e-2  # of a central difference, in lengths of its direction: errors of 1e-4 of the derivative in float32
-CALL_TOKENS = 4096
+PASS_TOKENS = 4096
 FLAT = 1e-5  # by which an exact sum may miss the similarity
 Numbers = NDArray[np.float64]
 
@@ -180,7 +180,7 @@ class _Text:
         each = np.zeros((len(moved), *direction.shape))
         each[np.arange(len(moved)), moved] = direction[moved] * WIDTH
         total = np.zeros((count, len(self.embedding)))
-        most = max(1, CALL_TOKENS // (2 * count))
+        most = max(1, PASS_TOKENS // (2 * count))
         for step in range(steps):
             show(step)
             here = self.r + (step + 0.5) / steps * direction

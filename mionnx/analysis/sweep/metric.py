@@ -18,6 +18,7 @@ from mionnx.run.embedding import vector_of
 from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import answer_id, warn_of_spelling
+from mionnx.spec.metric import OF_VECTORS
 
 Numbers = NDArray[np.float64]
 Token = int | str
@@ -25,7 +26,6 @@ Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 METRICS = ("logit_diff", "logit", "probability", "log_probability", "kl", "rank", "cosine", "dot", "span")
-OF_VECTORS = ("cosine", "dot")  # of embeddings
 
 
 @dataclass(frozen=True)
