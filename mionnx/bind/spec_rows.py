@@ -181,7 +181,6 @@ class SpecRows:
 
 
 def _positions(selection: Selection, rows: Sequence[int]) -> tuple[Any, ...]:
-    """The positions of some rows."""
     positions: Any = selection.intervention.positions
     absolute = selection.positions or {}
     if len({len(positions[row]) for row in absolute}) == 1:

@@ -181,8 +181,7 @@ def head_scores(
         seed: a number that determines the sequences.
         token_ids: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         InterventionError: `hooks` means some of the rows, or has another value for each.

@@ -93,8 +93,7 @@ def harvest(
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
         column: of tables and JSON lines, the one with the texts; "text" if left out.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: a hook point without one value a token.
@@ -146,18 +145,14 @@ class DamagedShardWarning(UserWarning):
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """A harvest that is going on.
-
-    Attributes:
-        identity: everything that determines the activations, as the manifest has it.
-    """
+    """A harvest that is going on."""
 
     model: Runner
     spec: HookSpec
     bound: BoundSpec
     rows: HarvestRows
     settings: Settings
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # everything that determines the activations, as the manifest has it
     folder: Path
 
     def write(self, make: Make, progress: bool | None) -> Activations:
@@ -238,7 +233,6 @@ def _remove_partial(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other harvests out of a folder."""
     try:
         with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield

@@ -24,17 +24,13 @@ FIRST, POOLED = "first", "pooled"  # positions of an encoder: the first token, a
 
 @dataclass(frozen=True)
 class HarvestRow:
-    """Tokens that run together, an entry [seq] each.
-
-    Attributes:
-        text, position: number of the text that each token is of, and its position there.
-        keep: the tokens whose activations are written, bool.
-    """
+    """Tokens that run together, an entry [seq] each."""
 
     ids: Integers
+    # text, position: number of the text that each token is of, and its position there.
     text: Integers
     position: Integers
-    keep: NDArray[np.bool_]
+    keep: NDArray[np.bool_]  # the tokens whose activations are written, bool
 
     def __len__(self) -> int:
         return len(self.ids)

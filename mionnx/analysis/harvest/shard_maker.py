@@ -29,17 +29,12 @@ Task = tuple[int, list[HarvestRow]]  # number of a shard, and its rows
 
 @dataclass(frozen=True)
 class Column:
-    """One hook point's values, an entry a token.
-
-    Attributes:
-        axis: the axis of the captured array with one entry a token.
-        shape: one token's value.
-        dtype, own: dtype that is written; dtype of the model's value.
-    """
+    """One hook point's values, an entry a token."""
 
     name: str
-    axis: int
-    shape: tuple[int, ...]
+    axis: int  # the axis of the captured array with one entry a token
+    shape: tuple[int, ...]  # one token's value
+    # dtype, own: dtype that is written; dtype of the model's value.
     dtype: "np.dtype[Any]"
     own: "np.dtype[Any]"
     right: bool = False  # whether rows are padded on the right
@@ -130,40 +125,29 @@ class Groups:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is there.
-
-    Attributes:
-        texts: number of texts up to its end.
-        dropped: number of tokens that the format has no place for.
-        damage: damage of the file that was there before.
-    """
+    """A shard that is there."""
 
     number: int
     shard: Shard
-    texts: int
-    dropped: int
-    damage: str | None = None
+    texts: int  # number of texts up to its end
+    dropped: int  # number of tokens that the format has no place for
+    damage: str | None = None  # damage of the file that was there before
 
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes shards, each from its rows alone: any process with the model can make any of them.
-
-    Attributes:
-        cast, exact: specs of the passes whose graph casts the values that leave it, and does not.
-        context: tokens of a window; None where a row is a text.
-        earlier: shards of a complete harvest, by number.
-    """
+    """Makes shards, each from its rows alone: any process with the model can make any of them."""
 
     folder: Path
     model: Runner
+    # cast, exact: specs of the passes whose graph casts the values that leave it, and does not.
     cast: HookSpec
     exact: HookSpec
     columns: tuple[Column, ...]
     format: str
     batch_size: int | str
-    context: int | None
-    earlier: Mapping[int, Shard] = field(default_factory=dict)
+    context: int | None  # tokens of a window; None where a row is a text
+    earlier: Mapping[int, Shard] = field(default_factory=dict)  # shards of a complete harvest, by number
 
     def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
         """A shard: as it is there, or made now."""

@@ -30,16 +30,12 @@ METRICS = ("logit_diff", "logit", "probability", "log_probability", "kl", "rank"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric on one prompt, or pair of prompts.
-
-    Attributes:
-        needs: ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
-        of: logits [rows, vocab or needs], float64 -> [rows].
-    """
+    """A metric on one prompt, or pair of prompts."""
 
     name: str
+    # Ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
     needs: tuple[int, ...] | None
-    of: Callable[[Numbers], Numbers]
+    of: Callable[[Numbers], Numbers]  # logits [rows, vocab or needs], float64 -> [rows]
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
         """Compute the metric of some rows, [rows, vocab or needs] -> [rows]."""
