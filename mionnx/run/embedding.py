@@ -79,9 +79,8 @@ def _prompt(model: Runner, prompt: str | None) -> str:
     text = "" if name is None else prompts.get(name, name)
     if prompt is not None and prompt not in prompts and prompt.isidentifier():
         has = ", ".join(prompts) or "none"
-        raise InputError(
-            f"prompt_name={prompt!r} names no prompt of this model, which has {has}{nearest(prompt, prompts)}"
-        )
+        advice = nearest(prompt, prompts)
+        raise InputError(f"prompt_name={prompt!r} names no prompt of this model, which has {has}{advice}")
     if text and pooling.get("include_prompt") is False:
         raise InputError(
             "this model leaves the tokens of a prompt out of its pooling, which its graph does not: embed without one"
