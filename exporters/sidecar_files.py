@@ -1,11 +1,10 @@
 """Files beside a hooked model: the checkpoint's config and tokenizer files."""
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import files_beside
+from mionnx.graph.folder_file import copy_beside, files_beside
 from mionnx.graph.hooked_model import KEPT
 
 
@@ -17,8 +16,7 @@ def find_files(folder: Path) -> list[Path]:
         raise ExportError(str(error)) from error
 
 
-def keep_files(files: Iterable[Path], target: Path) -> None:
-    """Copy small files into the hooked model's folder, unless they lie there."""
-    for file in files:
-        if file.parent.resolve() != target.resolve():
-            shutil.copyfile(file, target / file.name)
+def keep_files(files: Iterable[Path], folder: Path, target: Path) -> None:
+    """Copy small files of a checkpoint's folder into the hooked model's, unless they lie there."""
+    if folder.resolve() != target.resolve():
+        copy_beside(files, folder, target)

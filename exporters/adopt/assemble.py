@@ -120,7 +120,7 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
 
 def _write(proto: onnx.ModelProto, file: Path, target: Path) -> None:
     (target / GRAPH).write_bytes(proto.SerializeToString())
-    keep_files(find_files(config_folder(file)), target)
+    keep_files(find_files(config_folder(file)), config_folder(file), target)
     try:
         HookedModel.open(target, check="none")  # as a user will
     except ModelError as error:

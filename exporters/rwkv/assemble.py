@@ -81,7 +81,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
     model.metadata_props.update(metadata.to_props())
     ir.save(model, target / "model.onnx")
-    keep_files(files, target)
+    keep_files(files, folder.parent if alone else folder, target)
 
 
 def _read(folder: Path) -> list[StoredTensor]:

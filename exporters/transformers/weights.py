@@ -29,6 +29,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
+POOLER = ("pooler.", "contact_head.")  # in a base model, beside its stream
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
@@ -41,6 +42,28 @@ class Mapped:
     # conversions, each with the checkpoint tensors it reads.
     converted: dict[str, "Conversion"] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)  # checkpoint tensors that belong to no parameter of the model
+
+
+def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedModel) -> None:
+    """Leave out tensors of heads that a model has not, and of a pooler that its head does not read, in place."""
+    base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
+    tied, read = _aliases(model), {value.name for value in parameters}
+
+    def in_base(name: str) -> bool:
+        inner = name.removeprefix(f"{base}.") if base else name
+        outside = base != "" and inner == name
+        return not outside and not inner.startswith(POOLER)
+
+    unread = [name for name in mapped.direct if not in_base(name) and not tied.get(name, {name}) & read]
+    for name in unread:
+        del mapped.direct[name]
+    prefix = f"{model.base_model_prefix}."
+    own = {name.partition(".")[0] for name, _ in model.get_submodule(base).named_parameters()}
+    mapped.unknown = [
+        name
+        for name in mapped.unknown
+        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not inner.startswith(POOLER)
+    ]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from mionnx.bind.effect import (
     refuse_idle_structure,
 )
 from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by
+from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by, refuse_metric
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -156,7 +156,7 @@ class BoundSpec:
         inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
         inputs |= capture_inputs((*self.captures, *self.gradients), batch)
-        return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata.sizes)}
+        return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata)}
 
     def outputs(self, use_cache: bool) -> list[str]:
         """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
@@ -219,6 +219,7 @@ class Binder:
         # where a model is cut, the value is an output whether or not the spec captures it
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
+        refuse_metric(metric, self.model.metadata)
         of = read_by(metric, hooks)
         by = bind_gradients(spec.gradients, of, hooks)
         plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))

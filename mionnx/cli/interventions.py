@@ -50,7 +50,7 @@ class Interventions:
 
     options: dict[str, Any]
 
-    def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
+    def spec(self, num_heads: int, seq_len: int | None, both: bool = False) -> HookSpec:
         """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
 
         Raises:
@@ -61,7 +61,7 @@ class Interventions:
         spec = HookSpec.load(str(saved)) if saved else HookSpec()
         for kind in WRITTEN:
             for text in self.options[kind.name] or ():
-                spec.intervene(*parse(kind.name, text, num_heads, seq_len))
+                spec.intervene(*parse(kind.name, text, num_heads, seq_len, both))
         for text in self.options["state_knockout"] or ():
             spec.set_state_knockout(parse_state_knockout(text))
         for text in self.options["state_steering"] or ():
@@ -92,6 +92,7 @@ class Reader:
 
     n_heads: int
     seq_len: int | None
+    both: bool = False
 
     def array(self, text: str) -> NDArray[Any]:
         """A number, or FILE.safetensors:KEY[*FACTOR]."""
@@ -105,7 +106,9 @@ class Reader:
         return tensor * float(match["factor"]) if match["factor"] else tensor
 
 
-def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list[str], Intervention]:
+def parse(
+    kind: str, text: str, n_heads: int, seq_len: int | None, both: bool = False
+) -> tuple[list[str], Intervention]:
     """Parse HOOK[=VALUE][@LIMITS]: the names and globs of hook points, and the intervention.
 
     Raises:
@@ -125,7 +128,8 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list
         name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, text)
         for name, numbers in _parts(limits, text, LIMITS).items()
     }
-    return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
+    reader = Reader(n_heads, seq_len, both)
+    return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, reader), **chosen)
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:

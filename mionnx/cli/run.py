@@ -67,7 +67,7 @@ def run(
     """
     model = opening.once()
     tokens = model.tokenize(prompt)
-    spec = interventions.spec(model.num_heads, len(tokens))
+    spec = interventions.spec(model.num_heads, len(tokens), model.bidirectional)
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
     for hook in capture or ():
         spec.capture(hook)
@@ -148,7 +148,7 @@ def generate(
     texts = [prompt] if prompts is None else read_prompts(prompts)
     tokens = [_tokens(model, text, chat, system) for text in texts]
     # A mask for the longest text: shorter ones take their part of it.
-    spec = interventions.spec(model.num_heads, max(map(len, tokens)))
+    spec = interventions.spec(model.num_heads, max(map(len, tokens)), model.bidirectional)
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
     if prompts is not None:

@@ -5,6 +5,7 @@ the `blobs` beside `snapshots`. Devices, pipes and sockets are refused before a 
 """
 
 import json
+import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,8 +28,16 @@ def files_beside(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """Small files of a folder by patterns of their names."""
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     for file in files:
-        check_regular(inside(folder, file.name), LARGEST_BESIDE)
+        check_regular(inside(folder, str(file.relative_to(folder))), LARGEST_BESIDE)
     return files
+
+
+def copy_beside(files: Iterable[Path], folder: Path, target: Path) -> None:
+    """Copy files of a folder, those of its inner folders into such, to another folder."""
+    for file in files:
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def resolve(folder: Path, name: str) -> Path:

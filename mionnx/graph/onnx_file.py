@@ -158,6 +158,20 @@ def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:
     return [value.name for value in proto.graph.input], [value.name for value in proto.graph.output]
 
 
+def rename(proto: onnx.ModelProto, name: str, by: str) -> None:
+    """Give a value another name, where it is made and read."""
+    if name == by:
+        return
+    for node in proto.graph.node:
+        for names in (node.input, node.output):
+            for i, one in enumerate(names):
+                if one == name:
+                    names[i] = by
+    for entry in (*proto.graph.output, *proto.graph.value_info):
+        if entry.name == name:
+            entry.name = by
+
+
 def opset(proto: onnx.ModelProto) -> int:
     """The version of the standard operators that a model is written in."""
     return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)

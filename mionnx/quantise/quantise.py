@@ -1,6 +1,5 @@
 """A hooked model of floats becomes one of blocks, weight by weight: no more than one of them is in memory."""
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT, GivenBlocks
-from mionnx.graph.folder_file import files_beside
+from mionnx.graph.folder_file import copy_beside, files_beside
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
@@ -58,12 +57,12 @@ def quantise_into(
     weights, given = find_weights(model), given or {}
     choice = choose(model, weights, settings, given)
     proto = with_blocks(model.proto, weights, choice.matrices, settings)
+    onnx_file.rename(proto, "logits", model.metadata.output)
     turned = {stack.weight: stack.turned for stack in weights.stacks}
     _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
-    for path in files_beside(model.folder, KEPT):
-        shutil.copyfile(path, folder / path.name)
+    copy_beside(files_beside(model.folder, KEPT), model.folder, folder)
 
 
 def _write_weights(

@@ -153,7 +153,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     if bound.plan.outputs.logits:
         every = not bound.plan.outputs.last and (part is None or part.positions is None)
         positions = length if every else 1 if part is None else len(part.positions_)
-        size += number * positions * model.metadata.sizes.vocab_size
+        size += number * (positions if model.metadata.positional else 1) * model.metadata.columns
     if use_cache and not model.metadata.recurrent:
         size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))
     return size

@@ -4,16 +4,19 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
+from functools import partial as bind
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
 from typing import Any
+from zipfile import ZipFile
 
 from platformdirs import user_cache_path
 
-from mionnx.errors import ExportError, InputError, MIError, ModelError
-from mionnx.graph.folder_file import inside
+from mionnx.errors import ExportError, InputError, MIError, ModelError, boundary
+from mionnx.graph.folder_file import inside, resolve
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
@@ -29,6 +32,7 @@ from mionnx.run.exporting import MADE, NEEDED, copy_links, dtype_of, exporter_fo
 from mionnx.run.hub import download, download_file, names_file
 from mionnx.run.repository import MAIN, Repository, Version
 
+CHUNK = 2**22  # bytes of an archive that are copied at a time
 LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
@@ -98,11 +102,35 @@ def checkpoint_folder(
     # A folder goes before a shipped model of its name.
     name = str(source)
     folder = source_path.local_path(source) or source_path.shipped_models().get(name)
-    folder = folder or source_path.packaged_model(name)
+    folder = folder or _packaged(name)
     if folder is None:
         return hub_folder(name if file is None else f"{source}/{file}", None, version, progress, weights)
     folder = part_of(folder, version)
     return folder if file is None else source_path.file_in(folder, file)
+
+
+def _packaged(name: str) -> Path | None:
+    """The file of a packaged model, or its folder, unpacked into the store; None for any other name."""
+    path = source_path.packaged_model(name)
+    if path is None or path.suffix != source_path.ARCHIVE:
+        return path
+    state = path.stat()
+    unpacked = _in_store(f"{name}-{_key([str(path), state.st_size, state.st_mtime_ns])}", bind(unpack, path, name))
+    return unpacked / name  # named as the model, which is called so
+
+
+def unpack(archive: Path, name: str, target: Path) -> None:
+    """Unpack the files of an archive, of its top and of folders in it, into a folder of a name.
+
+    Raises:
+        ModelError: it is damaged, or a file in it would lie elsewhere.
+    """
+    with boundary(ModelError, f"{archive} is no intact archive"), ZipFile(archive) as file:
+        for entry in [entry for entry in file.infolist() if not entry.is_dir()]:
+            path = resolve(target, f"{name}/{entry.filename}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with file.open(entry) as source, path.open("wb") as copy:
+                shutil.copyfileobj(source, copy, CHUNK)
 
 
 def part_of(folder: Path, version: Version) -> Path:

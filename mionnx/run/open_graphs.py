@@ -252,7 +252,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
             assert self.model.stock is not None  # as the plan says
             proto, options, plan = self.model.stock.proto, self._stock, replace(plan, fused=NONE)
         if plan.empty:
-            own = proto is self.model.proto and options.accuracy_level is None
+            own = self.model.as_on_disk and proto is self.model.proto and options.accuracy_level is None
             untouched = folder / GRAPH if own else proto.SerializeToString()
             return GraphOpening(untouched, folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)

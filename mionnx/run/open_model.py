@@ -88,6 +88,11 @@ class OpenModel:
         return self.hooked.metadata.sizes.hidden_size
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether tokens read those behind them too, as in an encoder."""
+        return self.hooked.metadata.bidirectional
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary."""
         return self.hooked.metadata.sizes.vocab_size

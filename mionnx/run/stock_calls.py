@@ -134,7 +134,7 @@ class Trial:
         ids = (np.arange(rows * seq).reshape(rows, seq) * 7 % 97 + 3) % sizes.vocab_size
         mask = np.ones((rows, seq), np.int64)
         mask[0, 0] = past is not None or not kind & PADDED_BIT
-        return make_token_batch(ids, mask, past, sizes)
+        return make_token_batch(ids, mask, past, self._model)
 
 
 def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:

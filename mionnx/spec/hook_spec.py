@@ -109,7 +109,7 @@ class HookSpec(Brief, Storable, Translated):
         *,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int | None = None,
+        position: int | str | None = None,
         reference: ArrayLike | None = None,
         cotangent: ArrayLike | None = None,
         of: Hook | None = None,

@@ -20,6 +20,7 @@ from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine import memory
 from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
@@ -45,7 +46,7 @@ def circuit(
     versus: Tokens = None,
     steps: int = 5,
     rules: str = "gradient",
-    position: int = -1,
+    position: Place | None = None,
     cotangent: ArrayLike | Seed | None = None,
     scores: EdgeAttribution | None = None,
 ) -> Circuit:

@@ -13,7 +13,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
-from mionnx.inputs.lacking import refuse_several_streams
+from mionnx.inputs.lacking import refuse_several_streams, refuse_without_vocabulary
 from mionnx.machine.brief import Brief
 from mionnx.machine.once import once_property
 from mionnx.machine.stored import Storable
@@ -44,6 +44,7 @@ class Lens(Segments):
     """The part of one model behind its last layer: it gives logits, or a readout."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
+        refuse_without_vocabulary(hooked, "the logit lens")
         refuse_several_streams(hooked, "reading a stream as logits")
         super().__init__(hooked, options)
         self.sizes = hooked.metadata.sizes

@@ -157,7 +157,7 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
         if left > 0:
             # Two tokens at least: the last predicts nothing.
             ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]
-            chosen.append(make_token_batch(ids, None, None, model.metadata.sizes))
+            chosen.append(make_token_batch(ids, None, None, model))
             left -= ids.size
     return chosen
 

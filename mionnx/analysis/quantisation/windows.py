@@ -62,7 +62,7 @@ def own_text(model: Runner) -> list[Ids]:
 
 def calls_of(model: Runner, ids: Sequence[Ids]) -> list[TokenBatch]:
     """Windows as the inputs of forward passes, without a past."""
-    return [make_token_batch(one, None, None, model.hooked.metadata.sizes) for one in ids]
+    return [make_token_batch(one, None, None, model.hooked) for one in ids]
 
 
 def digest(ids: Sequence[Ids]) -> str:

@@ -188,8 +188,9 @@ class Statistics(Brief, Stored):
             points = [points]
         for hook in self.hooks if points is None else listed("points", points):
             means = [self.at(hook, ids) for ids in texts]
-            # on the left, as prompts of unequal length are
-            padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]
+            # on the side of prompts of unequal length
+            sides = [(0, longest - len(one)) if model.bidirectional else (longest - len(one), 0) for one in means]
+            padded = [np.pad(one, [side, *[(0, 0)] * (one.ndim - 1)]) for one, side in zip(means, sides, strict=True)]
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
             value = np.moveaxis(np.stack(padded), 1, axis).astype(np.float32)
             edit = Intervention.Replace(value, positions=positions, heads=heads, rows=rows, neurons=neurons)

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,9 @@ class Shortcuts:
 def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
     """The savings of a request, or all that leave results as they are."""
     apart = model.rounds_by_call  # one scale for a call: it must be one cell at all of its positions
-    return shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    shortcuts = shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    # in an encoder a change at any position reaches all of them in the next layer
+    return replace(shortcuts, last=False, window=False) if model.metadata.bidirectional else shortcuts
 
 
 class PatchedRuns:
@@ -105,6 +107,7 @@ class PatchedRuns:
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a hook point is in the last layer and is read at the last position alone."""
         last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.after_attention)
+        last = last and not self.graphs.model.metadata.bidirectional
         # Keys, values and the stream before attention are read by other tokens.
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
@@ -200,7 +203,8 @@ class LayerPass:
 
     def rows(self) -> Rows:
         """The tokens of the rows that have joined."""
-        return Rows(np.repeat(self.patched.base.ids, self.joined, axis=0), self.start, self.patched.base.past)
+        base = self.patched.base
+        return Rows(np.repeat(base.ids, self.joined, axis=0), self.start, base.past, base.types)
 
     def join(self, layer: int) -> None:
         """Add the rows that start at a layer."""
@@ -257,6 +261,8 @@ class LayerPass:
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not halves:
             head = self.patched.base.corrupted(graphs.layers, self.rows())
+            if self.patched.graphs.model.metadata.bidirectional:
+                return graphs.values_at(self.rows(), self.stream, head, self.patched.base.at, tokens)
             logits = graphs.logits(self.rows(), self.stream, head, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         # The last layer in two halves: attention at all positions, which it reads, and what follows at the last alone.

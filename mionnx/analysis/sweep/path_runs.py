@@ -102,7 +102,7 @@ class _PathPass(LayerPass):
             self.step(layer)
         end = self.stream[self.graphs.end] + self.change if self.receivers.final else self.stream[self.graphs.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
-        return self.graphs.logits(self.rows(), {self.graphs.end: end}, tokens=tokens)[:, -1]
+        return self.graphs.values_at(self.rows(), {self.graphs.end: end}, None, self.base.at, tokens)
 
     def run_one_layer(self) -> None:
         """Run the sender layer with the most receivers, every row with a change."""

@@ -88,6 +88,7 @@ class Sweep:
     def key(self) -> str:
         """The hash of everything that the values depend on, SHA-256."""
         setting, metadata = self.setting, self.model.hooked.metadata
+        types = [None if pair.types is None else pair.types.tolist() for pair in self.pairs]
         specs = [pair.corruption.spec.sha256 for pair in self.pairs if pair.corruption is not None]
         facts = {
             "format": FORMAT,
@@ -101,6 +102,8 @@ class Sweep:
             # Absent where unused, so that files of sweeps without them keep their key.
             **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
             **({"specs": specs} if specs else {}),
+            **({} if self.pairs[0].at is None else {"at": [pair.at for pair in self.pairs]}),
+            **({"types": types} if any(types) else {}),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -231,13 +234,15 @@ class Sweep:
         begins |= {setting.grid.layers[-1]}
         if prompts.corruption is not None:
             ids = prompts.base[None]
-            clean = run_clean(self.graphs, ids, begins, setting.hooks)
-            corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
+            clean = run_clean(self.graphs, ids, begins, setting.hooks, None, prompts.at, prompts.types)
+            corrupted = run_clean(
+                self.graphs, ids, begins, setting.hooks, prompts.corruption, prompts.at, prompts.types
+            )
             base, other = self.compared.ordered(clean, corrupted)
             return base, other
         # One batch for both runs.
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
-        both = run_clean(self.graphs, ids, begins, setting.hooks)
+        both = run_clean(self.graphs, ids, begins, setting.hooks, None, prompts.at, prompts.types)
         return both.row(0), both.row(len(ids) - 1)  # of an ablation the same row twice
 
 

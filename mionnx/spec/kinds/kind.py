@@ -39,10 +39,16 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """Reads values on a command line; `n_heads` and `seq_len`, None without a text, shape attention masks."""
+    """Reads values on a command line; the others shape attention masks.
+
+    Attributes:
+        seq_len: None without a text.
+        both: whether queries read later keys too.
+    """
 
     n_heads: int
     seq_len: int | None
+    both: bool
 
     def array(self, text: str) -> Array:
         """A number, or a tensor of a file."""
