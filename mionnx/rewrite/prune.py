@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import sort_nodes
+from mionnx.graph.builder import branches, sort_nodes
 from mionnx.graph.exponents import AGAIN_END, STORED_END
 from mionnx.graph.report import Report
 
@@ -16,8 +16,12 @@ from mionnx.graph.report import Report
 def prune(graph: gs.Graph, report: Report) -> None:
     """Drop dead nodes, and bring the others into an order in which they can run."""
     before = {id(node): node.name or node.op for node in graph.nodes}
+    for value in graph.inputs:
+        value.inputs.clear()  # what is fed is not computed
+    for inner in (*(inner for node in graph.nodes for inner in branches(node)), *graph.functions):
+        inner.cleanup()
     _drop_dead(graph)
-    sort_nodes(graph.cleanup(remove_unused_graph_inputs=False))
+    sort_nodes(graph)
     left = {id(node) for node in graph.nodes}
     report.removed += [name for node, name in before.items() if node not in left]
 
@@ -43,8 +47,8 @@ def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collectio
 def _drop_dead(graph: gs.Graph) -> None:
     """Drop the nodes that no output depends on.
 
-    `cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value: minutes
-    for thousands that read one. Here each list is filtered once.
+    `Graph.cleanup` would too, but looks for each of them, by its value, in the list of all that read the same value:
+    minutes for thousands that read one. Here each list is filtered once.
     """
     alive, waiting = set[int](), list(graph.outputs)
     while waiting:
@@ -63,9 +67,8 @@ def _drop_dead(graph: gs.Graph) -> None:
 
 
 def _read(node: gs.Node) -> Iterator[gs.Tensor]:
-    """The values that a node reads, graphs inside of it included."""
     yield from node.inputs
-    for inner in node.subgraphs():
+    for inner in branches(node):
         yield from inner.outputs
         for one in inner.nodes:
             yield from _read(one)
