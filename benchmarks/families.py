@@ -45,7 +45,7 @@ from unlisted_families import FAMILIES, make  # noqa: E402
 from unlisted_families import run as run_unlisted  # noqa: E402
 
 from exporters.transformers import export  # noqa: E402
-from exporters.transformers.families import ENCODER, REASONS, RECURRENT, carries_state  # noqa: E402
+from exporters.transformers.refused import ENCODER, REASONS, RECURRENT, carries_state  # noqa: E402
 from mionnx import HookPoint, HookSpec, MIModel  # noqa: E402
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE  # noqa: E402
 

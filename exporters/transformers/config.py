@@ -31,11 +31,7 @@ SPARSE = ("keep_window_size", "index_topk")
 
 
 def native_config(folder: Path) -> Any:
-    """Read a checkpoint's config with transformers' own classes.
-
-    Raises:
-        ExportError: the checkpoint needs its own code, or transformers does not read the config.
-    """
+    """Read a checkpoint's config with transformers' own classes; one that needs its own code is refused."""
     try:
         table = read_json(inside(folder, CONFIG_FILE))
     except ModelError as error:
@@ -66,11 +62,12 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
     )
 
 
-def sizes_of(config: Any, learned_positions: bool) -> Sizes:
+def sizes_of(config: Any, learned_positions: bool, offset: int = 0) -> Sizes:
     """The sizes of a model config.
 
     Args:
         learned_positions: whether positions beyond the config's maximum have no embedding.
+        offset: the first of them that a text has.
 
     Raises:
         ExportError: the config names a size in no way that optimum or mionnx knows.
@@ -84,7 +81,7 @@ def sizes_of(config: Any, learned_positions: bool) -> Sizes:
         **named,
         num_kv_heads=groups,
         head_dim=getattr(first, "head_dim", None) or hidden // heads,
-        max_positions=_max_positions(config, learned_positions),
+        max_positions=_max_positions(config, learned_positions, offset),
     )
 
 
@@ -103,10 +100,11 @@ def _lookup(config: Any, ours: str) -> int:
     raise ExportError(f"the config of {config.model_type!r} names no {ours}; looked for {', '.join(own)}")
 
 
-def _max_positions(config: Any, learned_positions: bool) -> int | None:
+def _max_positions(config: Any, learned_positions: bool, offset: int) -> int | None:
     """Number of learned positions, or the limit of "longrope" and of sparse attention."""
     if learned_positions:
-        return context_length(config.to_dict())
+        length = context_length(config.to_dict())
+        return None if length is None else length - offset
     limits = [
         rope["original_max_position_embeddings"]
         for rope in rope_parameters(config)

@@ -54,7 +54,7 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], rep
     for name, where in knobs.items():
         turned |= dict.fromkeys(where, _knob(name, [bound.edits[n] for n in where]))
     report.inputs += knobs
-    calls = TokenFacts(graph, report)
+    calls = TokenFacts(graph, report, both=bound.model.metadata.bidirectional)
     for n, (edit, intervention) in enumerate(bound.edits):
         _edit(calls, edit, intervention, bound.hooks.dims(HookPoint.parse(edit.hook)), turned.get(n))
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)

@@ -29,7 +29,7 @@ from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph import onnx_file
-from mionnx.graph.folder_file import files_beside, read_json
+from mionnx.graph.folder_file import copy_beside, files_beside, read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
@@ -182,8 +182,10 @@ def _write_rest(
 ) -> None:
     facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
     spec.save(str(at / SPEC))
-    for file in files_beside(model.folder, KEPT):
-        (copy_tokenizer if file.name == TOKENIZER_FILE else shutil.copyfile)(file, at / file.name)
+    files = files_beside(model.folder, KEPT)
+    copy_beside([file for file in files if file.name != TOKENIZER_FILE], model.folder, at)
+    for file in [file for file in files if file.name == TOKENIZER_FILE]:
+        copy_tokenizer(file, at / file.name)
     _name_inputs(at / "tokenizer_config.json")
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
@@ -194,10 +196,8 @@ def _write_rest(
 
 
 def _name_inputs(path: Path) -> None:
-    """Name the graph's inputs in a tokenizer's config without their names.
-
-    A tokenizer class of transformers 4 gives segments too, which no decoder reads.
-    """
+    """Name the graph's inputs in a tokenizer's config without their names."""
+    # A tokenizer class of transformers 4 gives segments too, which no decoder reads.
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
         path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))

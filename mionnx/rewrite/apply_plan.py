@@ -17,7 +17,7 @@ from mionnx.rewrite.gradient.gradient_outputs import add_gradients, add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan
-from mionnx.rewrite.prune import prune
+from mionnx.rewrite.prune import prune, unscale_idle
 from mionnx.rewrite.query_blocks import in_query_blocks
 from mionnx.rewrite.restrict_outputs import restrict
 
@@ -62,14 +62,21 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
         read_out(graph, report)
     if plan.gradients is not None:
         add_metric(graph, plan.gradients, report)
+    if metadata.exponents:
+        unscale_idle(graph, metadata.exponents, _touched(plan))
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report
 
 
 def _ends(plan: Plan) -> list[str]:
-    """The values to compute in a graph that starts at a hook point."""
     return [*(want.hook for want in plan.captures), *([LOGITS] if plan.outputs.logits else [])]
+
+
+def _touched(plan: Plan) -> set[str]:
+    """Hook points that a graph is cut at, or that gradients are by or of."""
+    by = plan.gradients
+    return {*plan.starts} | ({*by.seeds, *(node.source for node in by.by)} if by else set())
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:

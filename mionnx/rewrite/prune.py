@@ -1,10 +1,15 @@
-"""Rewrite: nodes that no output reads are dropped. ONNX Runtime would execute them."""
+"""Rewrite: nodes that no output reads are dropped. ONNX Runtime would execute them.
 
-from collections.abc import Iterator
+Of a rescaled model, products that only take a power of two back and put it in again go too, where nothing touches the
+hook point between them (`mionnx.graph.exponents`).
+"""
+
+from collections.abc import Collection, Iterator
 
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import branches, sort_nodes
+from mionnx.graph.exponents import AGAIN_END, STORED_END
 from mionnx.graph.report import Report
 
 
@@ -19,6 +24,24 @@ def prune(graph: gs.Graph, report: Report) -> None:
     sort_nodes(graph)
     left = {id(node) for node in graph.nodes}
     report.removed += [name for node, name in before.items() if node not in left]
+
+
+def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collection[str]) -> None:
+    """Let readers of hook points that nothing touches read the stored values; what stood between is dead then."""
+    tensors = graph.tensors()
+    outputs = {id(value) for value in graph.outputs}
+    for name in exponents:
+        true, again = tensors.get(name), tensors.get(f"{name}{AGAIN_END}")
+        if true is None or again is None or name in touched or {id(true), id(again)} & outputs:
+            continue
+        between = [node.name for node in (*true.inputs, *true.outputs)]
+        if between != [f"{name}:true", f"{name}:again"]:  # something reads or edits the value
+            continue
+        stored = tensors[f"{name}{STORED_END}"]
+        for reader in list(again.outputs):
+            for place, value in enumerate(reader.inputs):
+                if value is again:
+                    reader.inputs[place] = stored
 
 
 def _drop_dead(graph: gs.Graph) -> None:
@@ -44,7 +67,6 @@ def _drop_dead(graph: gs.Graph) -> None:
 
 
 def _read(node: gs.Node) -> Iterator[gs.Tensor]:
-    """The values that a node reads, graphs inside of it included."""
     yield from node.inputs
     for inner in branches(node):
         yield from inner.outputs
