@@ -58,6 +58,18 @@ def _port(value: onnx.ValueInfoProto) -> Port:
     return Port(value.name, onnx.TensorProto.DataType.Name(tensor.elem_type), dims)
 
 
+def _narrowed(metadata: Metadata) -> str:
+    """A paragraph on how a model was made of one in a wider dtype; nothing of any other."""
+    made = metadata.narrowed
+    if not made:
+        return ""
+    powers = ", ".join(f"`{value}` and what is added to it times 2^{one}" for value, one in made["exponents"].items())
+    islands = f", {made['islands']} values kept in float32" if made["islands"] else ""
+    cost = f"forecast KL(float32 || {made['dtype']}) {made['after'].get('kl', float('nan')):.1e} nats"
+    done = f"{powers or 'nothing rescaled'}{islands}; {cost} over {made['tokens']} tokens"
+    return f"\nIt was narrowed from float32 to {made['dtype']}: {done}.\n"
+
+
 def card(facts: Mapping[str, Any], spec: HookSpec, metadata: Metadata, interface: GraphInterface, target: str) -> str:
     """The text of the card."""
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
@@ -73,7 +85,7 @@ tags: [onnx, mionnx, intervention]
 
 **This is not the original model.** It is a compiled intervention graph, made by mionnx {facts["mionnx"]} from a
 {metadata.family} model of {metadata.sizes.num_layers} layers, {metadata.sizes.hidden_size} wide. It was changed so:
-
+{_narrowed(metadata)}
 | intervention | where | value | limits |
 |---|---|---|---|
 {chr(10).join(done) or "| none | | | |"}

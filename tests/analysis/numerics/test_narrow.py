@@ -60,6 +60,8 @@ def test_captures_and_edits_are_of_true_values(loud, cured):
 
 def test_a_compiled_file_has_the_edit_and_no_idle_products(cured, tmp_path):
     folder = cured.compile(HookSpec().intervene(POINT, Intervention.Zero()), tmp_path / "compiled")
+    card = (folder / "README.md").read_text()
+    assert "It was narrowed from float32 to float16: `hook_embed` and what is added to it times 2^-" in card
     proto = onnx.load(next(folder.rglob("*.onnx")), load_external_data=False)
     names = [node.name for node in proto.graph.node]
     assert f"{POINT}:again" in names
