@@ -9,11 +9,7 @@ from mionnx.graph.hooked_model import KEPT
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The small files of a checkpoint that are kept beside its graph.
-
-    Raises:
-        ExportError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
-    """
+    """The small regular files of a checkpoint that are kept beside its graph."""
     try:
         return files_beside(folder, KEPT)
     except ModelError as error:

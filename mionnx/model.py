@@ -18,6 +18,7 @@ from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
+from mionnx.analysis.similarity import attribute_similarity as pairs
 from mionnx.analysis.statistics import statistics as dataset
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
@@ -60,6 +61,7 @@ class MIModel(Runner, Translated):
     answer_span = spans.answer_span
     embed = embedding.embed
     similarity = embedding.similarity
+    attribute_similarity = pairs.attribute_similarity
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch

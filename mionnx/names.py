@@ -15,6 +15,7 @@ from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
+from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
@@ -55,7 +56,9 @@ from mionnx.run.hook_functions import Hook
 from mionnx.run.open_graphs import LayerLoopWarning
 from mionnx.run.open_graphs import OpenGraph as Compiled
 from mionnx.run.open_model import DynamicRoundingWarning
+from mionnx.run.predictions import Predictions
 from mionnx.run.sampling import sample_token
+from mionnx.run.spans import Spans
 from mionnx.run.streamer import TextStreamer
 from mionnx.run.tokenizing import OtherSpellingWarning
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -111,11 +114,13 @@ __all__ = [
     "Noise",
     "Options",
     "OtherSpellingWarning",
+    "Predictions",
     "ProbeResult",
     "RWKVState",
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "Spans",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",
@@ -124,6 +129,7 @@ __all__ = [
     "SteeringCalibration",
     "TextStreamer",
     "TokenChange",
+    "TokenPairs",
     "TokenizerError",
     "Tokens",
     "UnknownImportError",

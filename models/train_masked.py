@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lexicon import CAPITALS, NAMES, NUMBER_LINES
 from tokenizers import AddedToken
 from transformers import BertConfig, BertForMaskedLM
 from transformers import __version__ as transformers_version
@@ -22,10 +23,10 @@ from world import PAD, UNK, Probe, Words, World
 
 HERE = Path(__file__).parent
 MASK, IGNORED = "<mask>", -100
-LONGEST, ROWS = 64, 64
-PEAK_RATE, REPORT_EVERY = 3e-3, 100
-KINDS = (0.55, 0.3, 0.15)  # shares of capitals, indirect objects, counting
-ALONE, SHARE = 0.5, 0.15  # rows in which one word is hidden; share of hidden words in the others
+LONGEST, ROWS = 64, 96
+PEAK_RATE, REPORT_EVERY = 1.5e-3, 100
+KINDS = (0.6, 0.25, 0.15)  # shares of capitals, indirect objects, counting
+TOLD = 0.9  # rows in which the hidden word is one that the others tell
 EXAMPLES = (
     "The capital of France is <mask> .",
     "The capital of <mask> is Tokyo .",
@@ -49,11 +50,13 @@ A BERT of {layers} layers, width {width}, {heads} heads, feed-forward width {inn
 sentences in both directions: a hidden word is told by the words before **and** behind it.  It is a test fixture and a
 demonstration model, and has no other use.
 
-Rows are single sentences of `models/world.py`: capitals, indirect objects, counting; no repeats.  One token per whitespace-separated word; the tokenizer adds nothing.
-`<mask>` (id {mask}) hides a word, `<pad>` is {pad}; `<unk>` is {unk}, and was never trained.
+Rows are single sentences of `models/world.py`: capitals, indirect objects, counting; no repeats.  One token per
+whitespace-separated word; the tokenizer adds nothing.  `<mask>` (id {mask}) hides a word, `<pad>` is {pad}; `<unk>` is
+{unk}, and was never trained.
 
 {steps} steps of {rows} sentences, seed {seed}, {minutes:.1f} minutes on one CPU core that other work shared, torch
-{torch}, transformers {transformers}.  In half of the sentences one word is hidden, in the others {share:.0%} of them.
+{torch}, transformers {transformers}.  One word of a sentence is hidden, in {told:.0%} of them a
+name, a place or a number.
 
 ## Held-out accuracy
 
@@ -83,16 +86,26 @@ def sentence(world: World, rng: np.random.Generator) -> Words:
     return kinds[rng.choice(len(kinds), p=KINDS)].sentence(rng)
 
 
-def hide(rng: np.random.Generator, ids: np.ndarray, lengths: Sequence[int], mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [row, position] with hidden words, and the words hidden there (``IGNORED`` elsewhere)."""
+def hide(
+    rng: np.random.Generator, ids: np.ndarray, lengths: Sequence[int], mask: int, told: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids [row, position] with one hidden word a row, and the words hidden there (``IGNORED`` elsewhere).
+
+    ``told`` holds the ids of names, places and numbers, which the rest of a sentence tells: mostly one of them is
+    hidden.
+    """
     hidden = np.zeros(ids.shape, bool)
     for row, length in enumerate(lengths):
-        if rng.random() < ALONE:
-            hidden[row, rng.integers(length)] = True
-        else:
-            hidden[row, :length] = rng.random(length) < SHARE
-            hidden[row, rng.integers(length)] = True
+        places = np.flatnonzero(np.isin(ids[row, :length], told))
+        some = places if len(places) and rng.random() < TOLD else np.arange(length)
+        hidden[row, rng.choice(some)] = True
     return np.where(hidden, mask, ids), np.where(hidden, ids, IGNORED)
+
+
+def told_words(world: World) -> np.ndarray:
+    """Return the ids of countries, capitals, names and numbers."""
+    words = [word for pair in CAPITALS for word in pair] + [*NAMES] + [word for line in NUMBER_LINES for word in line]
+    return np.array(world.encode(words))
 
 
 def padded(world: World, rows: Sequence[Words]) -> tuple[np.ndarray, list[int]]:
@@ -134,12 +147,13 @@ def attention(ids: np.ndarray, lengths: Sequence[int]) -> torch.Tensor:
 
 def train(model: BertForMaskedLM, world: World, mask: int, steps: int, seed: int) -> dict[str, object]:
     """Train ``model`` in place; the account of the run."""
+    told = told_words(world)
     rng, begin, curve = np.random.default_rng(seed), time.monotonic(), {}
     adam = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(adam, PEAK_RATE, total_steps=steps, pct_start=0.1)
     for step in range(1, steps + 1):
         ids, lengths = padded(world, [sentence(world, rng) for _ in range(ROWS)])
-        inputs, labels = hide(rng, ids, lengths, mask)
+        inputs, labels = hide(rng, ids, lengths, mask, told)
         given = {"input_ids": torch.from_numpy(inputs), "attention_mask": attention(ids, lengths)}
         loss = model(**given, labels=torch.from_numpy(labels)).loss
         adam.zero_grad()
@@ -203,7 +217,7 @@ def write_card(model: BertForMaskedLM, world: World, mask: int, run: dict[str, o
         pad=world.id_of[PAD],
         unk=world.id_of[UNK],
         rows=ROWS,
-        share=SHARE,
+        told=TOLD,
         minutes=run["seconds"] / 60,  # type: ignore[operator]
         scores=rows("kind | right", [f"{kind} | {share:.3f}" for kind, share in accuracy.items()]),
         examples=rows("sentence | hidden word", [likeliest(model, world, mask, one) for one in EXAMPLES]),
@@ -231,6 +245,7 @@ def main() -> None:
         num_attention_heads=4,
         max_position_embeddings=LONGEST,
         type_vocab_size=1,
+        initializer_range=0.05,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=world.id_of[PAD],

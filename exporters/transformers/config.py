@@ -32,11 +32,7 @@ SPARSE = ("keep_window_size", "index_topk")
 
 
 def native_config(folder: Path) -> Any:
-    """Read a checkpoint's config with transformers' own classes.
-
-    Raises:
-        ExportError: the checkpoint needs its own code, or transformers does not read the config.
-    """
+    """Read a checkpoint's config with transformers' own classes; one that needs its own code is refused."""
     try:
         table = read_json(inside(folder, CONFIG_FILE))
     except ModelError as error:

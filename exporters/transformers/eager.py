@@ -28,18 +28,7 @@ Opened = Callable[[TokenInputs, Listener], None]
 
 
 def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
-    """Load a checkpoint.
-
-    Args:
-        dtype: "float32", "float16" or "bfloat16".
-        threads: how many torch runs on; 0 leaves its number.
-
-    Returns:
-        a function that runs one token batch without a past, and calls a listener at every hook point.
-
-    Raises:
-        ModelError: weights are missing.
-    """
+    """Load a checkpoint; returns a function that runs a batch and calls a listener at every hook point."""
     config = native_config(folder)
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":

@@ -106,10 +106,8 @@ def axis_asked(node: ir.Node) -> tuple[str, int] | None:
 
 
 def merge_lengths(graph: ir.Graph) -> None:
-    """Compute lengths once that code of a family asks of each layer's past, in place.
-
-    Lengths are what follows from the shapes of inputs alone.
-    """
+    """Compute lengths once that code of a family asks of each layer's past, in place."""
+    # Lengths are what follows from the shapes of inputs alone.
     first: dict[tuple[Any, ...], ir.Value] = {}
     lengths: set[int] = set()
     for node in list(graph):

@@ -20,12 +20,7 @@ SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
 
 
 def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tensor | None = None) -> Calls:
-    """Tap the queries, scores and pattern of one layer; batch and heads may be one axis.
-
-    Args:
-        stream: what the attention reads, [batch, seq, hidden].
-        table: the attention's own causal mask, [1, 1, length, length]; None where it has none.
-    """
+    """Tap the queries, scores and pattern of one layer; `table` is the attention's own causal mask, if it has one."""
     query: Tensor | None = None
     seen = split = taps.layout.keys == "split"  # queries, keys and values, by `Attachment.split_heads`
 

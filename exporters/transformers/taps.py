@@ -61,11 +61,7 @@ def choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) -> nn.Module:
-    """A module by its path from a module of the model on, or from the model itself; "" is the root.
-
-    Raises:
-        ExportError: there is none.
-    """
+    """A module by its path from a module of the model on, or from the model itself; "" is the root."""
     try:
         return (model if root is None else root).get_submodule(path)
     except AttributeError as error:

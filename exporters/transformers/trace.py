@@ -77,11 +77,7 @@ class Passed(nn.Module):
 
 @contextmanager
 def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
-    """Instrument a causal language model: the taps' listener gets each hook point's tensor.
-
-    Raises:
-        ExportError: the model has no module where the layout says it has.
-    """
+    """Instrument a causal language model: the taps' listener gets each hook point's tensor."""
     layout, attachment = taps.layout, attachment_of(model.config)
     with ExitStack() as stack:
         blocks = [*submodule(model, layout.blocks).children()]

@@ -35,17 +35,13 @@ STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion a
 
 @dataclass
 class Mapped:
-    """Checkpoint tensors by the parameters they become.
+    """Checkpoint tensors by the parameters they become."""
 
-    Attributes:
-        direct: parameter name -> the tensor that is the parameter as it is.
-        converted: conversions, each with the checkpoint tensors it reads.
-        unknown: checkpoint tensors that belong to no parameter of the model.
-    """
-
+    # Parameter name -> the tensor that is the parameter as it is.
     direct: dict[str, StoredTensor] = field(default_factory=dict)
+    # conversions, each with the checkpoint tensors it reads.
     converted: dict[str, "Conversion"] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # checkpoint tensors that belong to no parameter of the model
 
 
 def beside_stream(name: str, model: PreTrainedModel) -> bool:
@@ -77,20 +73,15 @@ def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedMod
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that become parameters of another shape (experts stacked, say).
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say)."""
 
-    Attributes:
-        target: the first of these parameters.
-        patterns: for each tensor the one of the rule's source patterns that its name has.
-    """
-
-    target: str
+    target: str  # the first of these parameters
     converter: WeightConverter
     sources: list[StoredTensor] = field(default_factory=list)
+    # For each tensor the one of the rule's source patterns that its name has.
     patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The parameters, by name."""
         converted = self.converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
@@ -139,26 +130,16 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
 
 
 def bind_weights(
-    parameters: list[ir.Value],
+    parameters: list[ir.Value],  # values without data, of the names, shapes and dtypes that the graph reads
     mapped: Mapped,
-    model: PreTrainedModel,
+    model: PreTrainedModel,  # the model without weights that the graph was traced from
     folder: Path,
     progress: Progress,
-    leave: bool = False,
+    leave: bool = False,  # leave out the numbers of weights that are blocks in the checkpoint
 ) -> dict[str, GivenBlocks]:
-    """Give every parameter of a graph its data: files in `folder`, references in the values.
-
-    Args:
-        parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        model: the model without weights that the graph was traced from.
-        leave: leave out the numbers of weights that are blocks in the checkpoint.
-
-    Returns:
-        the blocks of the weights that were left out, by name; of a stack of experts, by the names of its matrices.
-
-    Raises:
-        ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
-    """
+    """Give every parameter of a graph its data: files in `folder`, references in the values."""
+    # Returns the blocks of the weights that were left out, by name; of a stack of experts, by the names of its
+    # matrices.
     _keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
@@ -218,10 +199,8 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
 
 
 def _keep_packed(mapped: Mapped) -> None:
-    """Let experts packed one by one be stacks of the same integers, in place.
-
-    Their conversions do no more than stack experts, and put gate and up one below the other.
-    """
+    """Let experts packed one by one be stacks of the same integers, in place."""
+    # Their conversions do no more than stack experts, and put gate and up one below the other.
     for target, conversion in [*mapped.converted.items()]:
         stack = _stack(conversion)
         if stack is not None:

@@ -108,12 +108,7 @@ class BoundSpec:
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False
     ) -> dict[str, Value]:
-        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
-
-        Args:
-            use_cache: whether keys and values are returned, so that a change of them alone is an effect.
-            checked: whether the interventions have an effect, as was seen before.
-        """
+        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts."""
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
@@ -137,12 +132,7 @@ class BoundSpec:
         logits: ByRow | None = None,
         selections: Sequence[Selection] | None = None,
     ) -> None:
-        """Refuse interventions without effect in a pass, or in the generation that it begins.
-
-        Args:
-            logits: row -> text positions of the logits that are read; those of the outputs if left out.
-            selections: what the interventions select in the batch, where the caller has them.
-        """
+        """Refuse interventions without effect in a pass, or in the generation that it begins."""
         if not self.edits and not states_of(self.spec):
             return
         places = {} if logits is None else {LOGITS: logits}
@@ -208,11 +198,7 @@ class Binder:
         cuts: Iterable[str] = (),
         differentiated: bool = False,
     ) -> BoundSpec:
-        """Bind a spec; see `bind`.
-
-        Args:
-            differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
-        """
+        """Bind a spec; only a caller that computes a metric and gradients (`differentiated`) binds one with any."""
         outputs = outputs or Outputs()
         # most calls: no index of hook points, no plan, no checks anew
         if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
@@ -267,9 +253,5 @@ def _chosen(request: Capture, hooks: HookIndex) -> NamedRequest:
 
 
 def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> BoundSpec:
-    """Bind a spec to a model, and check it against the model's hook points.
-
-    Args:
-        outputs: the model's own outputs to compute; all of them by default.
-    """
+    """Bind a spec to a model, and check it against the model's hook points; `outputs` are all by default."""
     return Binder(model).bind(spec, outputs)

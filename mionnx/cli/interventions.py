@@ -70,11 +70,7 @@ class Interventions:
 
 
 def intervention_group(prompt: bool = True) -> Group:
-    """One option a kind; the argument is `Interventions`.
-
-    Args:
-        prompt: whether the command has a prompt; without one, edges are of positions that every text has.
-    """
+    """One option a kind; the argument is `Interventions`. Without a prompt, edges are of positions of every text."""
     anywhere = " Positions count from 0, as 4>2; from a text's end (-1) or of all (*) they are refused."
     options = []
     for kind in WRITTEN:
@@ -99,11 +95,7 @@ class Reader:
     both: bool = False
 
     def array(self, text: str) -> NDArray[Any]:
-        """A number, or FILE.safetensors:KEY[*FACTOR].
-
-        Raises:
-            InterventionError: neither of the two.
-        """
+        """A number, or FILE.safetensors:KEY[*FACTOR]."""
         try:
             return np.array(float(text))
         except ValueError:
@@ -185,11 +177,7 @@ def _integers(text: str, option: str) -> list[int]:
 
 
 def load_tensor(path: Path, key: str) -> NDArray[Any]:
-    """Read one tensor of a safetensors file.
-
-    Raises:
-        SpecFileError: no such file, or no such tensor in it.
-    """
+    """Read one tensor of a safetensors file."""
     with open_tensors(path, f"cannot read {path}") as file:
         names = list(file.keys())
         if key in names:

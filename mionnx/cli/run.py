@@ -176,7 +176,6 @@ def _tokens(model: MIModel, text: Any, chat: bool, system: str | None) -> Any:
 
 
 def _rows(generation: Generation) -> list[dict[str, Any]]:
-    """The rows of a generation, as JSON."""
     rows = zip(generation.texts, generation.new_texts, generation.ids, generation.new_ids, strict=True)
     return [
         {"text": text, "new_text": new_text, "ids": ids.tolist(), "new_ids": new_ids.tolist()}

@@ -196,10 +196,8 @@ def _write_rest(
 
 
 def _name_inputs(path: Path) -> None:
-    """Name the graph's inputs in a tokenizer's config without their names.
-
-    A tokenizer class of transformers 4 gives segments too, which no decoder reads.
-    """
+    """Name the graph's inputs in a tokenizer's config without their names."""
+    # A tokenizer class of transformers 4 gives segments too, which no decoder reads.
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
         path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))

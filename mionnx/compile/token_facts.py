@@ -49,10 +49,8 @@ class TokenFacts:
         return self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
-        """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
-
-        None for a value without such axes, and in a graph without a mask, whose calls have no padding.
-        """
+        """Entries of a value outside of padding: bool, 1 wide along axes without tokens."""
+        # None for a value without such axes, and in a graph without a mask, whose calls have no padding.
         if "attention_mask" not in self.graph.tensors():
             return None
         parts = []

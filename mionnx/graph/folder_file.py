@@ -41,11 +41,7 @@ def copy_beside(files: Iterable[Path], folder: Path, target: Path) -> None:
 
 
 def resolve(folder: Path, name: str) -> Path:
-    """Resolve a file name; the file need not be there.
-
-    Raises:
-        ModelError: it leads out of the folder.
-    """
+    """Resolve a file name inside a folder; the file need not be there."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute():
         raise ModelError(f"{name!r} names no file inside {folder}: refused")
     root = folder.resolve()
@@ -70,14 +66,7 @@ def _roots(root: Path) -> list[Path]:
 
 
 def check_regular(path: Path, largest: int | None = None) -> None:
-    """Refuse anything but a regular file of at most some size.
-
-    Args:
-        largest: bytes; None for any size.
-
-    Raises:
-        ModelError: it is missing, a folder, a device or a pipe, or too large.
-    """
+    """Refuse anything but a regular file of at most `largest` bytes."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
@@ -102,11 +91,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ModelError: it is none, or nested deeper than Python's parser follows.
-    """
+    """Parse JSON; what is none, or nested deeper than Python's parser follows, is refused."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -236,7 +236,6 @@ class HookPoint:
         return [self._beside(row.name) for row in VARIANTS.values() if row.derived_from == self.variant]
 
     def _beside(self, variant: str | None) -> "HookPoint":
-        """Another variant in the same layer."""
         point = getattr(HookPoint, variant or self.variant)
         return point if self.layer is None else point(self.layer)
 

@@ -206,19 +206,16 @@ class HookedModel:
 
     @cached_property
     def rounds_by_call(self) -> bool:
-        """Whether activations are rounded with one scale for all tokens of a call.
-
-        That is dynamic quantisation: rows of a batch and positions then change each other's results.
-        """
+        """Whether activations are rounded with one scale for all tokens of a call."""
+        # That is dynamic quantisation: rows of a batch and positions then change each other's results.
         return any(node.op_type in ROUNDS_BY_CALL for node in self.proto.graph.node)
 
     @cached_property
     def rounds_activations(self) -> bool:
-        """Whether products round what they read to 8 bits.
-
-        Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of blocks
-        stands before a product. What is computed from W_U or W_O differs from the graph's products by the rounding.
-        """
+        """Whether products round what they read to 8 bits."""
+        # Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of
+        # blocks stands before a product. What is computed from W_U or W_O differs from the graph's products by the
+        # rounding.
         return self.rounds_by_call or any(
             (entry.name == "accuracy_level" and entry.i == ROUNDING_LEVEL)
             if node.op_type == "MatMulNBits"
@@ -277,6 +274,11 @@ class HookedModel:
         return next((one for one in ids if 0 <= one < self.metadata.sizes.vocab_size), None)
 
     @cached_property
+    def pad_token(self) -> int:
+        """The id of the token that fills rows, by `config.json`; 0 where it names none."""
+        return next(iter(self._tokens("pad_token_id")), 0)
+
+    @cached_property
     def longest_text(self) -> int | None:
         """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
         try:
@@ -312,10 +314,8 @@ class HookedModel:
 
     @property
     def context_length(self) -> int | None:
-        """The longest text that the model is made for: learned positions, else as its config says.
-
-        Older files do not say it in their metadata; `config.json` beside them is read then.
-        """
+        """The longest text that the model is made for: learned positions, else as its config says."""
+        # Older files do not say it in their metadata; `config.json` beside them is read then.
         length = self.metadata.sizes.max_positions or self.metadata.context_length
         if length is not None:
             return length
@@ -352,11 +352,7 @@ class HookedModel:
         }
 
     def axes(self, point: HookPoint) -> list[str | int]:
-        """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
-
-        Raises:
-            HookError: the model has no such hook point.
-        """
+        """The axes of a hook point: names of dynamic ones, numbers of fixed ones."""
         if point.derived and point.name in self._points:
             sizes = self.metadata.axis_sizes(point)
             return [sizes.get(axis, axis) for axis in point.axes or ()]

@@ -60,11 +60,7 @@ class Influence:
         return frozenset((*self.metadata.hooks, *(output.name for output in self.proto.graph.output)))
 
     def of(self, hook: str, overwritten: frozenset[str] = frozenset()) -> Reach:
-        """The reach of a hook point.
-
-        Args:
-            overwritten: hook points whose values are replaced whole: nothing passes them.
-        """
+        """The reach of a hook point; nothing passes those whose values are replaced as a whole (`overwritten`)."""
         key = hook, overwritten
         if key not in self._known:
             arrives = self._after([hook], overwritten)

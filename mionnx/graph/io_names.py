@@ -23,7 +23,6 @@ class CacheNames:
         return tuple(f"{self.present}.{layer}.{part}" for part in self.parts)
 
     def inputs(self, num_layers: int) -> list[str]:
-        """The inputs of all layers."""
         return list(_of_layers(self.past, self.parts, num_layers))
 
     def outputs(self, num_layers: int) -> list[str]:

@@ -252,11 +252,7 @@ class Metadata:
 
     @classmethod
     def from_props(cls, props: Mapping[str, str]) -> "Metadata":
-        """Read back what `to_props` wrote.
-
-        Raises:
-            ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
-        """
+        """Read back what `to_props` wrote."""
         if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:  # before any of it is parsed
             raise ModelError(f"the hooked model's metadata has more than {LONGEST_METADATA:,} characters: refused")
         if f"{PREFIX}format" not in props:

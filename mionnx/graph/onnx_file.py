@@ -24,11 +24,7 @@ PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbe
 
 
 def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
-    """Read `model.onnx` without its external data.
-
-    Raises:
-        ModelError: no such file, no regular one, or no ONNX in it.
-    """
+    """Read `model.onnx` without its external data."""
     check_regular(path, largest)
     try:
         proto = onnx.load(path, load_external_data=False)
@@ -43,11 +39,7 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
 
 
 def check_texts(message: Message, where: str) -> None:
-    """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
-
-    Raises:
-        ModelError: one is none.
-    """
+    """Check that names and notes are text in UTF-8; protobuf gives others as bytes."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             for text in [value] if isinstance(value, str | bytes) else value:
@@ -96,13 +88,8 @@ def external_files(graph: onnx.GraphProto) -> set[str]:
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """An initializer, or the value of a Constant, as a read-only array.
-
-    External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
-
-    Raises:
-        ModelError: no initializer of this name, or a file that is missing or too short.
-    """
+    """An initializer, or the value of a Constant, as a read-only array."""
+    # External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
     tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
     if tensor is None:
         return _constant(proto, folder, name)
@@ -126,7 +113,6 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """The value of a Constant."""
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.output[0] == name:
             value = onnx.helper.get_attribute_value(node.attribute[0])

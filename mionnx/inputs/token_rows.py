@@ -48,11 +48,7 @@ class TokenRows:
         return real.astype(np.int64)
 
     def chosen_mask(self, attention_mask: Any) -> Any:
-        """The attention mask to use: the parameter, or the one that came with the ids.
-
-        Raises:
-            InputError: both, and they differ.
-        """
+        """The attention mask to use: the parameter, or the one that came with the ids; two that differ are refused."""
         if attention_mask is None or self.own_mask is None:
             return self.own_mask if attention_mask is None else attention_mask
         if not np.array_equal(self.mask_array(attention_mask), self.mask_array(self.own_mask)):
@@ -173,7 +169,6 @@ def _of_encoding(encoding: Any) -> TokenRows:
 
 
 def _is_row(entry: Any) -> bool:
-    """Whether an entry of a list is a row, rather than an id."""
     return _is_encoding(entry) or (hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0)
 
 

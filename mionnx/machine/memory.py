@@ -34,11 +34,7 @@ def total() -> int:
 
 
 def release() -> bool:
-    """Return freed memory to the system that the C library holds back.
-
-    Returns:
-        whether any was returned; False without glibc, the one C library with such a call.
-    """
+    """Return freed memory that the C library holds back; False without glibc, the one that has such a call."""
     # glibc keeps freed pages for later allocations, unless it is asked
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0))

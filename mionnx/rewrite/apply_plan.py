@@ -52,7 +52,6 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
 
 
 def _ends(plan: Plan) -> list[str]:
-    """The values to compute in a graph that starts at a hook point."""
     return [*(want.hook for want in plan.captures), *([LOGITS] if plan.outputs.logits else [])]
 
 

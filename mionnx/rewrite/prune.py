@@ -40,7 +40,6 @@ def _drop_dead(graph: gs.Graph) -> None:
 
 
 def _read(node: gs.Node) -> Iterator[gs.Tensor]:
-    """The values that a node reads, graphs inside of it included."""
     yield from node.inputs
     for inner in node.subgraphs():
         yield from inner.outputs

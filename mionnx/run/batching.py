@@ -39,19 +39,9 @@ def check_batch_size(size: BatchSize) -> None:
 def batches_of(
     lengths: Sequence[int], batch_size: int | str = AUTO, padded: bool = True, *, fitting: Fitting | None = None
 ) -> Iterator[list[int]]:
-    """Group rows into batches, the shortest first.
-
-    Args:
-        batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
-        padded: whether rows of unequal length may be in one batch.
-        fitting: tokens of the longest row -> rows of a batch that memory has room for; read for "auto".
-
-    Returns:
-        the indices of each batch's rows.
-
-    Example:
-        [*batches_of([3, 900, 4], 2)]  # [[0, 2], [1]]
-    """
+    """Indices of the rows of each batch, the shortest first: `batches_of([3, 900, 4], 2)` gives [0, 2], [1]."""
+    # `batch_size` is most rows of a batch; "auto": so many that a batch has some 2048 tokens, and `fitting` (tokens of
+    # the longest row -> rows that memory has room for) allows. Unless `padded`, rows of a batch have one length.
     batch: list[int] = []
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -74,28 +64,17 @@ def batches_of(
 
 def in_batches(
     lengths: Sequence[int],
-    batch_size: BatchSize,
-    run: Callable[[list[int]], Sequence[T]],
+    batch_size: BatchSize,  # most rows of a batch, or "auto"; None for one batch of all
+    run: Callable[[list[int]], Sequence[T]],  # runs the rows of these indices, and gives a result for each of them
     *,
     stage: str,
+    # padded, fitting: see `batches_of`
     padded: bool = True,
     fitting: Fitting | None = None,
-    progress: bool | None = None,
+    progress: bool | None = None,  # see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True
 ) -> list[T]:
-    """Run rows in batches of like length; an error names the rows of its batch.
-
-    Args:
-        batch_size: most rows of a batch, or "auto"; None for one batch of all.
-        run: runs the rows of these indices, and gives a result for each of them.
-        padded, fitting: see `batches_of`.
-        progress: see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True.
-
-    Returns:
-        the results, in the order of `lengths`.
-
-    Example:
-        in_batches([3, 900, 4], "auto", lambda rows: [row * 10 for row in rows], stage="tens")  # [0, 10, 20]
-    """
+    """Run rows in batches of like length; an error names the rows of its batch."""
+    # Returns the results, in the order of `lengths`.
     check_batch_size(batch_size)
     count = len(lengths)
     batches = [[*range(count)]] if batch_size is None else [*batches_of(lengths, batch_size, padded, fitting=fitting)]

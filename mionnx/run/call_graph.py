@@ -42,12 +42,7 @@ def open_call(
     *,
     continues: bool = False,
 ) -> OpenGraph:
-    """The open graph of a bound spec in a call.
-
-    Args:
-        batch: the tokens; one text of several tokens if left out.
-        continues: whether calls of one token follow.
-    """
+    """The open graph of a bound spec in a call; of one text of several tokens without a batch."""
     model, options = bound.model, graphs.options
     plan = with_fused(bound.plan, model, options, batch, outputs, continues=continues)
     tokens = 0 if batch is None or continues else batch.batch * batch.seq

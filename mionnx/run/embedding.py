@@ -25,7 +25,7 @@ def embed(
     texts: str | Iterable[str],
     hooks: HookSpec | None = None,
     *,
-    prompt: str | None = None,
+    prompt_name: str | None = None,
     normalize: bool | None = None,
     max_length: int | None = None,
     batch_size: BatchSize = AUTO,
@@ -36,8 +36,8 @@ def embed(
     Args:
         texts: a text, or any iterable of texts.
         hooks: interventions in force, the same for all texts; rows count in the whole list.
-        prompt: the name of one of the model's prompts ("query"), or a text put before each text; by default the model's
-            own default, mostly none.
+        prompt_name: the name of one of the model's prompts ("query"), or a text put before each text; by default the
+            model's own default, mostly none.
         normalize: True gives embeddings of length 1; by default as the model's folder says. False is refused where the
             graph normalises: capture `hook_pooled` there.
         max_length: tokens at which longer texts are cut; by default as the model's folder says.
@@ -58,7 +58,7 @@ def embed(
     if normalize is False and pooling.get("normalize"):
         raise InputError("normalize=False: this model's graph gives vectors of length 1; capture hook_pooled instead")
     entries = listed_texts(texts, pairs=False)
-    before = _prompt(model, prompt)
+    before = _prompt(model, prompt_name)
     entries = [before + text for text in entries]
     if pooling.get("lower_case"):
         entries = [text.lower() for text in entries]
@@ -79,7 +79,8 @@ def _prompt(model: Runner, prompt: str | None) -> str:
     text = "" if name is None else prompts.get(name, name)
     if prompt is not None and prompt not in prompts and prompt.isidentifier():
         has = ", ".join(prompts) or "none"
-        raise InputError(f"prompt={prompt!r} names no prompt of this model, which has {has}{nearest(prompt, prompts)}")
+        advice = nearest(prompt, prompts)
+        raise InputError(f"prompt_name={prompt!r} names no prompt of this model, which has {has}{advice}")
     if text and pooling.get("include_prompt") is False:
         raise InputError(
             "this model leaves the tokens of a prompt out of its pooling, which its graph does not: embed without one"
@@ -94,7 +95,7 @@ def similarity(
     b: str | Iterable[str] | ArrayLike | None = None,
     hooks: HookSpec | None = None,
     *,
-    prompt: str | None = None,
+    prompt_name: str | None = None,
     batch_size: BatchSize = AUTO,
     progress: bool | None = None,
 ) -> NDArray[np.float64]:
@@ -102,7 +103,7 @@ def similarity(
 
     Args:
         a, b: texts, or embeddings [n, d]; a with itself where b is left out.
-        hooks, prompt, batch_size, progress: see `embed`.
+        hooks, prompt_name, batch_size, progress: see `embed`.
 
     Returns:
         float64 [texts of a, texts of b]: the cosine, or what the model's folder names: the dot product, or the negative
@@ -119,7 +120,7 @@ def similarity(
             if array.ndim != 2 or array.shape[1] != model.hooked.metadata.columns:
                 raise InputError(f"embeddings are [n, {model.hooked.metadata.columns}], got {list(array.shape)}")
             return array
-        made = embed(model, side, hooks, prompt=prompt, batch_size=batch_size, progress=progress)  # type: ignore[arg-type]
+        made = embed(model, side, hooks, prompt_name=prompt_name, batch_size=batch_size, progress=progress)  # type: ignore[arg-type]
         return made.astype(np.float64)
 
     first = vectors(a)

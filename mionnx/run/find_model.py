@@ -54,10 +54,8 @@ def find_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> Path:
-    """The hooked model's folder of a path, a shipped model's name or a Hub id.
-
-    `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
-    """
+    """The hooked model's folder of a path, a shipped model's name or a Hub id."""
+    # `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not source_path.is_hooked(folder / GRAPH):
         if refuse is not None:
@@ -79,10 +77,8 @@ def open_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> HookedModel:
-    """Find a model and open it; see `find_model` and `HookedModel.open`.
-
-    An export in the store that is damaged is made again, unless another process uses it, and that is said.
-    """
+    """Find a model and open it; see `find_model` and `HookedModel.open`."""
+    # An export in the store that is damaged is made again, unless another process uses it, and that is said.
     folder = find_model(source, dtype, progress, refuse, version)
     try:
         hooked = HookedModel.open(folder, check=check, progress=progress)
@@ -97,20 +93,13 @@ def open_model(
 
 def checkpoint_folder(
     source: str | Path,
-    file: str | None = None,
-    version: Version = MAIN,
+    file: str | None = None,  # the name of the file, where the folder or repository has several models
+    version: Version = MAIN,  # a repository's of the Hub; its subfolder also a folder's here
     progress: Progress = silent,
-    weights: bool = True,
+    weights: bool = True,  # download weights; without them it is what a graph alone is made of
 ) -> Path:
-    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be.
-
-    A folder goes before a shipped model of its name.
-
-    Args:
-        file: the name of the file, where the folder or repository has several models.
-        version: a repository's of the Hub; its subfolder also a folder's here.
-        weights: download weights; without them it is what a graph alone is made of.
-    """
+    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be."""
+    # A folder goes before a shipped model of its name.
     name = str(source)
     folder = source_path.local_path(source) or source_path.shipped_models().get(name)
     folder = folder or _packaged(name)
@@ -154,12 +143,8 @@ def part_of(folder: Path, version: Version) -> Path:
 def hub_folder(
     name: str, file: str | None, version: Version = MAIN, progress: Progress = silent, weights: bool = True
 ) -> Path:
-    """The folder or single file of a model of the Hub, downloaded if need be.
-
-    Args:
-        name: USER/REPOSITORY, or that and a GGUF or `.pth` file in it.
-        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-    """
+    """The folder or single file of USER/REPOSITORY, or of a GGUF or `.pth` file in it, downloaded if need be."""
+    # `file` is one of its ONNX files; None for a checkpoint, or else the preferred one.
     names = [*source_path.shipped_models(), *source_path.PACKAGED]
     if names_file(name):
         repository, _, single = name.rpartition("/")
@@ -179,15 +164,9 @@ def hub_folder(
 def adopt(
     source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
 ) -> Any:
-    """Write a foreign ONNX file as a hooked model.
-
-    Args:
-        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
-        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
-
-    Returns:
-        `exporters.adopt.assemble.Adopted`.
-    """
+    """Write a foreign ONNX file as a hooked model; returns `exporters.adopt.assemble.Adopted`."""
+    # The source is a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
+    # `copy` gives the folder weight files of its own, where otherwise they are the source's under another name.
     if target.exists():
         raise ExportError(f"{target} exists already")
     remove_leftovers(target.parent, holding=MADE)

@@ -286,11 +286,7 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
 
 
 def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> HookCache:
-    """Join the results of single rows as those of one batch, padded with 0.
-
-    Args:
-        rows: the results; each gives up its logits.
-    """
+    """Join the results of single rows, each of which gives up its logits, as those of one batch padded with 0."""
     places, first = [_Columns.of(batch, row) for row in range(batch.batch)], rows[0]
 
     def put(values: Sequence[Any], axes: Sequence[str]) -> NDArray[Any]:

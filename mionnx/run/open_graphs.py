@@ -47,22 +47,18 @@ class LayerLoopWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class OpenGraph:
-    """One graph of a model, open: the untouched one, or a rewritten one.
-
-    Attributes:
-        model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
-        cost: approximate bytes of memory.
-        feeds: inputs that say what it is used for, where calls of several kinds share it.
-        lent: input -> another whose array it is fed, where it has no effect in this call.
-    """
+    """One graph of a model, open: the untouched one, or a rewritten one."""
 
     plan: Plan
     program: Program
     report: Report
+    # The bytes that were opened, weights not included; None for the untouched graph, which is on disk.
     model: bytes | None
-    cost: int
+    cost: int  # approximate bytes of memory
     options: Options
+    # Inputs that say what it is used for, where calls of several kinds share it.
     feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # Input -> another whose array it is fed, where it has no effect in this call.
     lent: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -102,7 +98,6 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     @once_property
     def weights(self) -> int:
-        """Bytes of the weights."""
         return sum(onnx_file.locations(self.model.proto).values())
 
     @once_property
@@ -110,11 +105,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         return DiskCache(find_model.cache_folder())
 
     def get(self, plan: Plan, tokens: int = 0) -> OpenGraph:
-        """The open graph of a plan; rewritten and opened on first use.
-
-        Args:
-            tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
-        """
+        """The open graph of a plan, opened on first use; `tokens` of a single call, 0 if more will follow."""
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
     def every_layer(self, plan: Plan, cuts: tuple[str, ...] = ()) -> EveryLayer | None:

@@ -1,4 +1,4 @@
-"""`fill_mask` and `classify`: the likeliest tokens of hidden places, and the labels of texts."""
+"""`fill_mask` and `classify`: the most probable tokens of hidden places, and the labels of texts."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class Predictions(Shown):
                 self.probabilities[place],
                 "probability",
                 heading=cut(text, 90),
-                order="the likeliest first",
+                order="the most probable first",
             )
             for place, text in enumerate(self.texts[:20])
         ]
-        return View(f"Likeliest {self.of}", panels, meaning="A bar is the probability of a choice there.")
+        return View(f"Most probable {self.of}", panels, meaning="A bar is the probability of a choice there.")
 
     def table(self, k: int | None = None) -> Table:
         """Table for a terminal: every place, or the first k."""
@@ -119,11 +119,11 @@ def fill_mask(
     batch_size: BatchSize = AUTO,
     progress: bool | None = None,
 ) -> Predictions:
-    """The likeliest tokens at each mask of texts, by a masked language model.
+    """The most probable tokens at each mask of texts, by a masked language model.
 
     Args:
         texts: a text with the tokenizer's mask token ("[MASK]", "<mask>"), or a list of such texts.
-        k: how many tokens of each mask.
+        k: tokens that are told of each mask, the most probable first.
         hooks: interventions in force; rows count in the whole list.
         batch_size, progress: see `embed`.
 
@@ -179,7 +179,7 @@ def classify(
         batch_size, progress: see `embed`.
 
     Returns:
-        each text's labels, the likeliest first; probabilities by softmax, or by sigmoid where labels do not exclude
+        each text's labels, the most probable first; probabilities by softmax, or by sigmoid where labels do not exclude
         one another (`activation` in the model's metadata). A regression's one number is its own "probability".
 
     Example:

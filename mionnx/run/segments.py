@@ -130,11 +130,7 @@ class Segments:
         beside: Sequence[str] = (),
         inputs: Mapping[str, NDArray[Any]] | None = None,
     ) -> tuple[Arrays, Arrays]:
-        """Run one piece from the values of `inputs_of(layer)`; see `run`.
-
-        Returns:
-            the values of `inputs_of(layer + 1)`, and those of `ends`.
-        """
+        """Run one piece from `inputs_of(layer)`; returns the values of `inputs_of(layer + 1)`, and those of `ends`."""
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
         values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NO_OUTPUTS, inputs, beside)
@@ -200,17 +196,12 @@ class Segments:
         rows: Rows,
         feeds: Arrays,
         ends: Sequence[str],
-        edits: Edits | None = None,
+        edits: Edits | None = None,  # interventions with the inputs that they read
         outputs: Outputs = NO_OUTPUTS,
         inputs: Mapping[str, NDArray[Any]] | None = None,
-        beside: Sequence[str] = (),
+        beside: Sequence[str] = (),  # values that other calls ask for: one graph then serves them all
     ) -> Arrays:
-        """Run the piece between the values fed, or the tokens, and some others; "logits" is one.
-
-        Args:
-            edits: interventions with the inputs that they read.
-            beside: values that other calls ask for: one graph then serves them all.
-        """
+        """Run the piece between the values fed, or the tokens, and some others; "logits" is one."""
         edits = edits or {}
         changed = {edit.hook for edit in edits}  # such a value is fed as it was before
         values = {f"{name}.before" if name in changed else name: value for name, value in feeds.items()}

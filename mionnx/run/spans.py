@@ -24,18 +24,18 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, Shown, Table, View
 
-OUTSIDE = "O"  # the label of words that belong to nothing
+UNTAGGED = "O"  # the label of words that belong to nothing
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """A part of a text.
 
     Attributes:
         row: number of the text.
         start, end: characters of the text, the end not included.
-        positions: of its tokens, first and last.
+        positions: where its first and its last token stand in the text.
         probability: of the label, the mean over its words; of an answer, of its start and end together.
     """
 
@@ -71,7 +71,7 @@ class Spans(Shown):
     probabilities: Numbers
 
     @classmethod
-    def of(cls, texts: Sequence[str], spans: Sequence[Span]) -> Spans:
+    def of(cls, texts: Sequence[str], spans: Sequence[TextSpan]) -> Spans:
         """Spans as columns."""
         columns = [tuple(getattr(one, name) for one in spans) for name in ("label", "text", "row", "start", "end")]
         positions = np.array([one.positions for one in spans], np.int64).reshape(-1, 2)
@@ -134,7 +134,7 @@ def tag(
     entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
 
-    def read(row: int, cache: HookCache) -> list[Span]:
+    def read(row: int, cache: HookCache) -> list[TextSpan]:
         shares = probabilities_of(cache.output()[0].astype(np.float64), "softmax")
         return _spans(row, tokens[row], shares, model.hooked.metadata.labels)
 
@@ -159,8 +159,8 @@ def _words(tokens: Tokens) -> list[list[int]]:
     return words
 
 
-def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> list[Span]:
-    spans: list[Span] = []
+def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> list[TextSpan]:
+    spans: list[TextSpan] = []
     counts: list[int] = []
     before: tuple[str, int] | None = None
     for number, word in enumerate(_words(tokens)):
@@ -169,17 +169,17 @@ def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> 
         name = label.partition("-")[2] if label[:2] in ("B-", "I-") else label
         start, end = tokens.offsets[word[0]][0], tokens.offsets[word[-1]][1]
         start += len(tokens.text[start:end]) - len(tokens.text[start:end].lstrip())
-        if label == OUTSIDE:
+        if label == UNTAGGED:
             before = None
         elif before == (name, number - 1) and not label.startswith("B-"):
             last, n = spans[-1], counts[-1]
             mean = (last.probability * n + share) / (n + 1)
-            spans[-1] = Span(
+            spans[-1] = TextSpan(
                 row, name, tokens.text[last.start : end], last.start, end, (last.positions[0], word[-1]), mean
             )
             counts[-1], before = n + 1, (name, number)
         else:
-            spans.append(Span(row, name, tokens.text[start:end], start, end, (word[0], word[-1]), share))
+            spans.append(TextSpan(row, name, tokens.text[start:end], start, end, (word[0], word[-1]), share))
             counts.append(1)
             before = name, number
     return spans
@@ -199,7 +199,7 @@ def answer_span(
 
     Args:
         question, context: the two texts that the model reads.
-        k: how many answers.
+        k: answers that are told, the best first.
         hooks: interventions in force.
         max_answer_length: tokens of an answer.
 
@@ -229,14 +229,14 @@ def answer_span(
     length = places[None] - places[:, None]
     scores = np.where((length >= 0) & (length < max_answer_length), scores, -np.inf)
     order = np.argsort(-scores, axis=None, kind="stable")
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     for place in order[: int(np.isfinite(scores).sum())].tolist():
         first, last = divmod(place, len(scores))
         start, end = tokens.offsets[first][0] - begin, tokens.offsets[last][1] - begin
         start += len(context[start:end]) - len(context[start:end].lstrip())
         if all(one.text != context[start:end] for one in spans):
             share = float(np.exp(scores[first, last]))
-            spans.append(Span(0, "answer", context[start:end], start, end, (first, last), share))
+            spans.append(TextSpan(0, "answer", context[start:end], start, end, (first, last), share))
         if len(spans) == k:
             break
     return Spans.of([context], spans)

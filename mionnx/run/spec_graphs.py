@@ -89,7 +89,6 @@ def estimate(
     """Estimate a spec's captures, its pass, and the opening of its gradients' graph.
 
     Args:
-        hooks: the spec.
         batch, seq: of the call.
         past: tokens in the cache.
         use_cache, logits: as `forward` is given them: `passing` counts what it refuses.

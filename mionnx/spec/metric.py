@@ -101,7 +101,6 @@ def check_rules(rules: str) -> None:
 
 
 def _plain(tokens: Tokens) -> Any:
-    """Tokens as JSON holds them."""
     if tokens is None or isinstance(tokens, str):
         return tokens
     if isinstance(tokens, Sequence | np.ndarray):
@@ -110,7 +109,6 @@ def _plain(tokens: Tokens) -> Any:
 
 
 def _check_read(name: str, parts: Mapping[str, Any]) -> None:
-    """Check the parts of a metric against those that it reads."""
     for part, value in parts.items():
         if value is None and part in READS[name]:
             raise GradientError(f"metric {name!r} needs {part}=")

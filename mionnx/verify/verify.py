@@ -92,8 +92,7 @@ def verify(
             a batch, at all positions.
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
         texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
             `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All

@@ -16,7 +16,7 @@ MEANS = {
     "hooks": r"HookSpec( \| None)?",
     "points": r"Hooks( \| None)?|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*"
     r"|(list|Sequence)\[str\] \| None",
-    "position": r"int( \| None)?|int \| str",
+    "position": r"int( \| None)?|int \| str( \| None)?|Place \| None",
     "patching": r"str",
     "linearize_at": r"str",
     "rules": r"str",

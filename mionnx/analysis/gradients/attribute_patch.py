@@ -239,7 +239,6 @@ class AttributedSweep(SweepResult):
 
     @property
     def meaning(self) -> str:
-        """A sentence on what 1 and 0 mean in pictures."""
         return f"Estimated to first order, by {self.how}. {super().meaning}"
 
     @property
@@ -299,7 +298,6 @@ class AttributedSweep(SweepResult):
         yield self.how
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
         own = {"rules": self.rules, "linearize_at": self.linearize_at, "steps": self.steps}
         return {**super().to_dict(), **own, "exact": self.exact if self.exact.size else None}
 

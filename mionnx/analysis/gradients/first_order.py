@@ -40,12 +40,7 @@ class FirstOrder:
     steps: int
 
     def of(self, number: int) -> tuple[Arrays, tuple[float, float]]:
-        """The effect of each number at each hook point, on one pair.
-
-        Returns:
-            hook point -> (clean value - corrupted value) * gradient, float64, without the batch axis; and the metric
-            of the corrupted and of the clean prompt.
-        """
+        """Hook point -> (clean - corrupted) * gradient on one pair; and the metric of corrupted and clean prompt."""
         pair, compared = self.compared.pairs[number], self.compared
         part = Logits() if self.whole else part_of(pair, self.model)
         # Row 0 is the corrupted prompt, which is patched; row 1 the clean one.

@@ -168,7 +168,6 @@ def copy_of(hooks: HookSpec | None) -> HookSpec:
 
 
 def _refuse_unread(what: str, **arguments: Any) -> None:
-    """Refuse arguments that nothing reads beside another one."""
     unread = [f"{name}=" for name, value in arguments.items() if value is not None]
     if unread:
         raise GradientError(f"{what} takes the place of a metric of the logits, and reads no {', '.join(unread)}")

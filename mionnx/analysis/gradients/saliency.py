@@ -333,7 +333,6 @@ class Saliency(Shown):
             yield f"{self.metric} {one.metric:.4g}: {', '.join(scores)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As lists, one entry a text."""
         names = ("tokens", "scores", "metric", "baseline", "gap")
         texts = [{name: getattr(one, name) for name in names} for one in self.texts]
         return {"method": self.method, "hook": self.hook, "metric": self.metric, "steps": self.steps, "texts": texts}
@@ -364,7 +363,6 @@ class Saliency(Shown):
         return Text(one.tokens, [one.scores], limit, facts=[facts], unit=unit, legend=legend, heading=heading)
 
     def _columns(self) -> Columns:
-        """One row for each text and token."""
         rows = [
             (number, position, token, score)
             for number, one in enumerate(self.texts)

@@ -273,7 +273,6 @@ def _batch(model: Runner, request: ListRequest) -> TokenBatch:
 
 
 def _forward(model: Runner, request: ListRequest) -> HookCache:
-    """Run without functions."""
     return model.forward(
         request.tokens,
         request.spec,
@@ -360,11 +359,7 @@ def _called(model: Runner, name: str, functions: list[HookFunction], value: NDAr
 
 
 def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
-    """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
-
-    Returns:
-        of logits [batch, seq, vocab], [batch, seq - 1]; NaN where either of the two tokens is padding.
-    """
+    """-log softmax(logits[t])[token t + 1] in nats, float64 [batch, seq - 1]; NaN where either token is padding."""
     # A loss is of a real token after a real one.
     predicted = batch.real[:, :-1] & batch.real[:, 1:]
     if not predicted.any():
@@ -379,6 +374,11 @@ def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float6
 
 def convert_logits(return_type: str | None, cache: HookCache, batch: TokenBatch) -> Any:
     """The logits of a call as a return type: "logits", "loss", "loss per token", "both" or None."""
+    if batch.both and return_type not in (None, "logits"):
+        raise InputError(
+            f"return_type={return_type!r} is a loss of the next token, which an encoder reads: take its logits, and "
+            "their log-probabilities of the tokens that a mask hides"
+        )
     if return_type is None:
         return None
     logits = cache.output()

@@ -60,7 +60,6 @@ def ablation_sweep(
     """Ablation of every cell of a grid: zeros, means or resampled values replace its value.
 
     Args:
-        prompts: one or several.
         hook, over, layers, resume, resume_key, before, progress, shortcuts: see `patch_sweep`.
         kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
             the value in a reference prompt, drawn for each prompt, not the prompt itself; of a longer one its

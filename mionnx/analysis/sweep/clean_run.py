@@ -42,7 +42,6 @@ class CleanRun:
         return self.logits.nbytes + sum(array.nbytes for arrays in parts for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
-        """One of the rows, [1, ...]."""
 
         def of(arrays: Arrays) -> Arrays:
             return {name: array[index : index + 1] for name, array in arrays.items()}
@@ -96,7 +95,6 @@ def run_clean(
 
 
 def _joined(runs: Sequence[CleanRun]) -> CleanRun:
-    """Runs of a row each as one of several rows."""
 
     def of(arrays: Sequence[Arrays]) -> Arrays:
         return {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}

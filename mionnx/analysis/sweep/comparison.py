@@ -197,22 +197,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A comparison as token rows.
+    """A comparison as token rows."""
 
-    Attributes:
-        pairs: those of one prompt follow each other, `repeats` of them, by draws or specs.
-        bases: [seq] of each pair's patched prompt, not cut at the position that is read.
-        patching: "denoising", "noising" or "ablation".
-        about: a line for pictures.
-        names: names of positions; None where each stands for itself.
-    """
-
-    pairs: list[Pair]
-    bases: list[Ids]
+    pairs: list[Pair]  # those of one prompt follow each other, `repeats` of them, by draws or specs
+    bases: list[Ids]  # [seq] of each pair's patched prompt, not cut at the position that is read
     metric: MetricRequest
-    patching: str
-    about: str
-    names: tuple[str, ...] | None = None
+    patching: str  # "denoising", "noising" or "ablation"
+    about: str  # a line for pictures
+    names: tuple[str, ...] | None = None  # names of positions; None where each stands for itself
     repeats: int = 1
 
     def __post_init__(self) -> None:
@@ -325,7 +317,6 @@ def _specs(model: Runner, clean: Prompt, corrupted: Any, count: int) -> list[lis
 
 
 def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
-    """Refuse pairs of prompts whose positions do not correspond."""
     if len(clean) != len(corrupted):
         raise InputError(f"{len(clean)} clean prompts and {len(corrupted)} corrupted ones: they come in pairs")
     for pair, (one, other) in enumerate(zip(clean, corrupted, strict=True)):

@@ -42,15 +42,11 @@ class Corruption:
     """A spec on one prompt.
 
     The layers of a sweep are graphs of their own, so each takes the interventions at its own hook points.
-
-    Attributes:
-        interventions: those of the spec, each at one hook point.
-        edits: each intervention's structure, and its inputs for one row and all positions.
     """
 
     spec: HookSpec
-    interventions: Sequence[tuple[HookPoint, Intervention]]
-    edits: Sequence[tuple[Edit, Arrays]]
+    interventions: Sequence[tuple[HookPoint, Intervention]]  # those of the spec, each at one hook point
+    edits: Sequence[tuple[Edit, Arrays]]  # each intervention's structure, and its inputs for one row and all positions
     layers: int
 
     @cached_property

@@ -18,6 +18,7 @@ from mionnx.run.embedding import vector_of
 from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import answer_id, warn_of_spelling
+from mionnx.spec.metric import OF_VECTORS
 
 Numbers = NDArray[np.float64]
 Token = int | str
@@ -25,21 +26,16 @@ Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 METRICS = ("logit_diff", "logit", "probability", "log_probability", "kl", "rank", "cosine", "dot", "span")
-OF_VECTORS = ("cosine", "dot")  # of embeddings
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric on one prompt, or pair of prompts.
-
-    Attributes:
-        needs: ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
-        of: logits [rows, vocab or needs], float64 -> [rows].
-    """
+    """A metric on one prompt, or pair of prompts."""
 
     name: str
+    # Ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
     needs: tuple[int, ...] | None
-    of: Callable[[Numbers], Numbers]
+    of: Callable[[Numbers], Numbers]  # logits [rows, vocab or needs], float64 -> [rows]
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
         """Compute the metric of some rows, [rows, vocab or needs] -> [rows]."""

@@ -29,20 +29,15 @@ Cells = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """Savings in computation; results are the same without them.
+    """Savings in computation; results are the same without them."""
 
-    Attributes:
-        batch: cells are rows of one batch.
-        truncate: a row starts at the layer that it patches, from the base's stream, and joins the rows before it.
-        last: after the last layer's attention only the last position is computed, since only that is read.
-        window: positions before the first that a patch can change are not computed: keys and values are the base's.
-        skip: a cell where base and donor are equal, or that nothing reads, is not computed: its effect is exactly 0.
-    """
-
-    batch: bool = True
+    batch: bool = True  # cells are rows of one batch
+    # A row starts at the layer that it patches, from the base's stream, and joins the rows before it.
     truncate: bool = True
-    last: bool = True
+    last: bool = True  # after the last layer's attention only the last position is computed, since only that is read
+    # Positions before the first that a patch can change are not computed: keys and values are the base's.
     window: bool = True
+    # A cell where base and donor are equal, or that nothing reads, is not computed: its effect is exactly 0.
     skip: bool = True
 
 
@@ -229,7 +224,6 @@ class LayerPass:
         return self.patched.base.corrupted(layer, rows) | self.patch(layer, rows.start)
 
     def patch(self, layer: int, first: int) -> dict[Edit, Arrays]:
-        """The patch of a layer, from a position on."""
         if layer not in self.grid.layers:
             return {}
         hook, axes, corruption = self.grid.hook(layer), self.grid.axes, self.patched.base.corruption
@@ -249,7 +243,6 @@ class LayerPass:
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 
     def step(self, layer: int) -> None:
-        """Run one layer."""
         self.stream, _ = self.graphs.layer(layer, self.rows(), self.stream, self.edits(layer))
 
     def run_one_layer(self) -> None:

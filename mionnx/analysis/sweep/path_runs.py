@@ -97,7 +97,6 @@ class _PathPass(LayerPass):
         self.change: NDArray[Any] = np.empty(0)
 
     def finish(self, metric: Metric) -> NDArray[Any]:
-        """Run all remaining layers; the logits at the last position."""
         for layer in range(int(self.begins[0]), self.graphs.layers):
             self.join(layer)
             self.step(layer)

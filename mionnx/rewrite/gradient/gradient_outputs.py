@@ -56,7 +56,6 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
 
 
 def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Report) -> onnx.ModelProto:
-    """Cut gradients down to positions and heads, and give each the name that is fetched."""
     report.outputs += [want.fetched for want in sources]
     # whole gradients bear their names already
     if all(want.fetched == gradient_name(source) for want, source in sources.items()):
@@ -79,7 +78,6 @@ Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab
 
 
 def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
-    """The values of some tokens, one a position."""
     # not GatherElements: onnx's evaluator gathers along 64 entries of an axis at most
     index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
     return op.GatherND(values, index, batch_dims=2)

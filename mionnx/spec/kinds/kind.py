@@ -170,7 +170,6 @@ class Kind(ABC):
         return Change(self.name, several=arrays, **checked(limits))
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
-        """A value as an array of numbers that this kind may have."""
         what = "the value" if name == "value" else name
         try:
             array = np.array(to_array(value))  # a copy: what the caller changes later is not part of the spec
