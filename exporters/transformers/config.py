@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters.config_sizes import check_sizes
+from exporters.transformers.encoder_families import is_encoder
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.metadata import Sizes, context_length
@@ -139,4 +140,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return window
-    return window if kinds[layer] == "sliding_attention" else None
+    if kinds[layer] != "sliding_attention":
+        return None
+    # of encoders the farthest key on either side; a window counts the query itself
+    return window + 1 if is_encoder(config) else window

@@ -97,7 +97,8 @@ def esm(config: Any) -> Layout:
 def inside(prefix: str, layout: Layout) -> Layout:
     """A layout whose blocks hold everything in one module."""
     names = ("attention", "attention_added", "middle", "mlp_output", "up", "down", "mid_norm", "post_norm")
-    return replace(layout, **{name: f"{prefix}.{getattr(layout, name)}" for name in names})
+    paths: dict[str, Any] = {name: f"{prefix}.{getattr(layout, name)}" for name in names}
+    return replace(layout, **paths)
 
 
 ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
@@ -151,8 +152,9 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         down="Wo",
     ),
     "mpnet": replace(
-        ROBERTA,
+        BERT,
         **OWN,
+        offset=2,  # whatever token pads
         types=None,
         attention="attention.attn",
         output_projection="o",

@@ -89,6 +89,8 @@ def make_graph(
         merge_lengths(graph)
     expand_grouped(graph)
     drop_unread(graph)
+    if head.kind == "none":
+        show_stream(graph, sizes.num_layers)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
     width = next(iter(reversed([*shapes[HookPoint.Embed.name]])), None)
@@ -105,6 +107,22 @@ def drop_unread(graph: ir.Graph) -> None:
     """Remove the inputs that a family does not read: positions, or token types."""
     for value in [value for value in graph.inputs if not value.uses() and value.name in MAYBE_UNREAD]:
         graph.inputs.remove(value)
+
+
+def show_stream(graph: ir.Graph, layers: int) -> None:
+    """Let the last stream, final norm included, be the main output, and the pooler's the second, if there is one."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    last = values.get(HookPoint.FinalNorm.name) or values[HookPoint.ResidPost(layers - 1).name]
+    traced = graph.outputs[0]  # that of the last traced layer
+    name = traced.name
+    output = ir.Value(name=name, shape=last.shape, type=last.type)
+    graph.outputs[0] = output
+    node = traced.producer()
+    if node is not None and not traced.uses():
+        graph.remove(node, safe=True)
+    graph.append(ir.Node("", "Identity", [last], outputs=[output]))
+    for pooled in graph.outputs[1:]:
+        pooled.name = "pooler_output"
 
 
 def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:

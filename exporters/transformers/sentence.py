@@ -4,6 +4,7 @@ Their code lies in a package that is not imported here; what they compute is wri
 (sentence-transformers 5, `models/Pooling.py`, `Dense.py`, `Normalize.py`, `LayerNorm.py`).
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class Module:
             if self.kind == "LayerNorm":
                 return _LayerNorm(config["dimension"])
             if self.kind == "Dense":
+                _refuse_other_features(config, self.folder)
                 sizes = config["in_features"], config["out_features"], config.get("bias", True)
                 return _Dense(*sizes, str(config.get("activation_function") or "Tanh"))
         except (KeyError, TypeError, RuntimeError) as error:
@@ -81,6 +83,17 @@ class SentenceModules:
         """The modules in torch, with random weights."""
         return Sentence(self.poolings, [module.make() for module in self.modules])
 
+    def load(self, dtype: torch.dtype) -> "Sentence":
+        """The modules in torch, with their weights."""
+        made = self.make()
+        with tempfile.TemporaryDirectory() as staging:
+            read = {one.name.removeprefix(f"{SENTENCE}."): one.load() for one in self.tensors(Path(staging))}
+        try:
+            made.load_state_dict(read)
+        except RuntimeError as error:
+            raise ExportError(f"the modules of {MODULES} have other weights: {error}") from error
+        return made.to(dtype).eval()
+
     def tensors(self, staging: Path) -> list[StoredTensor]:
         """The modules' weights, by their names in a model; their files are linked into `staging` by other names."""
         tensors = list[StoredTensor]()
@@ -98,6 +111,13 @@ class SentenceModules:
                 for one in read
             ]
         return tensors
+
+
+def _refuse_other_features(config: dict[str, Any], folder: Path) -> None:
+    """Refuse a Dense module that reads or writes something else than the embedding."""
+    names = {config.get(f"module_{end}_name") for end in ("input", "output")} - {None, "sentence_embedding"}
+    if names or config.get("use_residual"):
+        raise ExportError(f"{folder} is a Dense module of {', '.join(map(str, names)) or 'a residual'}: not exported")
 
 
 class _Dense(nn.Module):
@@ -144,7 +164,7 @@ class Sentence(nn.Module):
 def at_token(stream: Tensor, columns: Tensor) -> Tensor:
     """The stream [batch, seq, hidden] at one column [batch] of each row."""
     places = columns[:, None, None].expand(-1, 1, stream.shape[-1])
-    return stream.gather(1, places)[:, 0, :]
+    return stream.gather(1, places).squeeze(1)  # `[:, 0]` would be that of a first token once more
 
 
 def first_columns(mask: Tensor) -> Tensor:
@@ -192,7 +212,7 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
         for kind, path in zip(kinds[2:], paths[2:], strict=True)
         if kind != "Dropout"
     ]
-    texts = next((_read(folder, name, dict) for name in TEXTS if (folder / name).is_file()), {})
+    texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXTS if (folder / name).is_file()), {})
     length = texts.get("max_seq_length")
     facts = {"include_prompt": whole, **_settings(folder), "lower_case": bool(texts.get("do_lower_case"))}
     return SentenceModules(poolings, behind, facts, length if type(length) is int and length > 0 else None)
@@ -224,14 +244,14 @@ def _kind(entry: Any, folder: Path) -> str:
 
 def _poolings(config: dict[str, Any], folder: Path) -> tuple[list[str], bool]:
     """The poolings of a config in the order of their vectors, and whether the tokens of a prompt count."""
-    named = config.get("pooling_mode")
+    named = config.get("pooling_mode")  # since sentence-transformers 6, in an order of its own
     chosen = [mode for key, mode in NAMED.items() if config.get(key)]
-    if named is not None:
-        chosen = [named] if isinstance(named, str) else [*named]
+    if isinstance(named, str | list):
+        chosen = [str(mode).removesuffix("_tokens") for mode in ([named] if isinstance(named, str) else named)]
     unknown = [mode for mode in chosen if mode not in POOLINGS]
     if unknown or not chosen:
         raise ExportError(f"{folder} has the pooling {unknown[0] if unknown else None!r}; known: {', '.join(POOLINGS)}")
-    return [mode for mode in POOLINGS if mode in chosen], config.get("include_prompt") is not False
+    return chosen, config.get("include_prompt") is not False
 
 
 def _settings(folder: Path) -> dict[str, Any]:

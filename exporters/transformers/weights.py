@@ -29,7 +29,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
-POOLER = ("pooler.", "contact_head.")  # in a base model, beside its stream
+BESIDE_STREAM = ("pooler.", "contact_head.")  # in a base model, beside its stream
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
@@ -44,6 +44,11 @@ class Mapped:
     unknown: list[str] = field(default_factory=list)  # checkpoint tensors that belong to no parameter of the model
 
 
+def beside_stream(name: str, model: PreTrainedModel) -> bool:
+    """Whether a weight of a base model is read by nothing that the stream goes through: a pooler's, for one."""
+    return name.removeprefix(f"{model.base_model_prefix}.").startswith(BESIDE_STREAM)
+
+
 def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedModel) -> None:
     """Leave out tensors of heads that a model has not, and of a pooler that its head does not read, in place."""
     base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
@@ -52,7 +57,7 @@ def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedMod
     def in_base(name: str) -> bool:
         inner = name.removeprefix(f"{base}.") if base else name
         outside = base != "" and inner == name
-        return not outside and not inner.startswith(POOLER)
+        return not outside and not inner.startswith(BESIDE_STREAM)
 
     unread = [name for name in mapped.direct if not in_base(name) and not tied.get(name, {name}) & read]
     for name in unread:
@@ -62,7 +67,7 @@ def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedMod
     mapped.unknown = [
         name
         for name in mapped.unknown
-        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not inner.startswith(POOLER)
+        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not inner.startswith(BESIDE_STREAM)
     ]
 
 

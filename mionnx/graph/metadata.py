@@ -93,7 +93,8 @@ class Attention:
     Attributes:
         output_projection: name of the initializer of the output projection; empty where each token chooses its own.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
-        sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+        sliding_window: how many keys a query sees, itself included; None if it sees all before it. Where tokens read
+            both ways, as many on either side.
         num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
             as `Sizes` say.
         head_dim: size of a head's query and key; None if as `Sizes` say.

@@ -10,6 +10,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -266,7 +267,7 @@ class _Writer:
         return name
 
 
-def _node(op: str, inputs: list[str], output: str, **settings: int | list[int]) -> NodeProto:
+def _node(op: str, inputs: list[str], output: str, **settings: Any) -> NodeProto:
     return helper.make_node(op, inputs, [output], name=output, **settings)
 
 

@@ -165,7 +165,7 @@ def test_pages_of_weights_are_let_go_and_read_again(models, own_store, monkeypat
     assert model.prepare()
     specs = [HookSpec().capture(HookPoint.ResidPost(0)), HookSpec().capture(HookPoint.AttnZ(1)), HookSpec()]
     first = [model.forward(ids, spec).output() for spec in specs]
-    assert len(gone) == 3
+    assert len(gone) >= 3
     assert all(np.array_equal(model.forward(ids, spec).output(), one) for spec, one in zip(specs, first, strict=True))
 
 

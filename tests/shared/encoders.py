@@ -1,6 +1,7 @@
 """Small random text encoders of every family, with every head; their batches, and eager torch as the oracle."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"local_attention": 8, "global_attn_every_n_layers": 2, "num_hidden_layers": 3},
         **{"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     },
+    "mpnet": {"pad_token_id": 1},
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 24},
     "roberta": {"pad_token_id": 1},
     "roformer": {"embedding_size": 32},
@@ -131,8 +133,6 @@ def run_encoder(
 
 def plain_outputs(model: PreTrainedModel, inputs: dict[str, np.ndarray], offset: int | None) -> Any:
     """transformers' own outputs, streams and patterns; positions are its own where `offset` is None."""
-    from inspect import signature
-
     model.config._attn_implementation = "eager"
     takes = signature(model.forward).parameters
     given = {name: torch.from_numpy(array) for name, array in inputs.items() if name in takes}
@@ -142,7 +142,7 @@ def plain_outputs(model: PreTrainedModel, inputs: dict[str, np.ndarray], offset:
         if offset is None:
             del given["position_ids"]
         else:
-            given["position_ids"] += offset
+            given["position_ids"] = given["position_ids"] + offset
     with torch.no_grad():
         return model(**given, output_hidden_states=True, output_attentions=True)
 
@@ -150,10 +150,12 @@ def plain_outputs(model: PreTrainedModel, inputs: dict[str, np.ndarray], offset:
 def graph_values(model: MIModel, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every hook point and output of an encoder's graph in one run of its file."""
     hooked = model.hooked
-    names = [*hooked.metadata.hooks, hooked.metadata.output]
+    main = hooked.proto.graph.output[0].name
+    names = [*hooked.metadata.hooks, main]
     session = open_session(hooked.proto, hooked.folder, names)
     values = session.run(names, {entry.name: inputs[entry.name] for entry in session.get_inputs()})
-    return dict(zip(names, values, strict=True))
+    found = dict(zip(names, values, strict=True))
+    return found | {hooked.metadata.output: found[main]}
 
 
 def real_difference(name: str, one: np.ndarray, other: np.ndarray, mask: np.ndarray) -> float:
@@ -174,8 +176,3 @@ def heads_of_family(family: str) -> Iterator[str]:
         except Exception:
             continue
         yield head
-
-
-def edits_of(names: Sequence[str], every: int) -> list[str]:
-    """Each so manieth hook point."""
-    return [*names[::every]]
