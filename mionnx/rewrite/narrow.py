@@ -30,7 +30,7 @@ from mionnx.rewrite.rounded import NARROW_DTYPES, NUMBER
 
 SINGLE = TensorProto.FLOAT
 WIDE_OPERATORS = frozenset(("Range", "Cos", "Sin", "CumSum", "Mod", "NonZero", "OneHot", "TopK"))  # few kernels
-MASK = 1e30  # what is beyond it stands for infinity
+STANDS_FOR_INFINITY = 1e30  # what is beyond it stands for infinity
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def narrowed_array(array: NDArray[Any], exponent: int, dtype: str, name: str) ->
     if not dtype:
         return scaled
     limit = float(ml_dtypes.finfo(NARROW_DTYPES[dtype]).max)
-    beyond = (np.abs(scaled) > limit) & (np.abs(scaled) < MASK)
+    beyond = (np.abs(scaled) > limit) & (np.abs(scaled) < STANDS_FOR_INFINITY)
     if beyond.any():
         largest = float(np.abs(scaled[beyond]).max())
         raise ModelError(f"{name} has {largest:,.0f}, beyond the {limit:,.0f} of {dtype}: keep it in float32")

@@ -13,6 +13,7 @@ from mionnx.bind.bound_spec import bind
 from mionnx.engine.engine import Arrays, Program
 from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
+from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
@@ -87,8 +88,17 @@ class TextsRun:
             self.progress(stage, number, len(self.calls))
             yield number, program.run(outputs, self.feeds(call) | more)
 
+    def need_distributions(self) -> None:
+        """Refuse what compares distributions, of a model that gives none."""
+        if self.hooked.metadata.output != LOGITS:
+            raise ModelError(
+                f"{self.hooked.name} gives {self.hooked.metadata.output}, and no distribution whose KL could be "
+                "measured: check_range works on it"
+            )
+
     def logits(self, proto: Any, stage: str) -> Iterator[NDArray[Any]]:
         """The logits of every window, [1, seq, vocab]."""
+        self.need_distributions()
         with self.opened(proto) as program:
             for _, outputs in self.run(program, [LOGITS], stage):
                 yield outputs[LOGITS]
