@@ -149,9 +149,8 @@ class _Reading:
     ) -> Pair:
         """One pair, its prompts cut behind the position that is read, unless an encoder reads them whole."""
         if not self.model.bidirectional:
-            position = -1 if self.position is None else self.position
-            other = None if other is None else until(position, other)
-            return Pair(until(position, base), other, places, corruption)
+            other = None if other is None else until(self.position, other)
+            return Pair(until(self.position, base), other, places, corruption)
         at = self.at(base)
         if other is not None and self.at(other) != at:
             raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
@@ -327,8 +326,9 @@ def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
             )
 
 
-def until(position: Place, prompt: Ids) -> Ids:
+def until(position: Place | None, prompt: Ids) -> Ids:
     """Cut a prompt behind the position whose logits are read."""
+    position = -1 if position is None else position
     if not isinstance(position, int | np.integer) or not -len(prompt) <= position < len(prompt):
         raise InputError(f"position={position!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
     return prompt[: int(position) % len(prompt) + 1]
