@@ -25,6 +25,7 @@ from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
 from mionnx.engine.placement import FallbackWarning
+from mionnx.compile.knobs import Knob
 from mionnx.errors import (
     ExportError,
     GradientError,
@@ -99,6 +100,7 @@ __all__ = [
     "Intervention",
     "InterventionError",
     "KVCache",
+    "Knob",
     "KnockoutSpec",
     "LayerLoopWarning",
     "LensResult",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +14,12 @@ import onnx
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
-from mionnx.compile.bake import bake
+from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
-from mionnx.compile.package import LIMIT, Knobs, Packaging, write_package
+from mionnx.compile.knobs import Knob, Knobs, as_knobs
+from mionnx.compile.layouts import CLIENT_LAYOUTS
+from mionnx.compile.package import LIMIT, write_package
+from mionnx.compile.packaging import Packaging
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.builder import to_proto
@@ -64,6 +68,7 @@ def compile_model(
     fused: str = "none",
     accuracy_level: int | None = None,
     plain: bool = False,
+    required: bool | None = None,
 ) -> Path:
     """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
 
@@ -77,11 +82,13 @@ def compile_model(
         folder: path of a folder that does not exist yet.
         knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
             A glob means those that it matches. The input multiplies what is added or projected out, by default by 1,
-            or is the factor of a scale.
+            or is the factor of a scale. A `Knob` says its range, unit and meaning too, or writes a file a dose.
+        required: whether knobs must be fed; else they may be left out, in clients that know inputs with a default. By
+            default as the layout's client needs it.
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
-        weights, target, layout, fused, accuracy_level: see `mionnx.compile.package.Packaging`; a level that the model
-            was opened with is that of the file.
+        weights, target, layout, fused, accuracy_level: see `mionnx.compile.packaging.Packaging`; a level that the
+            model was opened with is that of the file.
         plain: compile the model itself, of an empty spec, which is refused otherwise.
 
     Returns:
@@ -90,7 +97,8 @@ def compile_model(
     Raises:
         HookError, InterventionError, GradientError: a spec that does not fit the model, or that only a single call can
             have.
-        InputError: an empty spec without `plain`, or a level for a model without weights in blocks.
+        InputError: an empty spec without `plain`, a level for a model without weights in blocks, or what the layout's
+            client cannot run.
         ModelError: the folder exists or cannot be written.
         RuntimeMissingError: the target's provider is not installed.
 
@@ -113,13 +121,30 @@ def compile_model(
             else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
             "or plain=True (--plain) for the model itself"
         )
-    leveled = _at_level(model.hooked, packaging)
+    leveled, named = _at_level(model.hooked, packaging), as_knobs(knobs or {})
+    required = _required(named, required, packaging.layout)
     bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
-    proto = _compiled(bound, model.hooked, _indices(bound, knobs or {}))
+    proto = _compiled(bound, model.hooked, _turned(bound, named), required)
     proto = _with_fused(proto, leveled, packaging.fused)
     with shown() as progress:
-        write_package(model.hooked, proto, _nameable(bound.spec, bound.plan), folder, packaging, progress)
+        spec = _nameable(bound.spec, bound.plan)
+        write_package(model.hooked, proto, spec, folder, packaging, named, last_logits, progress)
     return folder
+
+
+def _required(knobs: Mapping[str, Knob], required: bool | None, layout: str) -> bool:
+    """Whether knobs must be fed."""
+    client, inputs = CLIENT_LAYOUTS[layout], [name for name, knob in knobs.items() if not knob.doses]
+    if required is not None and not inputs:
+        raise InputError("required= is of knobs, and no knob is an input here")
+    if inputs and not client.turns_knobs:
+        raise client.refuse(
+            f"{client.client} feeds a graph no inputs of its own, so that nobody could turn {inputs[0]!r}: give "
+            f"knobs={{{inputs[0]!r}: Knob(doses=[0, 0.5, 1])}} for a file a dose"
+        )
+    if inputs and client.required_knobs and required is False:
+        raise client.refuse(f"{client.client} feeds no input that has a default: leave required=False out")
+    return client.required_knobs if required is None else required
 
 
 def _without_captures(spec: HookSpec) -> HookSpec:
@@ -139,33 +164,37 @@ def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
     return replace(model, proto=proto)
 
 
-def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
-    """Knob -> indices of the interventions that it turns.
+def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob]:
+    """Knob -> the interventions that it turns.
 
     None for the hook points means all interventions that have a strength; a glob means those at what it matches.
     """
-    indices: dict[str, list[int]] = {}
+    turned: dict[str, TurnedKnob] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
-    for name, where in knobs.items():
-        if not name.strip():
-            raise InterventionError(f"a knob is an input of the graph, and {name!r} is no name for one")
+    for name, knob in knobs.items():
+        where = knob.hooks
         if where is None:
-            indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
-            missing = [] if indices[name] else ["*"]
+            indices = [n for n, _, one in numbered if one.rules.has_strength]
+            missing = [] if indices else ["*"]
         else:
             hooks = [HookChoice(str(hook)) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
-            indices[name] = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
+            indices = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
             missing = [str(hook) for hook in hooks if not any(hook.selects(point) for _, point, _ in numbered)]
         if missing:
             there = ", ".join(f"{one.kind} at {point}" for _, point, one in numbered) or "none"
             raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
-    turned = [n for where in indices.values() for n in where]
-    if len({*turned}) != len(turned):
+        edits = [bound.edits[n] for n in indices]
+        turned[name] = TurnedKnob(knob, indices, [edit.hook for edit, _ in edits], knob_default(name, edits))
+        knob.check(f"knob {name!r}: its default", turned[name].default)
+    taken = [n for one in turned.values() for n in one.indices]
+    if len({*taken}) != len(taken):
         raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")
-    return indices
+    return turned
 
 
-def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(
+    bound: BoundSpec, original: HookedModel, knobs: Mapping[str, TurnedKnob], required: bool
+) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
     model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
@@ -176,7 +205,7 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
     bake(edited, bound, knobs, report)
     prune(edited, report)
     # A knob is one number: an input of shape [].
-    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    proto = to_proto(edited, model.proto, {name: () for name, one in knobs.items() if not one.knob.doses})
     if plan.gradients is not None:
         proto = add_gradients(proto, plan.gradients, report)
     proto = bake_parts(proto, bound, report)
@@ -191,7 +220,10 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.fetched for want in plan.captures],
-        "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+        "knobs": {
+            name: one.knob.facts(one.default, one.hooks, required) for name, one in knobs.items() if not one.knob.doses
+        },
+        "doses": {name: [*one.knob.doses] for name, one in knobs.items() if one.knob.doses},
         "blocks": _blocks(proto),
     }
     if plan.gradients is not None:
