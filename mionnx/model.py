@@ -23,7 +23,7 @@ from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablation, patching
-from mionnx.compile import compile_model
+from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import generation, notebook
@@ -97,6 +97,7 @@ class MIModel(Runner, Translated):
     statistics = dataset.statistics
     # deployment, reproducibility
     compile = compile_model.compile_model
+    lens_monitor = monitors.lens_monitor
     quantise = quantise_model.quantise_model
     verify = comparing.verify
     bisect = bisection.bisect

@@ -23,9 +23,10 @@ from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.compile.knobs import Knob
+from mionnx.compile.monitors import Monitor
 from mionnx.engine.options import Options
 from mionnx.engine.placement import FallbackWarning
-from mionnx.compile.knobs import Knob
 from mionnx.errors import (
     ExportError,
     GradientError,
@@ -110,6 +111,7 @@ __all__ = [
     "MIModel",
     "ModelError",
     "ModelSizes",
+    "Monitor",
     "Noise",
     "Options",
     "OtherSpellingWarning",

@@ -144,7 +144,9 @@ def _values(calls: TokenFacts, place: Selection, inputs: Sequence[Variable], kno
         for variable, array in zip(inputs, arrays, strict=True):
             _become(graph, variable, array)
         return
-    ((variable,), (array,)) = inputs, arrays
+    (variable, *others), (array, *fixed) = inputs, arrays
+    for other, value in zip(others, fixed, strict=True):
+        _become(graph, other, value)
     op = Builder(graph, edit.hook, f"{edit.prefix}.knob", calls.report)
     # A knob is float32 for whoever feeds it, whatever the graph's dtype is.
     strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx
 
@@ -18,6 +18,7 @@ from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
 from mionnx.compile.knobs import Knob, Knobs, as_knobs
 from mionnx.compile.layouts import CLIENT_LAYOUTS
+from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
 from mionnx.compile.package import LIMIT, write_package
 from mionnx.compile.packaging import Packaging
 from mionnx.engine.options import Options
@@ -53,7 +54,7 @@ class RunningModel(Protocol):
         """Refuse an id outside the vocabulary."""
 
 
-@typed()
+@typed(leave=["monitors"])
 def compile_model(
     model: RunningModel,
     hooks: HookSpec,
@@ -69,6 +70,7 @@ def compile_model(
     accuracy_level: int | None = None,
     plain: bool = False,
     required: bool | None = None,
+    monitors: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
 
@@ -85,6 +87,9 @@ def compile_model(
             or is the factor of a scale. A `Knob` says its range, unit and meaning too, or writes a file a dose.
         required: whether knobs must be fed; else they may be left out, in clients that know inputs with a default. By
             default as the layout's client needs it.
+        monitors: name of an output -> what is read at every token: a direction (the projection on it), probes of
+            `mionnx.probe` (the best of them), a pair (hook point, linear probe of scikit-learn's or mionnx'), a
+            `lens_monitor` or an `sae_monitor`.
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
         weights, target, layout, fused, accuracy_level: see `mionnx.compile.packaging.Packaging`; a level that the
@@ -114,7 +119,8 @@ def compile_model(
         # A compiled graph has no tokenizer: texts become ids.
         hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
     spec = hooks if captures else _without_captures(hooks)
-    if plain != spec.is_empty():
+    reads = {name: as_monitor(name, what, model.hooked) for name, what in (monitors or {}).items()}
+    if plain != (spec.is_empty() and not reads):
         raise InputError(
             "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
             if plain
@@ -124,7 +130,7 @@ def compile_model(
     leveled, named = _at_level(model.hooked, packaging), as_knobs(knobs or {})
     required = _required(named, required, packaging.layout)
     bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
-    proto = _compiled(bound, model.hooked, _turned(bound, named), required)
+    proto = _compiled(bound, model.hooked, _turned(bound, named), required, reads)
     proto = _with_fused(proto, leveled, packaging.fused)
     with shown() as progress:
         spec = _nameable(bound.spec, bound.plan)
@@ -193,7 +199,11 @@ def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob
 
 
 def _compiled(
-    bound: BoundSpec, original: HookedModel, knobs: Mapping[str, TurnedKnob], required: bool
+    bound: BoundSpec,
+    original: HookedModel,
+    knobs: Mapping[str, TurnedKnob],
+    required: bool,
+    monitors: Mapping[str, Monitor],
 ) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
     model, plan, spec = bound.model, bound.plan, bound.spec
@@ -203,6 +213,7 @@ def _compiled(
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
     _refuse_large_fragments(spec)
     bake(edited, bound, knobs, report)
+    add_monitors(edited, monitors, model, report)
     prune(edited, report)
     # A knob is one number: an input of shape [].
     proto = to_proto(edited, model.proto, {name: () for name, one in knobs.items() if not one.knob.doses})
@@ -224,6 +235,7 @@ def _compiled(
             name: one.knob.facts(one.default, one.hooks, required) for name, one in knobs.items() if not one.knob.doses
         },
         "doses": {name: [*one.knob.doses] for name, one in knobs.items() if one.knob.doses},
+        "monitors": monitor_facts(monitors),
         "blocks": _blocks(proto),
     }
     if plan.gradients is not None:

@@ -33,6 +33,7 @@ from mionnx.compile.knobs import Knob, document
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.compile.layouts.layout import ClientLayout, Content
 from mionnx.compile.model_card import card
+from mionnx.compile.monitors import document_monitors
 from mionnx.compile.packaging import PACKAGE_TARGETS, Packaging
 from mionnx.compile.stored_once import reshape_shared, store_once
 from mionnx.engine.engines import engine_of
@@ -77,6 +78,7 @@ def write_package(
         _mark_last(proto)
     facts = json.loads(onnx_file.properties(proto)[COMPILED])
     document(proto, facts["knobs"])
+    document_monitors(proto, facts["monitors"])
     embedded = packaging.placed == "embedded"
     config, generation = (_json(model.folder, name) for name in ("config.json", "generation_config.json"))
     turned = {name: knob for name, knob in knobs.items() if not knob.doses}

@@ -110,19 +110,20 @@ def _wrapper(content: Content) -> str:
     about = "".join(f"// {sentence(name, one)}\n" for name, one in facts.items())
     table = {name: [one["default"], one["low"], one["high"]] for name, one in facts.items()}
     return f"""// A compiled model with its knobs turned: compiled(model, {{ name: strength }}, (outputs) => ...).
-{about}import {{ Tensor }} from "@huggingface/transformers";
-
-const KNOBS = {json.dumps(table)}; // name -> default, lowest, highest
+{about}const KNOBS = {json.dumps(table)}; // name -> default, lowest, highest
 export function compiled(model, knobs = {{}}, read = null) {{
   for (const name in knobs) if (!(name in KNOBS)) throw new RangeError(`no knob ${{name}}; ${{Object.keys(KNOBS)}}`);
-  const feeds = {{}};
+  const strengths = {{}};
   for (const [name, [normal, low, high]] of Object.entries(KNOBS)) {{
     const value = knobs[name] ?? normal;
     const fits = Number.isFinite(value) && value >= (low ?? value) && value <= (high ?? value);
     if (!fits) throw new RangeError(`${{name}} is ${{value}}, and ranges from ${{low ?? "any"}} to ${{high ?? "any"}}`);
-    feeds[name] = new Tensor("float32", [value], []);
+    strengths[name] = value;
   }}
   model.forward = async (inputs) => {{
+    const Tensor = inputs.input_ids.constructor;
+    const feeds = {{}};
+    for (const name in strengths) feeds[name] = new Tensor("float32", [strengths[name]], []);
     const outputs = await Object.getPrototypeOf(model).forward.call(model, {{ ...inputs, ...feeds }});
     read?.(outputs);
     return outputs;
