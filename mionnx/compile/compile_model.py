@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,11 +27,11 @@ from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
-from mionnx.machine.progress import shown
+from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.gradient.gradient_outputs import add_gradients
@@ -135,6 +135,22 @@ def compile_model(
     with shown() as progress:
         spec = _nameable(bound.spec, bound.plan)
         write_package(model.hooked, proto, spec, folder, packaging, named, last_logits, progress)
+    return folder
+
+
+def compile_plain(
+    model: HookedModel, folder: Path, layout: str, check: Callable[[Path], Mapping[str, Any]], progress: Progress
+) -> Path:
+    """Write a model itself in a layout.
+
+    Args:
+        check: called with the path of the graph before the folder is in its place; what the card says of it.
+    """
+    packaging = Packaging(layout=layout, accuracy_level=ROUNDING_LEVEL if model.in_blocks else None)
+    leveled = _at_level(model, packaging)
+    bound = Binder(leveled).bind(HookSpec(), Outputs(), differentiated=True)
+    proto = _compiled(bound, model, {}, False, {})
+    write_package(model, proto, HookSpec(), folder, packaging, {}, False, progress, check)
     return folder
 
 

@@ -139,7 +139,14 @@ def _least(content: Content) -> str:
 def _verified(facts: Mapping[str, Any]) -> str:
     if "verified" not in facts:
         return ""
-    return f"- verified when it was written, {facts['verified']}\n"
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in facts["verified"]["rows"])
+    return f"""
+Verified when it was written, against {facts["verified"]["against"]}, on random tokens:
+
+| call | tokens | largest difference of logits | mean KL, nats | the same likeliest token |
+|---|---|---|---|---|
+{rows}
+"""
 
 
 def _bits(content: Content) -> str:

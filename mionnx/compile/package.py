@@ -20,8 +20,9 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,13 @@ def write_package(
     knobs: Mapping[str, Knob],
     last: bool,
     progress: Progress,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> None:
     """Write a compiled graph of a model, whose weights are still in the model's files, as a folder.
 
     Args:
         last: whether its logits are those of the last position alone.
+        check: called with the path of the graph when it is written; what the card says of it.
     """
     layout = CLIENT_LAYOUTS[packaging.layout]
     name_axes(proto.graph)
@@ -90,6 +93,8 @@ def write_package(
         graph.parent.mkdir(parents=True, exist_ok=True)
         _write_model(content, graph, layout, packaging, progress)
         _write_doses(graph, knobs)
+        if check is not None:
+            content = replace(content, facts={**facts, "verified": check(graph)})
         home = partial / layout.home(content)
         _write_rest(content, spec, home)
         layout.write(content, home)

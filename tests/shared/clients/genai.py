@@ -19,6 +19,7 @@ longest = max(map(len, rows))
 padded = [row + [asked["pad"]] * (longest - len(row)) for row in rows]
 config = og.Config(folder)
 config.clear_providers()
+config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}}))
 model = og.Model(config)
 params = og.GeneratorParams(model)
 params.set_search_options(max_length=longest + asked["new"] + 1, do_sample=False, batch_size=len(rows))
