@@ -172,7 +172,7 @@ COMPILE = Command(
     "strength that can be one; HOOK may be a glob.",
     call=_compile,
     show=_baked,
-    without=("hooks", "captures"),
+    without=("hooks", "captures", "monitors"),
     settings=("dtype",),
     files=False,
 )

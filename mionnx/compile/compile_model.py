@@ -16,7 +16,7 @@ from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
-from mionnx.compile.knobs import Knob, Knobs, as_knobs
+from mionnx.compile.knobs import Knob, Knobs, as_knobs, knob_facts
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
 from mionnx.compile.package import LIMIT, write_package
@@ -93,7 +93,7 @@ def compile_model(
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
         weights, target, layout, fused, accuracy_level: see `mionnx.compile.packaging.Packaging`; a level that the
-            model was opened with is that of the file.
+            model was opened with is that of the file, which else is 4 where weights are blocks.
         plain: compile the model itself, of an empty spec, which is refused otherwise.
 
     Returns:
@@ -112,6 +112,8 @@ def compile_model(
         folder = model.compile(spec, "without-head-3")
     """
     level = model.options.accuracy_level if accuracy_level is None else accuracy_level
+    if level is None and model.hooked.in_blocks:
+        level = ROUNDING_LEVEL  # ONNX Runtime computes such products in floats some ten times slower
     packaging, folder = Packaging(weights, target, layout, fused, level), Path(folder)
     if folder.exists():
         raise ModelError(f"{folder} exists already")
@@ -194,7 +196,7 @@ def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob
     turned: dict[str, TurnedKnob] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
     for name, knob in knobs.items():
-        where = knob.hooks
+        where = knob.points
         if where is None:
             indices = [n for n, _, one in numbered if one.rules.has_strength]
             missing = [] if indices else ["*"]
@@ -238,6 +240,7 @@ def _compiled(
     proto = bake_parts(proto, bound, report)
     facts = {
         "what": "a compiled intervention graph: not the original model",
+        "model": original.name,
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
         # Serialisation is not the same bytes each time unless asked for.
@@ -248,7 +251,9 @@ def _compiled(
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.fetched for want in plan.captures],
         "knobs": {
-            name: one.knob.facts(one.default, one.hooks, required) for name, one in knobs.items() if not one.knob.doses
+            name: knob_facts(one.knob, one.default, one.hooks, required)
+            for name, one in knobs.items()
+            if not one.knob.doses
         },
         "doses": {name: [*one.knob.doses] for name, one in knobs.items() if one.knob.doses},
         "monitors": monitor_facts(monitors),

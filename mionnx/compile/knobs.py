@@ -14,7 +14,7 @@ from mionnx.machine.typed import typed
 HookChoices = str | HookPoint | Sequence[str | HookPoint] | None
 
 
-@typed(InterventionError, leave=["hooks"])
+@typed(InterventionError, leave=["points"])
 @dataclass(frozen=True)
 class Knob:
     """A strength that stays an input of a compiled graph.
@@ -22,7 +22,7 @@ class Knob:
     It multiplies what is added or projected out, by default by 1, or is the factor of a scale.
 
     Attributes:
-        hooks: the hook points whose interventions it turns, globs allowed; None for all that have a strength.
+        points: the hook points whose interventions it turns, globs allowed; None for all that have a strength.
         low, high: the range that it makes sense in; open on a side that is None. Clients are told; a graph checks none.
         unit: of its number; by default that of the vector, or a factor.
         meaning: what turning it does, in words, for whoever runs the file.
@@ -35,7 +35,7 @@ class Knob:
         model.compile(spec, "steered", knobs={"sea": Knob(low=0, high=2, meaning="0 is the plain model")})
     """
 
-    hooks: HookChoices = None
+    points: HookChoices = None
     low: float | None = None
     high: float | None = None
     unit: str = ""
@@ -63,17 +63,18 @@ class Knob:
             return f"{low} or more" if low else f"{high} or less" if high else "any number"
         return f"{low} to {high}"
 
-    def facts(self, default: float, hooks: Sequence[str], required: bool) -> dict[str, Any]:
-        """What card and metadata say of it."""
-        return {
-            "hooks": [*hooks],
-            "default": default,
-            "low": self.low,
-            "high": self.high,
-            "unit": self.unit or "times the intervention's own strength",
-            "meaning": self.meaning or f"strength at {', '.join(hooks)}",
-            "required": required,
-        }
+
+def knob_facts(knob: Knob, default: float, points: Sequence[str], required: bool) -> dict[str, Any]:
+    """What card and metadata say of a knob."""
+    return {
+        "hooks": [*points],
+        "default": default,
+        "low": knob.low,
+        "high": knob.high,
+        "unit": knob.unit or "times the intervention's own strength",
+        "meaning": knob.meaning or f"strength at {', '.join(points)}",
+        "required": required,
+    }
 
 
 Knobs = Mapping[str, HookChoices | Knob]

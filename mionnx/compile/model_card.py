@@ -143,7 +143,7 @@ def _verified(facts: Mapping[str, Any]) -> str:
     return f"""
 Verified when it was written, against {facts["verified"]["against"]}, on random tokens:
 
-| call | tokens | largest difference of logits | mean KL, nats | the same likeliest token |
+| call | tokens | largest difference of logits | mean KL, nats | the same top token |
 |---|---|---|---|---|
 {rows}
 """

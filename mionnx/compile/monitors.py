@@ -3,7 +3,7 @@
 1. A linear monitor reads the value at a hook point, after its interventions, as `forward` would capture it: one
    product, and what its probe makes of it. Its output is float32, [batch, seq, n].
 2. A lens reads the residual stream at its hook point by the model's own last norm and head: log-probabilities of the k
-   likeliest tokens, [batch, seq, k], and as `{name}.ids` their tokens.
+   top tokens, [batch, seq, k], and as `{name}.ids` their tokens.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Monitor:
         readout: weights and intercepts; None for a lens.
         link: what is made of x W^T + b: "identity", "sigmoid", "softmax" or "relu".
         threshold: [n], below which a latent is 0 (JumpReLU); None without.
-        k: of a lens, how many tokens.
+        k: how many tokens a lens names at every token of a text, from the top one down.
         meaning: in words, for whoever runs the file.
 
     Example:
@@ -57,19 +57,19 @@ class Monitor:
     def about(self) -> str:
         """What it says, in words."""
         if self.readout is None:
-            what = f"log-probabilities of the {self.k} likeliest tokens that the final norm and head read"
+            what = f"log-probabilities of the {self.k} top tokens that the final norm and head read"
         else:
             what = f"{self.link} of {count(len(self.readout.weights), 'product')}"
         return f"{self.meaning or what} at {self.hook}"
 
 
 def lens_monitor(model: Any, layer: int, k: int = 5) -> Monitor:
-    """The k likeliest tokens of a layer's residual stream, read by the model's own last norm and head.
+    """The k top tokens of a layer's residual stream, read by the model's own last norm and head.
 
     Args:
         model: an open model.
         layer: counted from 0; its `hook_resid_post` is read.
-        k: how many tokens.
+        k: how many tokens it names, from the top one down.
 
     Raises:
         InputError: no such layer, or more tokens than the vocabulary has.

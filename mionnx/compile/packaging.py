@@ -27,7 +27,7 @@ class Packaging:
         fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
             touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
         accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
-            is the level that `forward` computes them at.
+            is the level of the graph as it is.
     """
 
     weights: str | None = None

@@ -26,7 +26,7 @@ from mionnx.run import exporting
 
 PROMPT_TOKENS, DECODED_TOKENS = 9, 4
 # Largest difference of logits, of their largest: float32 as two runtimes sum, narrower types as they round.
-TOLERANCES = {"float32": 5e-5, "float16": 2e-2, "bfloat16": 1e-1}
+LOGIT_TOLERANCES = {"float32": 5e-5, "float16": 2e-2, "bfloat16": 1e-1}
 Logits = NDArray[Any]
 
 
@@ -65,16 +65,16 @@ def _verify(graph: Path, hooked: HookedModel, checkpoint: Path) -> dict[str, Any
     parts = {"prompt": slice(PROMPT_TOKENS), "decoding": slice(PROMPT_TOKENS, None)}
     rows = [[title, str(len(found[part])), *_row(found[part], expected[part])] for title, part in parts.items()]
     worst = float(np.abs(found - expected).max()) / scale
-    if worst > TOLERANCES.get(dtype, np.inf):
+    if worst > LOGIT_TOLERANCES.get(dtype, np.inf):
         raise ExportError(
-            f"the file differs from {against} by {worst:.1e} of the largest logit, more than {TOLERANCES[dtype]:.0e}: "
-            "it is not written"
+            f"the file differs from {against} by {worst:.1e} of the largest logit, more than "
+            f"{LOGIT_TOLERANCES[dtype]:.0e}: it is not written"
         )
     return {"against": against, "rows": rows}
 
 
 def _row(found: Logits, expected: Logits) -> list[str]:
-    """Largest difference of logits, mean KL divergence, and how many tokens have the same likeliest next one."""
+    """Largest difference of logits, mean KL divergence, and how many tokens have the same next token at the top."""
     ours, theirs = (log_softmax(one.astype(np.float64)) for one in (found, expected))
     kl = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
     same = int((found.argmax(-1) == expected.argmax(-1)).sum())
