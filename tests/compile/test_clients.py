@@ -31,10 +31,12 @@ BATCHES = {"genai", "transformers.js", "optimum"}
 
 
 def steering(model: MIModel, strength: float = 1.0) -> HookSpec:
-    """From France to Germany: the answer becomes another one."""
+    """From France to Germany: the answer becomes another one; and a push at every token, decoded ones too."""
     point = HookPoint.ResidPost(0)
     ends = [model.forward(f"The capital of {name} is", HookSpec().capture(point))[point][0, 3] for name in COUNTRIES]
-    return HookSpec().intervene(point, Intervention.Add(strength * (ends[1] - ends[0]), positions=3))
+    push = strength * 0.05 * np.cos(np.arange(128))
+    spec = HookSpec().intervene(point, Intervention.Add(strength * (ends[1] - ends[0]), positions=3))
+    return spec.intervene("blocks.2.hook_resid_post", Intervention.Add(push))
 
 
 def loop_of(card: Path) -> str:
@@ -147,9 +149,9 @@ def test_a_client_reads_a_monitor(layout, shipped, generated, tmp_path):
     hook, weights = HookPoint.ResidPost(2), np.sin(np.arange(128))
     monitors = {"probe": (hook, (weights, 0.5)), "lens": shipped.lens_monitor(2, 2)}
     spec = steering(shipped)
-    folder = shipped.compile(spec, tmp_path / "out", layout=layout, monitors=monitors)
+    folder = compiled(shipped, spec, layout, tmp_path / "out", monitors=monitors)
     ids = shipped.tokenize(CARD_PROMPT).ids.tolist()
-    found = generated(layout, folder, [ids], new=3, monitors=["probe", "lens"])
+    found = generated(layout, folder, [ids], new=3, monitors=["probe", "lens"], knobs={"strength": 1.0})
     (tokens,) = found["tokens"]
     values = shipped.forward([[*ids, *tokens[:2]]], HookSpec().extend(spec).capture(hook))[hook][0][-3:]
     assert np.abs(np.array(found["monitors"]["probe"])[:3, 0] - (values @ weights + 0.5)).max() < 1e-4

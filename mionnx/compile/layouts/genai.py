@@ -107,6 +107,13 @@ class GenaiLayout(ClientLayout):
         own = _tokenizer_kind(content) in GENAI_TOKENIZERS
         shown = "".join(f', generator.get_output("{name}")[0, -1]' for name in monitors)
         encoded = f'tokenizer.encode("{CARD_PROMPT}")' + ".ids" * (not own)
+        # genai does not keep these arrays alive.
+        defaults = ", ".join(f'"{name}": np.array({one["default"]:g}, np.float32)' for name, one in knobs.items())
+        turned = [
+            f"knobs = {{{defaults}}}  # held: genai reads them at every step",
+            "for name, strength in knobs.items():",
+            "    generator.set_model_input(name, strength)",
+        ] * bool(knobs)
         decoded = "generator.get_next_tokens()" if own else "[int(generator.get_next_tokens()[0])]"
         lines = [
             *["import numpy as np"] * bool(knobs),
@@ -119,9 +126,12 @@ class GenaiLayout(ClientLayout):
             "params = og.GeneratorParams(model)",
             "params.set_search_options(max_length=64, do_sample=False)",
             "generator = og.Generator(model, params)",
+            # genai reads these arrays at every step, and does not keep them alive.
+            *([f"knobs = {{{defaults}}}  # held: genai reads them at every step"] if knobs else []),
             *(
-                f'generator.set_model_input("{name}", np.array({facts["default"]:g}, np.float32))'
-                for name, facts in knobs.items()
+                ["for name, strength in knobs.items():", "    generator.set_model_input(name, strength)"]
+                if knobs
+                else []
             ),
             f"generator.append_tokens({encoded})",
             f"for _ in range({NEW_TOKENS}):",

@@ -24,8 +24,10 @@ model = og.Model(config)
 params = og.GeneratorParams(model)
 params.set_search_options(max_length=longest + asked["new"] + 1, do_sample=False, batch_size=len(rows))
 generator = og.Generator(model, params)
-for name, strength in asked["knobs"].items():
-    generator.set_model_input(name, np.array(strength, np.float32))
+# genai reads the arrays at every step, and does not keep them alive
+knobs = {name: np.array(strength, np.float32) for name, strength in asked["knobs"].items()}
+for name, strength in knobs.items():
+    generator.set_model_input(name, strength)
 generator.append_tokens(np.array(padded, np.int32))
 tokens, monitors, seconds = [[] for _ in rows], {name: [] for name in asked["monitors"]}, []
 for _ in range(asked["new"]):
