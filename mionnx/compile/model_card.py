@@ -12,6 +12,7 @@ from mionnx.engine.session import UNSTABLE_FUSIONS
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.io_names import cache_names
+from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

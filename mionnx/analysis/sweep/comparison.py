@@ -159,7 +159,9 @@ class _Reading:
     def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
         """Refuse corrupted prompts whose two texts meet at another token."""
         for number, (own, other) in enumerate(zip(self.types, types, strict=True)):
-            if (own is None) != (other is None) or (own is not None and not np.array_equal(own, other)):
+            if (own is None) != (other is None) or (
+                own is not None and other is not None and not np.array_equal(own, other)
+            ):
                 raise InputError(
                     f"pair {number}: the two texts of the clean prompt and of the corrupted differ in length"
                 )
