@@ -110,7 +110,7 @@ def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[Place] | No
     return weights
 
 
-def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
+def _loss(batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
     """Each token's own next token; padding, and the last token, predict nothing."""
     if places is not None:
         raise GradientError("the loss reads the logits of every position: leave out positions=")
