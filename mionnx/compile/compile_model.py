@@ -16,7 +16,7 @@ from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
-from mionnx.compile.knobs import Knob, Knobs, as_knobs, knob_facts
+from mionnx.compile.knobs import Knob, Knobs, as_knobs, check_strength, knob_facts
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
 from mionnx.compile.package import LIMIT, write_package
@@ -54,7 +54,7 @@ class RunningModel(Protocol):
         """Refuse an id outside the vocabulary."""
 
 
-@typed(leave=["monitors"])
+@typed()
 def compile_model(
     model: RunningModel,
     hooks: HookSpec,
@@ -209,7 +209,7 @@ def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob
             raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
         edits = [bound.edits[n] for n in indices]
         turned[name] = TurnedKnob(knob, indices, [edit.hook for edit, _ in edits], knob_default(name, edits))
-        knob.check(f"knob {name!r}: its default", turned[name].default)
+        check_strength(knob, f"knob {name!r}: its default", turned[name].default)
     taken = [n for one in turned.values() for n in one.indices]
     if len({*taken}) != len(taken):
         raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")

@@ -48,12 +48,7 @@ class Knob:
         if not np.isfinite([*bounds, *self.doses]).all() or (len(bounds) > 1 and not bounds[0] < bounds[1]):
             raise InterventionError(f"a knob ranges between two finite numbers, the lower first, got {self.range}")
         for dose in self.doses:
-            self.check("a dose", dose)
-
-    def check(self, what: str, strength: float) -> None:
-        """Refuse a strength outside of the range."""
-        if (self.low is not None and strength < self.low) or (self.high is not None and strength > self.high):
-            raise InterventionError(f"{what} of {strength:g} is outside of the knob's range, {self.range}")
+            check_strength(self, "a dose", dose)
 
     @property
     def range(self) -> str:
@@ -62,6 +57,13 @@ class Knob:
         if low is None or high is None:
             return f"{low} or more" if low else f"{high} or less" if high else "any number"
         return f"{low} to {high}"
+
+
+def check_strength(knob: Knob, what: str, strength: float) -> None:
+    """Refuse a strength outside of a knob's range."""
+    below = knob.low is not None and strength < knob.low
+    if below or (knob.high is not None and strength > knob.high):
+        raise InterventionError(f"{what} of {strength:g} is outside of the knob's range, {knob.range}")
 
 
 def knob_facts(knob: Knob, default: float, points: Sequence[str], required: bool) -> dict[str, Any]:

@@ -126,13 +126,7 @@ class GenaiLayout(ClientLayout):
             "params = og.GeneratorParams(model)",
             "params.set_search_options(max_length=64, do_sample=False)",
             "generator = og.Generator(model, params)",
-            # genai reads these arrays at every step, and does not keep them alive.
-            *([f"knobs = {{{defaults}}}  # held: genai reads them at every step"] if knobs else []),
-            *(
-                ["for name, strength in knobs.items():", "    generator.set_model_input(name, strength)"]
-                if knobs
-                else []
-            ),
+            *turned,
             f"generator.append_tokens({encoded})",
             f"for _ in range({NEW_TOKENS}):",
             "    generator.generate_next_token()",

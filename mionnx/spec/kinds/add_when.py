@@ -42,7 +42,7 @@ class AddWhen(Kind):
         Example:
             Intervention.AddWhen(-4.0 * direction, when=(refusal_probe, 0.8))
         """
-        if not isinstance(when, tuple) or len(when) != 2:
+        if not isinstance(when, tuple) or len(when) != 2 or not isinstance(when[1], int | float | np.number):
             raise InterventionError("when= is a probe and a threshold: when=(probe, 0.8)")
         probe, threshold = when
         readout = linear_readout(probe)
