@@ -16,6 +16,10 @@ from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors
+from mionnx.analysis.numerics import doctor as diagnosing
+from mionnx.analysis.numerics import forecast as forecasting
+from mionnx.analysis.numerics import narrow_model
+from mionnx.analysis.numerics import range as ranging
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
 from mionnx.analysis.similarity import attribute_similarity as pairs
@@ -24,7 +28,7 @@ from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablation, patching
-from mionnx.compile import compile_model
+from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import embedding, generation, notebook, predictions, spans
@@ -106,7 +110,13 @@ class MIModel(Runner, Translated):
     statistics = dataset.statistics
     # deployment, reproducibility
     compile = compile_model.compile_model
+    lens_monitor = monitors.lens_monitor
     quantise = quantise_model.quantise_model
+    # numbers that a narrow dtype cannot hold: where, what that costs, and an exact cure
+    check_range = ranging.check_range
+    forecast = forecasting.forecast
+    narrow = narrow_model.narrow_model
+    doctor = diagnosing.doctor
     verify = comparing.verify
     bisect = bisection.bisect
     # words of TransformerLens: `mionnx/analysis/python_hooks/transformer_lens.py` has theirs and ours

@@ -12,6 +12,9 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.numerics.diagnosis import Diagnosis
+from mionnx.analysis.numerics.forecast_result import Forecast
+from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
@@ -24,6 +27,8 @@ from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.compile.knobs import Knob
+from mionnx.compile.monitors import Monitor
 from mionnx.engine.options import Options
 from mionnx.engine.placement import FallbackWarning
 from mionnx.errors import (
@@ -79,6 +84,7 @@ __all__ = [
     "Circuit",
     "Comparison",
     "Compiled",
+    "Diagnosis",
     "Direction",
     "Directions",
     "DoseResponse",
@@ -89,6 +95,7 @@ __all__ = [
     "FallbackWarning",
     "FeatureActivations",
     "FewBlocksWarning",
+    "Forecast",
     "Fragment",
     "Generation",
     "GradientError",
@@ -102,6 +109,7 @@ __all__ = [
     "Intervention",
     "InterventionError",
     "KVCache",
+    "Knob",
     "KnockoutSpec",
     "LayerLoopWarning",
     "LensResult",
@@ -111,12 +119,14 @@ __all__ = [
     "MIModel",
     "ModelError",
     "ModelSizes",
+    "Monitor",
     "Noise",
     "Options",
     "OtherSpellingWarning",
     "Predictions",
     "ProbeResult",
     "RWKVState",
+    "RangeReport",
     "Report",
     "RuntimeMissingError",
     "Saliency",

@@ -18,8 +18,9 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`, `hook_dtypes` where hook points have several, and `quantised` of a model of blocks. See
-   `mionnx.graph.metadata` and `weight_record`.
+   `stock`, `hook_dtypes` where hook points have several, `quantised` of a model of blocks, and `exponents` and
+   `narrowed` of a rescaled one, whose hook points hold powers of two of their values in the file: a model in memory has
+   the values themselves. See `mionnx.graph.metadata`, `weight_record` and `exponents`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -41,6 +42,7 @@ from numpy.typing import DTypeLike
 from mionnx.errors import HookError, ModelError, boundary
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.exponents import with_true_values
 from mionnx.graph.folder_file import LARGEST_BESIDE, inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of, nearest_hook
@@ -147,7 +149,7 @@ class HookedModel:
                 "missing"
             )
         onnx_file.rename(proto, metadata.output, LOGITS)
-        return cls(folder, proto, metadata)
+        return cls(folder, with_true_values(proto, metadata.exponents), metadata)
 
     @cached_property
     def stock(self) -> StockGraph | None:

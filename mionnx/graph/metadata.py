@@ -25,7 +25,10 @@ FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap sho
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
 # Fields that are not written while they are those of a decoder of floats: its metadata keep their bytes.
-OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised", "direction", "head", "labels", "activation", "pooling")
+OPTIONAL = (
+    *("fused", "hook_dtypes", "stock", "quantised", "exponents", "narrowed"),
+    *("direction", "head", "labels", "activation", "pooling"),
+)
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"
 # What a model is for -> the graph's main output.
@@ -44,6 +47,7 @@ HEAD_POINTS = {
 }
 ACTIVATIONS = ("", "softmax", "sigmoid", "identity")
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
+LARGEST_EXPONENT = 64  # of the power of two that a hook point may hold
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -142,6 +146,9 @@ class Metadata:
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
         quantised: settings of the blocks that weights of floats were made into (`mionnx.quantise`); not written if the
             weights are as they came.
+        exponents: hook name -> e, of those that hold 2^e times their value in the file (`mionnx.graph.exponents`); not
+            written if there are none.
+        narrowed: how it was made of a model in a wider dtype, and what that costs; not written if it was not.
         direction: which tokens a token reads, those to the "left" of it or "both" those before and behind it.
         head: what the model is for, a key of `MAIN_OUTPUTS`; "next_token" of a decoder.
         labels: names of classes, of the tags of tokens, or of the ends of a span, in the order of the logits.
@@ -166,6 +173,8 @@ class Metadata:
     hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
     quantised: Mapping[str, Any] = field(default_factory=dict)
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    narrowed: Mapping[str, Any] = field(default_factory=dict)
     direction: str = "left"
     head: str = NEXT_TOKEN
     labels: list[str] = field(default_factory=list)
@@ -306,6 +315,10 @@ def _check(read: Metadata) -> None:
     _expect(dtypes, "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
     settings = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
     _expect(settings, "quantised", "a table of settings with bits 4 or 8", read.quantised)
+    powers = isinstance(read.exponents, dict) and read.exponents.keys() <= read.hooks.keys()
+    powers = powers and all(type(one) is int and abs(one) <= LARGEST_EXPONENT for one in read.exponents.values())
+    _expect(powers, "exponents", f"powers of two of hooks, {-LARGEST_EXPONENT} to {LARGEST_EXPONENT}", read.exponents)
+    _expect(isinstance(read.narrowed, dict), "narrowed", "a table", read.narrowed)
     _check_head(read)
     table = "a graph, whether it was expanded, and the difference that is allowed"
     _expect(is_table(read.stock), "stock", table, read.stock)

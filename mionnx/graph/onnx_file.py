@@ -62,14 +62,30 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
     """Bytes of each weight file that a graph reads, shared ones counted once."""
+    sizes: dict[str, int] = {}
+    for location, _, length in _parts(proto):
+        sizes[location] = sizes.get(location, 0) + length
+    return sizes
+
+
+def external_parts(proto: onnx.ModelProto, folder: Path) -> set[tuple[Path, int, int]]:
+    """File, begin and length of each weight of a graph."""
+    return {(folder / location, begin, length) for location, begin, length in _parts(proto)}
+
+
+def _parts(proto: onnx.ModelProto) -> set[tuple[str, int, int]]:
+    """The same with the location; tied weights, two initializers at the same bytes, once."""
     external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
     entries = [{item.key: item.value for item in one.external_data} for one in external]
-    # a set: tied weights are two initializers at the same bytes
-    parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}
-    sizes = dict.fromkeys((entry["location"] for entry in entries), 0)
-    for location, _, length in parts:
-        sizes[location] += length
-    return sizes
+    return {(entry["location"], int(entry.get("offset", "0")), int(entry["length"])) for entry in entries}
+
+
+def rename_files(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Read weights from files of other names."""
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = names.get(entry.value, entry.value)
 
 
 def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

@@ -216,6 +216,7 @@ class Plan:
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
             asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
             graph in the place of the hooked one.
+        blocks: of queries in which attention is computed where nobody reads scores or pattern; 0 for one product.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -224,11 +225,17 @@ class Plan:
     starts: tuple[str, ...] = ()
     fused: str = NONE
     gradients: Gradients | None = None
+    blocks: int = 0
 
     @property
     def touches(self) -> bool:
         """Whether anything between tokens and outputs is changed, captured or differentiated."""
         return bool(self.edits or self.captures or self.starts or self.gradients)
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has the derivatives of something."""
+        return self.gradients is not None and bool(self.gradients.by)
 
     @property
     def empty(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine import memory
 from mionnx.machine.progress import shown, silence
@@ -23,6 +24,9 @@ LARGE = 2**26  # bytes of a pass for which nobody needs to ask
 SMALL_CAPTURES = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 SHARE = 0.25  # of the free memory that one batch may take
 STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
+QUERY_BLOCKS = ((4096, 32), (2048, 16), (1024, 8))  # tokens from which on attention has so many blocks of queries
+MASKS = 2  # arrays of a mask, whole and in blocks, beside them
+READ_SCORES = ("AttnScores", "AttnPattern")
 
 BatchSize = int | str | None
 Fitting = Callable[[int], int]  # tokens of the longest row of a batch -> rows that it may have
@@ -125,7 +129,20 @@ def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
     """Bytes of one row's longest layer, about: streams, and the scores of all heads."""
     sizes = bound.model.metadata.sizes
     scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
+    if (blocks := query_blocks(seq)) and not _reads_scores(bound):
+        scores = scores // blocks + MASKS * total
     return 4 * seq * (STREAMS * sizes.hidden_size + scores)
+
+
+def query_blocks(tokens: int) -> int:
+    """The blocks of queries in which attention over so many tokens is computed; 0 for one product."""
+    return next((blocks for least, blocks in QUERY_BLOCKS if tokens >= least), 0)
+
+
+def _reads_scores(bound: BoundSpec) -> bool:
+    """Whether a layer has all its scores at once, as something reads them."""
+    hooks = [*(node.hook for node in bound.plan.captures), *(edit.hook for edit in bound.plan.edits)]
+    return bound.plan.differentiated or any(HookPoint.parse(hook).variant in READ_SCORES for hook in hooks)
 
 
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:

@@ -54,6 +54,7 @@ def run_pass(
     inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     results = open_call(model.variants, bound, batch, names).run(names, inputs)
+    model.watch_memory()
     if logits:
         results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
         _look_at_spelling(model, bound.spec.metric, feeds, results["logits"])

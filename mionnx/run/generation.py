@@ -235,6 +235,7 @@ def _continued(
         chosen = texts.take(logits)
         if stream is not None:
             stream.put(chosen)
+    model.watch_memory()
     if stream is not None:
         stream.end()
     axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}

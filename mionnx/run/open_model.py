@@ -25,7 +25,7 @@ from mionnx.machine.once import Once, once_property
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.run.find_model import cache_folder
-from mionnx.run.graph_memory import IdleMemory
+from mionnx.run.graph_memory import IdleMemory, idle_limit
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 T = TypeVar("T")
@@ -123,6 +123,22 @@ class OpenModel:
     def parts(self) -> list[Any]:
         """The instances that `opened` made."""
         return self._opened.values()
+
+    @property
+    def pools(self) -> list[OpenGraphs]:
+        """The open graphs of this model and of its parts."""
+        parts = [getattr(part, "variants", None) for part in self.parts]
+        return [self.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
+
+    def release_memory(self) -> None:
+        """Return free memory now, and pages of weights that several graphs hold."""
+        self.variants.engine.release()
+        for pool in self.pools:
+            pool.limit_pages()
+
+    def watch_memory(self) -> None:
+        """Return memory in the next pause, if the process has grown: at the end of every pass."""
+        self.idle.watch(idle_limit(self.variants.weights), self.release_memory)
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:

@@ -26,6 +26,7 @@ from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
+from mionnx.run.call_graph import in_blocks
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 Arrays = dict[str, NDArray[Any]]
@@ -185,11 +186,17 @@ class Segments:
         edits: Sequence[Edit] = (),
         outputs: Outputs = NO_OUTPUTS,
         gradients: Gradients | None = None,
+        tokens: int = 0,
     ) -> OpenGraph:
-        """Open the piece between some values and others, "logits" among them."""
+        """Open the piece between some values and others, "logits" among them.
+
+        Args:
+            tokens: of a row; a long one's attention is computed in blocks of queries.
+        """
         captures = tuple(CaptureNode(name) for name in ends if name != LOGITS)
         outputs = replace(outputs, logits=LOGITS in ends)
-        return self.variants.get(Plan(tuple(edits), captures, outputs, tuple(starts), gradients=gradients))
+        plan = Plan(tuple(edits), captures, outputs, tuple(starts), gradients=gradients)
+        return self.variants.get(in_blocks(plan, self.variants, tokens))
 
     def run(
         self,
@@ -207,7 +214,9 @@ class Segments:
         values = {f"{name}.before" if name in changed else name: value for name, value in feeds.items()}
         for own in (*edits.values(), inputs or {}):
             values |= own
-        piece = self.open(tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs)
+        piece = self.open(
+            tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs, tokens=rows.ids.shape[1]
+        )
         return self.compute(piece, rows, ends, values)
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:

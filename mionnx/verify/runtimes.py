@@ -238,7 +238,7 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
 
 def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    ort = name.startswith("ort-") or name.endswith(PROVIDER)
+    ort = name not in OTHER_ENGINES and (name.startswith("ort-") or name.endswith(PROVIDER))
     threads = ort or name in WITH_THREADS
     for setting in settings:
         key, _, value = setting.partition("=")

@@ -84,6 +84,9 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
     "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
+    "RangeReport": lambda model: model.check_range(TEXT),
+    "Forecast": lambda model: model.forecast(TEXT),
+    "Diagnosis": lambda model: model.doctor(TEXT),
     "LogitDiffs": lambda model: model.get_logit_diff([TEXT, OTHER], "Paris", "Tokyo"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "reference"), tolerance=0),
     "Bisection without a part": lambda model: replace(

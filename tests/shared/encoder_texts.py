@@ -8,10 +8,53 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedModel
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDS = (
-    "a an the is on in of for and to . , ? man woman plays guitar music stage someone performs audience it rains paris "
-    "france capital city good bad day where does ann live rome lives now play ##ing sing ##s un ##like ##ly"
-).split(" ")
+WORDS = [
+    "a",
+    "an",
+    "the",
+    "is",
+    "on",
+    "in",
+    "of",
+    "for",
+    "and",
+    "to",
+    ".",
+    ",",
+    "?",
+    "man",
+    "woman",
+    "plays",
+    "guitar",
+    "music",
+    "stage",
+    "someone",
+    "performs",
+    "audience",
+    "it",
+    "rains",
+    "paris",
+    "france",
+    "capital",
+    "city",
+    "good",
+    "bad",
+    "day",
+    "where",
+    "does",
+    "ann",
+    "live",
+    "rome",
+    "lives",
+    "now",
+    "play",
+    "##ing",
+    "sing",
+    "##s",
+    "un",
+    "##like",
+    "##ly",
+]
 LABELS = {
     "classes": ("bad", "fair", "good"),
     "token_classes": ("O", "B-PER", "I-PER"),

@@ -24,7 +24,7 @@ from mionnx.machine.softmax import logsumexp
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.call_graph import bind_pass
+from mionnx.run.call_graph import bind_pass, in_blocks
 from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
 from mionnx.run.hook_cache import HookCache, collect, joined
 from mionnx.run.hook_functions import (
@@ -296,7 +296,8 @@ def _run(
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)
         bound = model.binder.bind(spec, outputs, cuts=here.names).on(part)
-        chain = model.variants.chain(bound.plan, here.names, part.batch * part.seq)
+        plan = in_blocks(bound.plan, model.variants, part.seq)
+        chain = model.variants.chain(plan, here.names, part.batch * part.seq)
         returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
         returned += present_names(hooked, False) if state and outputs.carried else []
         dead = dead_hooks(hooked, here.names, returned)
@@ -309,6 +310,7 @@ def _run(
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
         results = chain.run({*bound.outputs(False)}, bound.inputs(part, past), between)
+        model.watch_memory()
         return collect(bound, part, results, False)
 
     bound = partial(bind_pass, model.binder, request.spec, logits, False)
