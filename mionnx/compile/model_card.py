@@ -32,6 +32,16 @@ session = onnxruntime.InferenceSession("model.onnx", options)
 KEPT_ENTRIES = ("license", "license_name", "license_link", "language", "datasets")  # of the checkpoint's own card
 OWN_TAGS = ("onnx", "mionnx", "intervention")
 LONGEST_CARD = 2**20  # characters
+# What a model is for -> the Hub's name of that task.
+TASKS = {
+    "next_token": "text-generation",
+    "masked_lm": "fill-mask",
+    "classes": "text-classification",
+    "token_classes": "token-classification",
+    "span": "question-answering",
+    "embedding": "sentence-similarity",
+    "none": "feature-extraction",
+}
 # Standard operators of opset 23 came with ONNX Runtime 1.23, and level 4 of 8 bits with 1.22.
 LEAST_RUNTIME = "1.23"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -100,7 +110,10 @@ def _entries(content: Content, layout: ClientLayout) -> str:
     """The entries at the head of the card, as the Hugging Face Hub reads them."""
     own, tags = _own_entries(content.model.folder)
     base = content.config.get("_name_or_path")
-    lines = [f"library_name: {layout.client if layout.name != 'plain' else 'onnx'}", "pipeline_tag: text-generation"]
+    lines = [
+        f"library_name: {layout.client if layout.name != 'plain' else 'onnx'}",
+        f"pipeline_tag: {TASKS[content.model.metadata.head]}",
+    ]
     if isinstance(base, str) and HUB_NAME.fullmatch(base):
         lines.append(f"base_model: {base}")
     lines += own

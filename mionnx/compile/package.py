@@ -43,6 +43,7 @@ from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.folder_file import copy_beside, files_beside, inside, read_json
 from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, HookedModel
+from mionnx.graph.io_names import LOGITS
 from mionnx.graph.metadata import COMPILED
 from mionnx.inputs.tokens import TOKENIZER_FILE, copy_tokenizer
 from mionnx.machine.leftovers import LOCK_FILE, new_folder, remove_leftovers
@@ -76,6 +77,7 @@ def write_package(
         check: called with the path of the graph when it is written; what the card says of it.
     """
     layout = CLIENT_LAYOUTS[packaging.layout]
+    onnx_file.rename(proto, LOGITS, model.metadata.output)  # as clients know it
     name_axes(proto.graph)
     if last:
         _mark_last(proto)
@@ -86,6 +88,8 @@ def write_package(
     config, generation = (_json(model.folder, name) for name in ("config.json", "generation_config.json"))
     turned = {name: knob for name, knob in knobs.items() if not knob.doses}
     content = Content(model, proto, target.name, facts, turned, last, embedded, config, generation)
+    if model.metadata.bidirectional and not layout.takes_encoders:
+        raise layout.refuse(f"{layout.client} decodes, and {model.name} is an encoder: use layout='plain'")
     layout.check(content)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial, _room(model, packaging):

@@ -197,6 +197,11 @@ class Metadata:
         return MAIN_OUTPUTS[self.head]
 
     @property
+    def main_point(self) -> str:
+        """The hook point of the main output; without a head the last one."""
+        return HEAD_POINTS.get(self.head) or [*self.hooks][-1]
+
+    @property
     def positional(self) -> bool:
         """Whether the main output has an entry for each token; that of classes and embeddings has one a text."""
         return self.head not in ("classes", "embedding")

@@ -177,7 +177,10 @@ def bisect(
 def _sides(models: Sequence[HookedModel], call: TokenBatch, titles: Sequence[str], spec: HookSpec) -> tuple[Side, Side]:
     if len(titles) not in ((1, 2) if len(models) > 1 else (2,)):
         raise InputError(f"bisect compares two runtimes, or two models in one: got {len(titles)} runtimes")
-    names = [name for name in names_of(models[0], COARSE, spec) if name in models[-1].order]
+    coarse = [
+        glob for glob in COARSE if "*" in glob or glob in models[0].order
+    ]  # no final norm where each addition is normed
+    names = [name for name in names_of(models[0], coarse, spec) if name in models[-1].order]
     several = ("this model", "other model") if len(models) > 1 else ("",)
     graphs = [GraphUnderTest(one, spec, names, [call], title) for one, title in zip(models, several, strict=True)]
     # One runtime may be given for both models.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.verify.difference import Difference, LogitDifference, layer_losses
@@ -81,7 +82,7 @@ def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) 
 
 
 def _choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
-    if not settings.greedy:
+    if not settings.greedy or side.graph.model.metadata.bidirectional:  # an encoder continues nothing
         return []
     assert side.runtime is not None
     try:
@@ -124,7 +125,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettin
     return Beside(
         second.title,
         [differences[name].at(name, local.get(name)) for name in names],
-        logits.to_dict(second.graph.model.metadata.sizes.vocab_size),
+        logits.to_dict(second.graph.model.metadata.columns),
         _same_choices(first.greedy, second.greedy),
         _fault(first, second, local, scratch, settings),
         runtime.environment(),
@@ -141,7 +142,7 @@ def _differences(
     recording = first.recording
     assert recording is not None
     differences = {name: Difference(unit=unit_of(first, second)) for name in second.graph.names}
-    next_tokens = LogitDifference()
+    next_tokens, metadata = LogitDifference(), second.graph.model.metadata
 
     def look(prompt: int, name: str, value: NDArray[Any]) -> None:
         part = part_of(name, value, settings.positions)
@@ -149,7 +150,7 @@ def _differences(
         if expected.shape != part.shape:
             raise ModelError(f"{name}: {first.title} has {list(expected.shape)}, {second.title} has {list(part.shape)}")
         differences[name].add(expected, part)
-        if name == LOGITS_POINT:
+        if name == metadata.main_point and metadata.output == LOGITS:  # of embeddings there is no distribution
             next_tokens.add(expected, part)
         if second.recording is not None:
             second.recording.add(prompt, name, part)

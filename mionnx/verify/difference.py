@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import ml_dtypes
@@ -205,14 +206,14 @@ class LogitDifference:
         self.shared += int((best[0][:, :, None] == best[1][:, None]).sum())
 
     def to_dict(self, vocab: int) -> dict[str, float]:
-        """Means and shares, by name."""
-        count = max(1, self.positions)
+        """Means and shares, by name; no numbers where nothing was compared, as of embeddings."""
+        count, nothing = self.positions or nan, 0.0 if self.positions else nan
         return {
             "positions": self.positions,
             "kl_mean": self.sum_kl / count,
-            "kl_max": self.max_kl,
+            "kl_max": self.max_kl + nothing,
             "kl_back_mean": self.sum_back / count,
-            "kl_back_max": self.max_back,
+            "kl_back_max": self.max_back + nothing,
             "top_1": self.same_first / count,
             f"top_{min(TOP, vocab)}": self.shared / (count * min(TOP, vocab)),
         }

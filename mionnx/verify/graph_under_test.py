@@ -33,7 +33,7 @@ class GraphUnderTest:
 
     Attributes:
         spec: interventions, each at one hook point.
-        names: the hook points that are compared, in execution order; the last is `hook_logits`.
+        names: the hook points that are compared, in execution order; the last is that of the main output.
         title: distinguishes it from another graph in the same comparison; empty if there is one only.
     """
 

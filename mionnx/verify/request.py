@@ -10,12 +10,11 @@ from mionnx.bind.bound_spec import bind
 from mionnx.errors import HookError, InputError, RuntimeMissingError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.metadata import HEAD_POINTS
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.ranges import at_least
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import ComparisonSettings
-from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.runtimes import Runtime, runtime_of
 
@@ -121,9 +120,9 @@ def _globs(points: Points) -> list[str]:
 
 
 def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
-    """The hook points that are compared, in execution order, `hook_logits` last."""
+    """The hook points that are compared, in execution order, the main output's last."""
     captures, globs = HookSpec().extend(spec), _globs(points)
-    output = HEAD_POINTS.get(model.metadata.head, LOGITS_POINT)
+    output = model.metadata.main_point
     for glob in (*globs, output):
         captures.capture(glob)
     named = {*globs, *(str(request.what) for request in spec.captures)}

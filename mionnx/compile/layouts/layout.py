@@ -76,6 +76,7 @@ class ClientLayout(ABC):
     client: ClassVar[str]  # the program that opens it, as the card names it
     required_knobs: ClassVar[bool] = False  # the client feeds no input that has a default
     turns_knobs: ClassVar[bool] = True  # the client feeds further inputs at all
+    takes_encoders: ClassVar[bool] = False  # the client runs models that read a text whole
     language: ClassVar[str] = "python"  # of `loop`
 
     def check(self, content: Content) -> None:  # noqa: B027  a layout need not refuse anything

@@ -13,9 +13,38 @@ class PlainLayout(ClientLayout):
 
     name = "plain"
     client = "ONNX Runtime"
+    takes_encoders = True
 
     def loop(self, content: Content) -> str:
-        return decode_loop(content, self.graph(content))
+        write = encode_once if content.model.metadata.bidirectional else decode_loop
+        return write(content, self.graph(content))
+
+
+def encode_once(content: Content, graph: str) -> str:
+    """One pass over a text in Python with onnxruntime, tokenizers and numpy alone."""
+    feeds = {
+        "input_ids": "np.array([text.ids])",
+        "attention_mask": "np.array([text.attention_mask])",
+        "token_type_ids": "np.array([text.type_ids])",
+        "position_ids": "np.arange(len(text.ids))[None]",
+    }
+    needed = {port.name for port in content.interface.inputs}
+    fed = [f'"{name}": {value}' for name, value in feeds.items() if name in needed]
+    fed += [f'"{name}": np.array({_default(content, name)}, np.float32)' for name in content.knobs]
+    return "\n".join(
+        [
+            "import numpy as np",
+            "import onnxruntime",
+            "from tokenizers import Tokenizer",
+            "",
+            f'session = onnxruntime.InferenceSession("{graph}")',
+            'tokenizer = Tokenizer.from_file("tokenizer.json")',
+            f'text = tokenizer.encode("{CARD_PROMPT}")',
+            f"feeds = {{{', '.join(fed)}}}",
+            f'(output,) = session.run(["{content.model.metadata.output}"], feeds)',
+            "print(output.shape, output.ravel()[:8])",
+        ]
+    )
 
 
 def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json") -> str:
