@@ -10,8 +10,8 @@ from typing import Any
 
 from optimum.utils import NormalizedConfigManager
 from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters.config_sizes import check_sizes
 from exporters.transformers.encoder_families import is_encoder
@@ -52,8 +52,9 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
     if not table.get("auto_map"):
         return
     kind, named = table.get("model_type"), table.get("architectures") or []
-    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
-    own = {architectures} if isinstance(architectures, str) else {*(architectures or ())}
+    mappings = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    classes = [table.get(kind) for table in mappings] if isinstance(kind, str) else []
+    own = {name for one in classes if one for name in ([one] if isinstance(one, str) else one)}
     if kind in CONFIG_MAPPING_NAMES and own and all(name in own for name in named):
         return
     what = f"the architecture {', '.join(map(str, named)) or kind!r}"

@@ -1,5 +1,6 @@
 """Text encoders beside transformers in eager mode: every hook point, an edit at each, every head, any padding."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from encoders import (
     REPRESENTATIVE,
     T5_FAMILIES,
     encoder_batch,
+    encoder_config,
     graph_values,
     heads_of_family,
     make_encoder,
@@ -18,10 +20,11 @@ from encoders import (
 )
 
 from exporters.transformers import export
+from exporters.transformers.config import native_config
 from exporters.transformers.encoder_families import ENCODERS
 from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
-from mionnx import HookSpec, Intervention, MIModel
+from mionnx import ExportError, HookSpec, Intervention, MIModel
 
 TOLERANCE = 5e-5
 HEADS = ("classes", "token_classes", "span", "none")
@@ -146,6 +149,17 @@ def test_the_metadata_say_what_the_model_is_for(made):
     assert (metadata.head, metadata.activation) == ("classes", "softmax")
     assert metadata.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert TaskHead("span").labels(made("bert")[1].config) == ["start", "end"]
+
+
+def test_a_class_of_transformers_needs_no_code_of_the_checkpoint(tmp_path):
+    table = encoder_config("nomic_bert").to_dict() | {"auto_map": {"AutoModel": "modeling.NomicBertModel"}}
+    for name, refused in (("NomicBertModel", False), ("NomicBertForMaskedLM", False), ("OtherModel", True)):
+        (tmp_path / "config.json").write_text(json.dumps({**table, "architectures": [name]}))
+        if refused:
+            with pytest.raises(ExportError, match="brings code of its own for the architecture 'OtherModel'"):
+                native_config(tmp_path)
+        else:
+            assert native_config(tmp_path).model_type == "nomic_bert"
 
 
 @pytest.mark.slow
