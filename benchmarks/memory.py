@@ -1,10 +1,11 @@
-"""Memory of a process in which every analysis runs once, and what holds it.
+"""Memory of a process in which every verb runs once: resident and proportional set, and the peak meanwhile.
 
-    python benchmarks/memory.py --folder HOOKED [--checkout PATH] [--save]
+    python benchmarks/memory.py --folder HOOKED [--checkout PATH] [--alone] [--save]
 
-Measured in a process of its own, with an empty store, three seconds after each analysis: the proportional set (PSS:
-private memory, and the share of mapped files), in MB and in sizes of the weights, less what the process takes after its
-imports.
+Measured in one process for all, with a store of its own that has the base already, four seconds after each verb: the
+resident set (RSS, which a monitor of containers sees: a page of a file counts once for each mapping), the proportional
+set (PSS: private memory, and the share of mapped files), and the largest resident set while the verb ran. All in sizes
+of the weights, less what the process takes after its imports. With `--alone`, each verb in a process of its own too.
 """
 
 import argparse
@@ -21,13 +22,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+from rich.progress import track
 from tables import present
 
 from mionnx.graph import onnx_file
 
 MB = 10**6
 TOKENS = 14
-SETTLED = 3.0  # seconds after which a process has returned what it will
+SETTLED = 4.0  # seconds after which a process has returned what it will
 Steps = dict[str, Callable[[], Any]]
 
 
@@ -66,6 +68,11 @@ def analyses(model: Any, folder: Path) -> Steps:
         "ablation sweep": lambda: model.ablation_sweep(clean),
         "path patching": lambda: model.path_patch(clean, corrupted, receivers, **answers),
         **({"steering": steering} if model.has_tokenizer else {}),
+        "gradients": lambda: model.gradients(clean, [point], "logit_diff", **answers),
+        "integrated gradients": lambda: model.integrated_gradients(clean, answer=answers["answer"], steps=4),
+        "attribution patching": lambda: model.attribute_patch(clean, corrupted, "hook_z", ("layer", "head"), **answers),
+        "edge attribution": lambda: model.edge_attribution(clean, corrupted, **answers),
+        "harvest": lambda: model.harvest([clean.tolist()] * 32, "blocks.*.hook_resid_post", folder / "harvest"),
         "Python functions": lambda: model.run_with_hooks(
             clean, fwd_hooks=[("blocks.*.hook_resid_post", lambda value, hook: value * 1.0)]
         ),
@@ -74,80 +81,86 @@ def analyses(model: Any, folder: Path) -> Steps:
     }
 
 
-def proportional() -> int:
-    """Bytes of this process: private ones, and its share of mapped files."""
-    return int(psutil.Process().memory_full_info().pss)
+def measure(folder: Path, alone: str | None, settled: float) -> dict[str, Any]:
+    """Run every verb once, or one; bytes after each."""
+    from mionnx import MIModel
 
-
-def holders() -> dict[str, int]:
-    """Proportional bytes of this process by what they are: each mapped file, and memory of no file."""
-    held: dict[str, int] = {}
-    for part in psutil.Process().memory_maps(grouped=True):
-        name = "anonymous" if part.path.startswith("[") else Path(part.path).name
-        held[name] = held.get(name, 0) + int(part.pss)
-    return held
-
-
-def measure(folder: Path) -> dict[str, Any]:
-    """Run every analysis once; bytes after each."""
-    import mionnx
-
-    baseline, begin, rows = proportional(), holders(), []
-    model = mionnx.MIModel.from_pretrained(folder)
-    weights = sum(size for size in onnx_file.locations(model.hooked.proto).values())
+    process = psutil.Process()
+    begin = process.memory_full_info()
+    model = MIModel.from_pretrained(folder)
+    weights, rows = sum(size for size in onnx_file.locations(model.hooked.proto).values()), []
     with tempfile.TemporaryDirectory() as scratch:
-        for name, work in analyses(model, Path(scratch)).items():
+        works = analyses(model, Path(scratch))
+        for name, work in works.items() if alone is None else [(alone, works[alone])]:
+            Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is counted from here on
             start = time.perf_counter()
             work()
             seconds = time.perf_counter() - start
-            time.sleep(SETTLED)
-            held = {key: size - begin.get(key, 0) for key, size in holders().items()}
-            rows.append({"name": name, "bytes": proportional() - baseline, "seconds": seconds, "held": held})
-    return {"baseline": baseline, "weights": weights, "rows": rows}
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+            time.sleep(settled)
+            info = process.memory_full_info()
+            sizes = {"RSS": info.rss - begin.rss, "PSS": info.pss - begin.pss, "peak": peak - begin.rss}
+            rows.append({"name": name, "bytes": sizes["PSS"], "seconds": seconds, **sizes})
+    return {"baseline": begin.rss, "weights": weights, "rows": rows}
 
 
-def in_process(folder: Path, checkout: Path) -> dict[str, Any]:
-    """The session of `measure` in a process of its own, with an empty store."""
-    with tempfile.TemporaryDirectory() as store:
-        known = {**os.environ, "MIONNX_CACHE": store, "PYTHONPATH": str(checkout)}
-        command = [sys.executable, __file__, "--folder", str(folder), "--measure"]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=known, cwd=checkout).stdout
-    result: dict[str, Any] = json.loads(found.splitlines()[-1])
+def in_process(folder: Path, checkout: Path, store: str, alone: str | None = None) -> dict[str, Any]:
+    """The session of `measure` in a process of its own."""
+    known = {**os.environ, "MIONNX_CACHE": store, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, __file__, "--folder", str(folder), "--measure", *(["--verb", alone] if alone else [])]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=known, cwd=checkout).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
-def rows_of(found: dict[str, Any], earlier: dict[str, Any] | None) -> list[list[str]]:
-    """A row an analysis: bytes, sizes of the weights, and what the two largest holders hold."""
-    rows = []
-    for number, row in enumerate(found["rows"]):
-        largest = sorted(row["held"].items(), key=lambda pair: -pair[1])[:2]
-        held = ", ".join(f"{name} {size / MB:.0f}" for name, size in largest)
-        before = [f"{earlier['rows'][number]['bytes'] / MB:.0f}"] if earlier else []
-        rows.append([row["name"], *before, f"{row['bytes'] / MB:.0f}", f"{row['bytes'] / found['weights']:.2f}", held])
-    return rows
+def session(folder: Path, checkout: Path, alone: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """All verbs in one process, and each in its own."""
+    with tempfile.TemporaryDirectory() as store:
+        prepare = "import sys, mionnx; mionnx.MIModel.from_pretrained(sys.argv[1]).prepare()"
+        known = {**os.environ, "MIONNX_CACHE": store, "PYTHONPATH": str(checkout)}
+        subprocess.run([sys.executable, "-c", prepare, str(folder)], check=True, env=known, cwd=checkout)
+        together = in_process(folder, checkout, store)
+        names = [row["name"] for row in together["rows"]] if alone else []
+        each = {name: in_process(folder, checkout, store, name)["rows"][0] for name in track(names, "alone")}
+        return together, each
+
+
+def sizes_of(row: dict[str, Any] | None, weights: int) -> list[str]:
+    """RSS, PSS and peak in sizes of the weights."""
+    return ["" if row is None else f"{row[kind] / weights:.2f}" for kind in ("RSS", "PSS", "peak")]
 
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="Memory of a session of every analysis.")
+    parser = argparse.ArgumentParser(description="Memory of a session of every verb.")
     parser.add_argument("--folder", type=Path, required=True, help="a hooked model")
     parser.add_argument("--checkout", type=Path, help="a checkout of an earlier commit, to be measured too")
+    parser.add_argument("--alone", action="store_true", help="each verb in a process of its own too")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--verb", help=argparse.SUPPRESS)
+    parser.add_argument("--settled", type=float, default=SETTLED, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options.folder)))
+        print(json.dumps(measure(options.folder, options.verb, options.settled)))
         return
-    found = in_process(options.folder, Path(__file__).parents[1])
-    earlier = in_process(options.folder, options.checkout) if options.checkout else None
-    columns = ["after", *(["before, MB"] if earlier else []), "MB", "of the weights", "held by, MB"]
-    title = f"{options.folder.name}, {found['weights'] / MB:.0f} MB of weights, {os.cpu_count()} cores"
+    measured, each = session(options.folder, Path(__file__).parents[1], options.alone)
+    before = session(options.folder, options.checkout, False)[0] if options.checkout else None
+    columns, weights = ["after", "RSS", "PSS", "peak"], measured["weights"]
+    columns += ["alone: RSS", "PSS", "peak"] if options.alone else []
+    columns += ["before: RSS", "PSS", "peak"] if before else []
+    rows = []
+    for number, row in enumerate(measured["rows"]):
+        rows.append([row["name"], *sizes_of(row, weights)])
+        rows[-1] += sizes_of(each[row["name"]], weights) if options.alone else []
+        rows[-1] += sizes_of(before["rows"][number], weights) if before else []
+    title = f"{options.folder.name}, {weights / MB:.0f} MB of weights, {os.cpu_count()} cores"
     said = (
-        f"Proportional set of one process, less the {found['baseline'] / MB:.0f} MB that it takes after its imports; "
+        f"In sizes of the weights, less the {measured['baseline'] / MB:.0f} MB that a process takes after its imports; "
         f"{TOKENS} tokens, float32, {platform.machine()}"
     )
-    rows = rows_of(found, earlier)
-    present("memory", "Memory of a session of every analysis", title, [(columns, rows)], options.save, f"{said}.")
+    present("memory", "Memory of a session of every verb", title, [(columns, rows)], options.save, f"{said}.")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def _feeds(model: MIModel, ids: np.ndarray, spec: HookSpec) -> dict[str, np.ndar
     from mionnx.inputs.token_batch import make_token_batch
 
     bound = bind(spec, model.hooked)
-    inputs = bound.inputs(make_token_batch(ids, None, None, model.hooked.metadata.sizes))
+    inputs = bound.inputs(make_token_batch(ids, None, None, model.hooked))
     read = {entry.name for entry in model.variants.get(bound.plan).session.get_inputs()}
     return {name: value for name, value in inputs.items() if name in read}
 

@@ -38,7 +38,7 @@ def alone(folder: Path, runtime: str, tokens: int) -> dict[str, float]:
     from mionnx.verify.runtimes import runtime_of
 
     model = HookedModel.open(folder)
-    call = make_token_batch(prompt(model.metadata.sizes.vocab_size, tokens), None, None, model.metadata.sizes)
+    call = make_token_batch(prompt(model.vocab_size, tokens), None, None, model)
     subject = GraphUnderTest(model, HookSpec(), ["hook_logits"], [call])
     with runtime_of(runtime, folder.parent).passes(subject, ["hook_logits"]) as run:
         run(call, lambda _name, _value: None)

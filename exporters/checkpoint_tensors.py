@@ -48,12 +48,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file.
-
-    Attributes:
-        packed: the integers of which its numbers are made, which lie there instead; None for a tensor as it is.
-        turned: whether the numbers are [inputs, outputs].
-    """
+    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file."""
 
     name: str
     file: Path
@@ -61,8 +56,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     length: int
+    # The integers of which its numbers are made, which lie there instead; None for a tensor as it is.
     packed: Packed | None = None
-    turned: bool = False
+    turned: bool = False  # whether the numbers are [inputs, outputs]
 
     def load(self) -> Tensor:
         """The tensor itself, read from the file."""
@@ -79,13 +75,7 @@ class StoredTensor:
 
 
 def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[StoredTensor]:
-    """Read the tensors of a checkpoint folder, those of bytes too or not.
-
-    A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
-
-    Raises:
-        ExportError: no weights, a missing shard, or a damaged file.
-    """
+    """Read a checkpoint's tensors; a `pytorch_model.bin` is first rewritten as safetensors into `staging`."""
     for stem, convert in (("model.safetensors", None), ("pytorch_model.bin", to_safetensors)):
         files = _shards(folder, stem)
         if files:
@@ -129,11 +119,7 @@ def _in_folder(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def to_safetensors(file: Path, staging: Path) -> Path:
-    """Rewrite a `.bin` of tensors as safetensors; nothing else is unpickled, and nothing is executed.
-
-    Raises:
-        ExportError: a damaged file, something else than tensors in it, or a full disk.
-    """
+    """Rewrite a `.bin` of tensors as safetensors; nothing else is unpickled, and nothing is executed."""
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, UnpicklingError, BadZipFile, EOFError, ValueError) as error:
@@ -184,11 +170,7 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def export_dtype(name: str, tensors: list[StoredTensor]) -> torch.dtype:
-    """Parse a dtype's name; "auto" is the dtype of most of the checkpoint's tensors.
-
-    Raises:
-        ExportError: no such dtype, or a checkpoint in one that no model can be exported as.
-    """
+    """Parse a dtype's name; "auto" is the dtype of most of the checkpoint's tensors."""
     if name == "auto":
         floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
         if not floating:

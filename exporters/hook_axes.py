@@ -10,15 +10,7 @@ DYNAMIC = ("batch", "seq", "seq_q", "seq_k")
 
 
 def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads | None = None) -> list[str | int]:
-    """The axes of a hook point, dynamic ones by name.
-
-    Args:
-        shape: the value's, in a run or as the graph says; None where it is not known.
-        heads: the layer's: how many keys it keeps, sizes of a key and of a value; as in `sizes` if None.
-
-    Raises:
-        ExportError: the value has other axes or sizes (of queries only the part that is rotated was seen, say).
-    """
+    """The axes of a hook point, dynamic ones by name; `heads` is the layer's, where it differs from `sizes`."""
     point = HookPoint.parse(name)
     names = point.axes or ()
     sizes_of_axes = axis_sizes(point, sizes, heads or (sizes.num_kv_heads, sizes.head_dim, sizes.head_dim))

@@ -16,9 +16,6 @@ class OpWriter:
 
     Numbers and lists among the inputs become constants: whole ones of int64, fractions of the dtype of the first value
     beside them.
-
-    Attributes:
-        nodes: what was written, in no graph yet.
     """
 
     prefix = "constant"  # begins the names of constants
@@ -26,7 +23,7 @@ class OpWriter:
 
     def __init__(self, graph: ir.Graph, constants: dict[tuple[Any, ...], ir.Value] | None = None) -> None:
         self.graph = graph  # takes the constants, those of subgraphs too
-        self.nodes: list[ir.Node] = []
+        self.nodes: list[ir.Node] = []  # what was written, in no graph yet
         self._constants: dict[tuple[Any, ...], ir.Value] = {} if constants is None else constants
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
@@ -73,12 +70,7 @@ class OpWriter:
     def subgraph(
         self, name: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], write: Callable[..., Any]
     ) -> ir.Graph:
-        """A branch or the body of a loop, for an attribute.
-
-        Args:
-            outputs: names, types and shapes that its outputs get.
-            write: called as (writer of the subgraph, *inputs); returns the outputs.
-        """
+        """A branch or the body of a loop, for an attribute; `write` makes its outputs from a writer and its inputs."""
         op = OpWriter(self.graph, self._constants)  # constants go to the outermost graph, shared by all bodies
         values = list(write(op, *inputs))
         for value, declared in zip(values, outputs, strict=True):

@@ -25,17 +25,11 @@ ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tens
 
 @dataclass(frozen=True)
 class Probe:
-    """One run of an adopted graph.
+    """One run of an adopted graph."""
 
-    Attributes:
-        values: hook points, logits and present keys and values by name.
-        dtypes: ONNX Runtime's name of the dtype of every value of the graph.
-        feeds: the inputs.
-    """
-
-    values: Mapping[str, Array]
-    dtypes: Mapping[str, str]
-    feeds: Mapping[str, Array]
+    values: Mapping[str, Array]  # hook points, logits and present keys and values by name
+    dtypes: Mapping[str, str]  # ONNX Runtime's name of the dtype of every value of the graph
+    feeds: Mapping[str, Array]  # the inputs
 
     @property
     def rounding(self) -> float:
@@ -113,11 +107,7 @@ def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds
 
 
 def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: int = 0) -> Array:
-    """An input of a probe, of a session's: texts without padding, after a past of zeros.
-
-    Raises:
-        ExportError: an input that no decoder has.
-    """
+    """An input of a probe, of a session's: texts without padding, after a past of zeros."""
     if entry.name == "input_ids":
         # ids that differ within a row and between rows, small enough for any vocabulary, and not the first special ones
         return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3

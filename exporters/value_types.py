@@ -11,11 +11,7 @@ from mionnx.graph.operator_table import OPERATORS, Typed, contrib_outputs
 
 
 def infer_types(model: ir.Model) -> list[onnx.ValueInfoProto]:
-    """Write down shapes and dtypes, beyond the operators that onnx's inference knows.
-
-    Returns:
-        what onnx inferred. ONNX Runtime opens a graph that says so in a third of the time.
-    """
+    """Write down shapes and dtypes beyond onnx's inference, and return what onnx inferred."""
     inferred = _inferred(model)
     values = {value.name: value for node in model.graph for value in node.outputs}
     for name, entry in inferred.items():
@@ -56,7 +52,6 @@ def set_types(node: ir.Node, opsets: Mapping[str, int], shapes: bool = False) ->
 
 
 def _output_types(node: ir.Node, opsets: Mapping[str, int]) -> list[onnx.TypeProto]:
-    """Infer a node's outputs; empty if its inputs do not say enough."""
     row = OPERATORS.get((node.domain, node.op_type))
     names = ["" if value is None else f"input.{place}" for place, value in enumerate(node.inputs)]
     proto = onnx.NodeProto(

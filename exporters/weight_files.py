@@ -49,24 +49,15 @@ class Placed:
 
 
 def place(
-    parameters: list[ir.Value],
-    stored: Mapping[str, StoredTensor],
+    parameters: list[ir.Value],  # values without data, of the names, shapes and dtypes that the graph reads
+    stored: Mapping[str, StoredTensor],  # name -> the tensor that is the parameter, in its own dtype
+    # (name, tensor) of the parameters that are in no file as they are, one in memory at a time
     converted: Iterator[tuple[str, Tensor]],
     folder: Path,
     progress: Progress,
-    left: Container[str] = (),
+    left: Container[str] = (),  # names of parameters that get a place in a file, and no data there
 ) -> None:
-    """Give every parameter of a graph its data: files in `folder`, references in the values.
-
-    Args:
-        parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        stored: name -> the tensor that is the parameter, in its own dtype.
-        converted: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
-        left: names of parameters that get a place in a file, and no data there.
-
-    Raises:
-        ExportError: a tensor of another shape, or a parameter that nothing gives.
-    """
+    """Give every parameter of a graph its data: files in `folder`, references in the values."""
     in_place = [value for value in parameters if value.name in stored and _fits(value, stored[value.name])]
     placed = _link({value.name: stored[value.name] for value in in_place}, folder, progress)
     others = [value for value in parameters if value.name not in placed]
@@ -149,14 +140,8 @@ def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
 def begin_safetensors(
     file: BinaryIO, tensors: Mapping[str, tuple[str, Sequence[int], int]]
 ) -> dict[str, tuple[int, int]]:
-    """Write the header of a safetensors file, and leave room for its tensors.
-
-    Args:
-        tensors: name -> safetensors' name of its dtype, its shape, bytes of a number.
-
-    Returns:
-        name -> offset in the file, and length, in bytes.
-    """
+    """Write the header of a safetensors file, and leave room for its tensors (dtype, shape, bytes of a number)."""
+    # Returns name -> offset in the file, and length, in bytes.
     entries, places, total = dict[str, Any](), dict[str, tuple[int, int]](), 0
     for name, (dtype, shape, width) in tensors.items():
         places[name] = total, prod(shape) * width

@@ -77,12 +77,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 @contextmanager
 def boundary(kind: type[MIError], sentence: str) -> Iterator[None]:
-    """Turn what a library throws at a file into one refusal; an `MIError` passes as it is.
-
-    Args:
-        kind: class of the refusal.
-        sentence: what cannot be done with which file; the library's own words follow.
-    """
+    """Turn what a library throws at a file into one refusal that begins with `sentence`; an `MIError` passes."""
     try:
         yield
     except (MIError, ImportError):  # whoever calls says which package is missing

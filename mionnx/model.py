@@ -16,8 +16,13 @@ from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors
+from mionnx.analysis.numerics import doctor as diagnosing
+from mionnx.analysis.numerics import forecast as forecasting
+from mionnx.analysis.numerics import narrow_model
+from mionnx.analysis.numerics import range as ranging
 from mionnx.analysis.python_hooks import hooked_calls, larql, transformer_lens
 from mionnx.analysis.quantisation import quantise_model
+from mionnx.analysis.similarity import attribute_similarity as pairs
 from mionnx.analysis.statistics import statistics as dataset
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
@@ -26,7 +31,7 @@ from mionnx.analysis.sweep import ablation, patching
 from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
-from mionnx.run import generation, notebook
+from mionnx.run import embedding, generation, notebook, predictions, spans
 from mionnx.run.runner import Runner
 from mionnx.verify import bisect as bisection
 from mionnx.verify import verify as comparing
@@ -53,6 +58,14 @@ class MIModel(Runner, Translated):
     _repr_html_ = notebook.model_html
     # continuing prompts
     generate = generation.generate
+    # encoders: what their heads say of texts
+    fill_mask = predictions.fill_mask
+    classify = predictions.classify
+    tag = spans.tag
+    answer_span = spans.answer_span
+    embed = embedding.embed
+    similarity = embedding.similarity
+    attribute_similarity = pairs.attribute_similarity
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch
@@ -99,6 +112,11 @@ class MIModel(Runner, Translated):
     compile = compile_model.compile_model
     lens_monitor = monitors.lens_monitor
     quantise = quantise_model.quantise_model
+    # numbers that a narrow dtype cannot hold: where, what that costs, and an exact cure
+    check_range = ranging.check_range
+    forecast = forecasting.forecast
+    narrow = narrow_model.narrow_model
+    doctor = diagnosing.doctor
     verify = comparing.verify
     bisect = bisection.bisect
     # words of TransformerLens: `mionnx/analysis/python_hooks/transformer_lens.py` has theirs and ours

@@ -12,9 +12,13 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.numerics.diagnosis import Diagnosis
+from mionnx.analysis.numerics.forecast_result import Forecast
+from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
+from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
@@ -57,7 +61,9 @@ from mionnx.run.hook_functions import Hook
 from mionnx.run.open_graphs import LayerLoopWarning
 from mionnx.run.open_graphs import OpenGraph as Compiled
 from mionnx.run.open_model import DynamicRoundingWarning
+from mionnx.run.predictions import Predictions
 from mionnx.run.sampling import sample_token
+from mionnx.run.spans import Spans
 from mionnx.run.streamer import TextStreamer
 from mionnx.run.tokenizing import OtherSpellingWarning
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -78,6 +84,7 @@ __all__ = [
     "Circuit",
     "Comparison",
     "Compiled",
+    "Diagnosis",
     "Direction",
     "Directions",
     "DoseResponse",
@@ -88,6 +95,7 @@ __all__ = [
     "FallbackWarning",
     "FeatureActivations",
     "FewBlocksWarning",
+    "Forecast",
     "Fragment",
     "Generation",
     "GradientError",
@@ -115,11 +123,14 @@ __all__ = [
     "Noise",
     "Options",
     "OtherSpellingWarning",
+    "Predictions",
     "ProbeResult",
     "RWKVState",
+    "RangeReport",
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "Spans",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",
@@ -128,6 +139,7 @@ __all__ = [
     "SteeringCalibration",
     "TextStreamer",
     "TokenChange",
+    "TokenPairs",
     "TokenizerError",
     "Tokens",
     "UnknownImportError",

@@ -167,6 +167,33 @@ def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedM
 
 
 @pytest.fixture(scope="session")
+def text_encoder(shared: Path) -> Callable[[str], tuple[MIModel, PreTrainedModel]]:
+    """Head -> a small encoder that reads words, as a hooked model and in transformers."""
+    opened: dict[str, tuple[MIModel, PreTrainedModel]] = {}
+
+    def find(head: str) -> tuple[MIModel, PreTrainedModel]:
+        if head not in opened:
+            from encoder_texts import make_text_encoder
+
+            from exporters.transformers import export
+
+            folder = shared / "text_encoders" / head
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                source = folder / "checkpoint"
+                shutil.rmtree(source, ignore_errors=True)
+                source.mkdir()
+                reference = make_text_encoder(head, source)
+                if not (folder / "hooked").exists():
+                    single_threaded()
+                    export(source, folder / "hooked")
+            opened[head] = MIModel.from_pretrained(folder / "hooked", threads=1), reference
+        return opened[head]
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def rwkv(shared: Path) -> Callable[[str], MIModel]:
     """Layout of an RWKV checkpoint -> its model, exported once."""
     opened: dict[str, MIModel] = {}

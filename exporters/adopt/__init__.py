@@ -21,27 +21,15 @@ CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds foreign ONNX files and no checkpoint, or a file is one.
-
-    Cheap: onnx_ir is not imported.
-    """
+    """Whether a folder holds foreign ONNX files and no checkpoint, or a file is one."""
+    # Cheap: onnx_ir is not imported.
     if folder.is_dir() and any(path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern)):
         return False
     return bool(onnx_files(folder))
 
 
 def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress = silent) -> None:
-    """Write a foreign ONNX file as a hooked model; see `adopt`.
-
-    Args:
-        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
-        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
-        dtype: not read, a file computes in its own; whoever opens the model compares.
-        progress: called as (stage, done, total).
-
-    Raises:
-        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
-    """
+    """Write the preferred ONNX file of a folder, in its own dtype, as a hooked model; see `adopt`."""
     files = onnx_files(folder)
     if len(files) > 1:
         others = ", ".join(str(path.relative_to(folder)) for path in files[1:])
@@ -54,31 +42,16 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
 
 
 def adopt(folder: Path, target: Path, file: str | None = None, progress: Progress = silent) -> "Adopted":
-    """Write a foreign ONNX file as a hooked model; its weights are referenced in place.
-
-    Args:
-        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
-        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
-        file: name of the file, where the folder has several.
-        progress: called as (stage, done, total).
-
-    Returns:
-        what was recognised and expanded, how well each law holds, and what the file lacks.
-
-    Raises:
-        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
-    """
+    """Write a foreign ONNX file, of a folder with one or several or by itself, as a hooked model."""
+    # `file` is a name where the folder has several. Returns what was recognised and expanded, how well each law holds,
+    # and what the file lacks; weights are referenced in place.
     from exporters.adopt.assemble import adopt_file
 
     return adopt_file(choose(folder, file), target, progress)
 
 
 def check(folder: Path) -> "list[LawResult]":
-    """Run a hooked model of a transformer once, and check it against the laws of a decoder.
-
-    Raises:
-        ExportError: it does not run.
-    """
+    """Run a hooked model of a transformer once, and check it against the laws of a decoder."""
     from exporters.adopt.assemble import check_folder
 
     return check_folder(folder)

@@ -38,27 +38,17 @@ STAGES = 5
 
 @dataclass(frozen=True)
 class Adopted:
-    """The outcome of an adoption.
+    """The outcome of an adoption."""
 
-    Attributes:
-        file: the ONNX file that it was made from.
-        expanded: fused operator -> how many of it were expanded.
-        notes: what the file has not, and why.
-    """
-
-    file: Path
+    file: Path  # the ONNX file that it was made from
     hooks: list[str]
-    expanded: Mapping[str, int]
+    expanded: Mapping[str, int]  # fused operator -> how many of it were expanded
     laws: list[LawResult]
-    notes: list[str]
+    notes: list[str]  # what the file has not, and why
 
 
 def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
-    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights stay in their files.
-
-    Raises:
-        ExportError: it is no decoder of text, or a law does not hold; nothing is named on a guess.
-    """
+    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights stay in their files."""
     progress("reading", 0, STAGES)
     config_of(file)  # what lies beside is refused before anything is read
     with boundary(ExportError, f"{file} cannot be adopted"):
@@ -130,7 +120,7 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
 
 def _write(proto: onnx.ModelProto, file: Path, target: Path) -> None:
     (target / GRAPH).write_bytes(proto.SerializeToString())
-    keep_files(find_files(config_folder(file)), target)
+    keep_files(find_files(config_folder(file)), config_folder(file), target)
     try:
         HookedModel.open(target, check="none")  # as a user will
     except ModelError as error:
@@ -138,11 +128,7 @@ def _write(proto: onnx.ModelProto, file: Path, target: Path) -> None:
 
 
 def check_folder(folder: Path) -> list[LawResult]:
-    """Run a hooked model once and check it against the laws.
-
-    Raises:
-        ExportError: it is recurrent, or does not run.
-    """
+    """Run a hooked model once and check it against the laws; a recurrent one is refused."""
     hooked = HookedModel.open(folder)
     if hooked.metadata.recurrent:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
@@ -173,14 +159,7 @@ def _as_stock(
     rounding: float,
     decoder: Recognised,
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime; a merged one runs its other branch.
-
-    Args:
-        renamed: name of an input of the adopted graph -> the file's own.
-        logits: the file's name of its output.
-        rounding: the difference that the rounding of one layer explains.
-        decoder: its notes are told why nothing was compared.
-    """
+    """Compare the logits with those of the file as it came, in the same runtime; a merged one runs its other branch."""
     try:
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in probed.feeds.items() if name in renamed}

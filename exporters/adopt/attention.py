@@ -39,45 +39,29 @@ DEEPEST = 60  # nodes from an angle's cosine
 
 @dataclass(frozen=True)
 class Heads:
-    """One of queries, keys and values, [batch, heads, seq, head_dim].
+    """One of queries, keys and values, [batch, heads, seq, head_dim]."""
 
-    Attributes:
-        value: after rotation, where there is one.
-        unrotated: before rotation; None without one.
-        joined: the node that appends it to the past; None without one.
-        seq_first: whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim].
-    """
-
-    value: ir.Value
-    unrotated: ir.Value | None = None
-    joined: ir.Node | None = None
-    seq_first: bool = False
+    value: ir.Value  # after rotation, where there is one
+    unrotated: ir.Value | None = None  # before rotation; None without one
+    joined: ir.Node | None = None  # the node that appends it to the past; None without one
+    seq_first: bool = False  # whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim]
 
 
 @dataclass(frozen=True)
 class AttentionValues:
-    """The values of one layer's attention.
-
-    Attributes:
-        scores: the softmax's input, without a sink's column.
-        pattern: the weights that values are summed with.
-        z: [batch, seq, heads, head_dim], the heads' outputs.
-        out: what is added to the stream.
-        projection: the matrix of the output projection; `rows` whether it is stored [in, out].
-        sink: whether the softmax has a column that belongs to no key.
-        queries_keys, pattern_values: the two products.
-    """
+    """The values of one layer's attention."""
 
     queries: Heads
     keys: Heads
     values: Heads
-    scores: ir.Value
-    pattern: ir.Value
-    z: ir.Value
-    out: ir.Value
-    projection: ir.Value
+    scores: ir.Value  # the softmax's input, without a sink's column
+    pattern: ir.Value  # the weights that values are summed with
+    z: ir.Value  # [batch, seq, heads, head_dim], the heads' outputs
+    out: ir.Value  # what is added to the stream
+    projection: ir.Value  # the matrix of the output projection; `rows` whether it is stored [in, out]
     rows: bool
-    sink: bool
+    sink: bool  # whether the softmax has a column that belongs to no key
+    # queries_keys, pattern_values: the two products.
     queries_keys: ir.Node
     pattern_values: ir.Node
 
@@ -92,11 +76,7 @@ class AttentionValues:
 
 
 def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> AttentionValues:
-    """Recognise the attention between a layer's stream and the value that it adds.
-
-    Raises:
-        ExportError: something that is no softmax attention with one product before and one after it.
-    """
+    """Recognise the softmax attention, one product before and one after it, between a stream and the value it adds."""
     patterns = attention_patterns(flow, top, out)
     if len(patterns) != 1:
         raise ExportError(f"layer {layer}: {len(patterns)} attention patterns in one branch")
@@ -114,10 +94,8 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
-    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values.
-
-    The product may read them with other axes: batch and heads as one, or queries and the heads that share keys.
-    """
+    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values."""
+    # The product may read them with other axes: batch and heads as one, or queries and the heads that share keys.
     value = weights = softmax.outputs[0]
     reshaped = False
     while True:
@@ -221,10 +199,8 @@ def _leaves_heads(flow: Flow, node: ir.Node) -> bool:
 
 
 def _rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
-    """The value before a rotation; None if a value is not made by one.
-
-    A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
-    """
+    """The value before a rotation; None if a value is not made by one."""
+    # A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
     below = value
     while (node := below.producer()) is not None and len(flow.text(node)) == 1 and node.op_type != ROTATION:
         if node.op_type not in CONTENT_KEEPING:

@@ -46,27 +46,19 @@ AS_STOCK = "adopted logits = the file's own"
 
 @dataclass(frozen=True)
 class Plain:
-    """A graph as it was recognised, with nothing added.
+    """A graph as it was recognised, with nothing added."""
 
-    Attributes:
-        model, proto: its values named, and the same in protobuf.
-        windows: of each layer, as the config says; None without a config.
-        lacks: what the file has not: "mask" (its attention heeds none), "cache".
-        counts: whether the graph makes its positions itself, and they cannot be given.
-        longest: tokens of the longest text that it takes.
-        adds: whether fused attention of the file adds its mask to scores.
-    """
-
+    # model, proto: its values named, and the same in protobuf.
     model: ir.Model
     proto: onnx.ModelProto
     folder: Path
     found: Recognised
     probed: Probe
-    windows: Sequence[int | None] | None
-    lacks: frozenset[str]
-    counts: bool
-    longest: int = LONGEST_PROBE
-    adds: bool = False
+    windows: Sequence[int | None] | None  # of each layer, as the config says; None without a config
+    lacks: frozenset[str]  # what the file has not: "mask" (its attention heeds none), "cache"
+    counts: bool  # whether the graph makes its positions itself, and they cannot be given
+    longest: int = LONGEST_PROBE  # tokens of the longest text that it takes
+    adds: bool = False  # whether fused attention of the file adds its mask to scores
 
 
 def complete(
@@ -74,15 +66,7 @@ def complete(
     clean: Callable[[ir.Model], onnx.ModelProto],
     checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
-    """Add a cache and a mask to a graph that lacks them, or leave it and note why.
-
-    They stay if the graph keeps the laws with them.
-
-    Args:
-        plain: the graph; its notes are told what was done.
-        clean: writes a model as protobuf.
-        checked: the laws that hold of every adopted graph.
-    """
+    """Add a cache and a mask to a graph that lacks them, if it keeps the laws with them; else note why not."""
     notes, layers = plain.found.notes, len(plain.found.attention)
     before = list(notes)
     try:
@@ -109,11 +93,7 @@ def complete(
 
 
 def extend(plain: Plain) -> bool:
-    """Add to a model what its file lacks, in place; returns whether anything was added.
-
-    Raises:
-        ExportError: the graph cannot take it, and why.
-    """
+    """Add to a model what its file lacks, in place; returns whether anything was added."""
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
     masks = [
@@ -219,14 +199,7 @@ def _read_joined(
     groups: int,
     width: int,
 ) -> None:
-    """Let a product read heads with their past, repeated, turned and scaled as before.
-
-    Args:
-        flow: of the graph before `joined` was made.
-        product: of queries and keys, or of the pattern and values; its second operand is read from `heads`.
-        heads, joined: without and with a past.
-        count, groups, width: heads of queries, of keys and values, and the size of one.
-    """
+    """Let a product read heads with their past instead of `heads`, repeated, turned and scaled as before."""
     replayed, turned, widened, value = list[ir.Node](), False, False, product.inputs[1]
     while value is not heads:
         node = None if value is None else value.producer()

@@ -84,11 +84,7 @@ def facts_of(decoder: Recognised, attends: bool) -> dict[str, str]:
 
 
 def config_of(file: Path) -> dict[str, Any]:
-    """The table of the config beside a file; empty if there is none.
-
-    Raises:
-        ExportError: it is damaged, or lies outside the folder.
-    """
+    """The table of the config beside a file; empty if there is none."""
     path = config_folder(file) / "config.json"
     if path not in find_files(path.parent):
         return {}

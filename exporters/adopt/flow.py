@@ -37,15 +37,11 @@ class Origin(IntEnum):
 
 
 class Flow:
-    """Origins and dominators of a graph's values.
-
-    Attributes:
-        order: place of each node, in an order in which they can run.
-        embedding: the rows of the embedding that the tokens pick.
-    """
+    """Origins and dominators of a graph's values."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
+        # Place of each node, in an order in which they can run.
         self.order = {node: place for place, node in enumerate(graph)}
         self.origin: dict[ir.Value, Origin] = dict.fromkeys(graph.initializers.values(), Origin.CONSTANT)
         for value in graph.inputs:
@@ -54,7 +50,7 @@ class Flow:
             self.origin.setdefault(value, Origin.PAST if floating else Origin.CALL)
         self._above: dict[ir.Value, ir.Value | None] = {}
         self._depth: dict[ir.Value, int] = {}
-        self.embedding = find_embedding(graph).outputs[0]
+        self.embedding = find_embedding(graph).outputs[0]  # the rows of the embedding that the tokens pick
         for node in self.order:
             self._follow(node)
         self.logits = self._logits()
@@ -86,7 +82,6 @@ class Flow:
         return max(outputs, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
-        """Whether a value follows from the text."""
         return value is not None and self.origin.get(value) == Origin.TEXT
 
     def text(self, node: ir.Node) -> list[ir.Value]:
@@ -98,7 +93,6 @@ class Flow:
         return [value for value in present(node.inputs) if not self.is_text(value)]
 
     def constant(self, values: Iterable[ir.Value]) -> bool:
-        """Whether all of some values are constants."""
         return all(self.origin.get(value) == Origin.CONSTANT for value in values)
 
     def _meet(self, one: ir.Value, other: ir.Value) -> ir.Value:
@@ -168,11 +162,7 @@ def makers_of(node: ir.Node) -> list[ir.Node | None]:
 
 
 def find_embedding(graph: ir.Graph) -> ir.Node:
-    """The look-up of the tokens' embedding: rows of a matrix with a row for each logit.
-
-    Raises:
-        ExportError: none, or several that nothing tells apart.
-    """
+    """The look-up of the tokens' embedding: rows of a matrix with a row for each logit; an ambiguous one is refused."""
     constants = set(graph.initializers.values())
     vocabularies = {static(value, -1) for value in graph.outputs if rank(value) == 3} - {None}  # sizes of logits
     lookups: list[tuple[int | None, ir.Value, ir.Node]] = []

@@ -29,11 +29,7 @@ NEAR_ANGLES = 40  # nodes from positions to a cosine
 
 
 def name_inputs(model: ir.Model) -> ir.Value:
-    """Name the inputs of tokens, mask and positions by their readers; all become int64. Returns that of tokens.
-
-    Raises:
-        ExportError: an input of integers that is none of them.
-    """
+    """Name the inputs of tokens, mask and positions by their readers; all become int64. Returns that of tokens."""
     graph = model.graph
     tokens = climb(find_embedding(graph).inputs[1])
     _take(graph, tokens, TOKEN_INPUT)
@@ -97,11 +93,7 @@ def _is_table_look_up(node: ir.Node) -> bool:
 
 
 def supply_positions(model: ir.Model) -> str | None:
-    """Make positions an input where the graph counts them itself from the length of the text.
-
-    Returns:
-        what a user has to know of positions that cannot be given; None if there is nothing to know.
-    """
+    """Make positions an input where the graph counts them itself; returns a note on positions that it does not take."""
     graph = model.graph
     if any(value.name == POSITIONS for value in graph.inputs):
         return None

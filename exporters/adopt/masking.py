@@ -30,25 +30,16 @@ Seen = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Masking:
-    """A node that masks scores.
+    """A node that masks scores."""
 
-    Attributes:
-        node: an `Add`, a `Where`, or a `Mul` with ones and zeros (whose zeros another one masks).
-        inner: the scores before it.
-        operand: the mask.
-        shown: the booleans of a `Where` that keep a score; None of the others.
-    """
-
-    node: ir.Node
-    inner: ir.Value
-    operand: ir.Value
-    shown: bool | None
+    node: ir.Node  # an `Add`, a `Where`, or a `Mul` with ones and zeros (whose zeros another one masks)
+    inner: ir.Value  # the scores before it
+    operand: ir.Value  # the mask
+    shown: bool | None  # the booleans of a `Where` that keep a score; None of the others
 
     def seen(self, value: NDArray[Any]) -> Seen | None:
-        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
-
-        None if more than a mask is added to the scores.
-        """
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq]."""
+        # None if more than a mask is added to the scores.
         if self.shown is not None:
             return value.astype(np.bool_) == self.shown
         if self.node.op_type == "Mul":
@@ -58,11 +49,7 @@ class Masking:
 
 
 def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
-    """The nodes that mask the product of queries and keys, the last first.
-
-    Raises:
-        ExportError: the scores do not follow from the product alone.
-    """
+    """The nodes that mask the product of queries and keys, the last first."""
     masks, value = list[Masking](), scores
     while (node := value.producer()) is not None and node is not product:
         text = flow.text(node)
@@ -94,10 +81,8 @@ class MaskProbe:
         self.unseen: dict[int, int] = {}  # layer -> a window of the config that no probe was long enough to show
 
     def seen(self, masks: Sequence[Masking], seq: int, past: int) -> Seen | None:
-        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq].
-
-        None if more than a mask is added to the scores.
-        """
+        """Run the masks of a layer: the keys that `seq` queries after a past read, [batch, heads, seq, past + seq]."""
+        # None if more than a mask is added to the scores.
         # layers share masks: each is run once for a length
         key = (*((one.operand.name, one.shown) for one in masks), seq, past)
         if key not in self._known:
@@ -168,11 +153,7 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
 def window_of(
     probe: MaskProbe, masks: Sequence[Masking], window: int | None, layer: int, longest: int = LONGEST_PROBE
 ) -> int | None:
-    """The window of a layer's mask: that of the config or none, whichever its numbers are.
-
-    Raises:
-        ExportError: it is neither, or more than a mask.
-    """
+    """The window of a layer's mask: that of the config or none, whichever its numbers are."""
     # longer than the window, so that its edge shows
     length = min(max(2 * (window or 0), SHORT) + 3, LONGEST_PROBE + 3, longest)
     seen = probe.seen(masks, length, 0)
@@ -216,12 +197,7 @@ def replace_masks(
     kind: ir.DataType,
     adds: bool = False,
 ) -> None:
-    """Mask scores by `DecoderWriter.visible`, in place of their own masks; they keep their name.
-
-    Args:
-        kind: the dtype of the scores.
-        adds: whether a fused operator of the file adds a mask, and shall find one to read.
-    """
+    """Mask scores by `DecoderWriter.visible` instead of their own masks; a fused operator that adds one reads it."""
     bare = scores
     for one in masks:
         if one.node.outputs[0] is scores:

@@ -26,15 +26,11 @@ RISING = frozenset(("Softmax", "Cast", "Identity", "Reshape"))
 
 @dataclass(frozen=True)
 class Mlp:
-    """The values of one layer's MLP, or of its router: hook name within the layer and value, in execution order.
-
-    Attributes:
-        notes: which hook points it has not, and why.
-        flat: values of a router with batch and seq as one axis -> the size of the other axis.
-    """
+    """The values of one layer's MLP, or of its router: hook name within the layer and value, in execution order."""
 
     points: list[tuple[str, ir.Value]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # which hook points it has not, and why
+    # Values of a router with batch and seq as one axis -> the size of the other axis.
     flat: dict[ir.Value, int] = field(default_factory=dict)
 
 
@@ -98,11 +94,9 @@ def _halves(flow: Flow, value: ir.Value) -> list[ir.Value]:
 
 
 def _router(flow: Flow, layer: int, nodes: list[ir.Node], choices: list[ir.Node]) -> Mlp:
-    """Recognise the router among the nodes of an MLP.
-
-    Its logits are the linear map that a choice of the largest follows from, or that an operator of experts reads. The
-    choice itself is a value only where a node makes it; inside an operator of experts there is none.
-    """
+    """Recognise the router among the nodes of an MLP."""
+    # Its logits are the linear map that a choice of the largest follows from, or that an operator of experts reads. The
+    # choice itself is a value only where a node makes it; inside an operator of experts there is none.
     neurons = f"layer {layer}: mlp.hook_expert_gate, hook_expert_up, hook_expert_act, hook_expert_out"
     notes = [f"{neurons}: experts are not taken apart"]
     maps = {output_of(flow, node) for node in nodes if is_linear(flow, node)}

@@ -96,14 +96,7 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
 
 
 def name_caches(decoder: Recognised) -> int:
-    """Name the inputs and outputs of keys and values, and drop all other outputs but the logits.
-
-    Returns:
-        the number of layers with a cache: all or none.
-
-    Raises:
-        ExportError: some layers have a cache and some have none, or an input of fractions is no past.
-    """
+    """Name the inputs and outputs of keys and values, drop others but the logits; count layers with a cache."""
     flow, cached = decoder.flow, 0
     graph, outputs = flow.graph, {flow.logits}
     for layer, attention in enumerate(decoder.attention):

@@ -39,15 +39,7 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def pick(names: Sequence[str], file: str | None, where: str) -> str:
-    """The path of the file to adopt, of paths in a folder or a repository.
-
-    Args:
-        file: the name of one of them, where it is not to be the first of `in_order`.
-        where: the folder or the repository, for the refusal.
-
-    Raises:
-        ExportError: there is none, or none of that name.
-    """
+    """The path of the file to adopt, of paths in a folder or a repository `where`: the one named, or the preferred."""
     paths = in_order(names)
     named = [one for one in paths if file in (None, PurePosixPath(one).name, PurePosixPath(one).stem, one)]
     if not paths:
@@ -65,11 +57,7 @@ def _is_hooked(folder: Path, name: str) -> bool:
 
 
 def choose(folder: Path, file: str | None = None) -> Path:
-    """The file of a folder to adopt, or the file itself.
-
-    Args:
-        file: the name of one of its files, where it is not to be the first of `onnx_files`.
-    """
+    """The file of a folder to adopt: the one named, or the preferred; or the file itself."""
     if folder.is_file():
         return folder / pick([folder.name], file, str(folder)) if folder.suffix != ".onnx" else folder
     name = pick([str(path.relative_to(folder)) for path in onnx_files(folder)], file, str(folder))

@@ -19,27 +19,22 @@ STEPS = ((0, 2, 1, 3), (0, 1, 3, 2))  # the same in two
 
 @dataclass
 class Recognised:
-    """A decoder whose values are known.
-
-    Attributes:
-        points: hook name and value, in execution order; a value may have several names.
-        sums: in a stream that is normed after its additions: hook name of the stream after one -> the sum itself.
-        within: hook name of an MLP's input -> the nodes of the MLP: its other readers do not read the hook point.
-        seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
-        flat: value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
-        notes: the hook points that the graph has not, and why.
-        windows: the window of each layer's own mask, where that has been looked at.
-    """
+    """A decoder whose values are known."""
 
     flow: Flow
+    # Hook name and value, in execution order; a value may have several names.
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
     attention: list[AttentionValues] = field(default_factory=list)
+    # In a stream that is normed after its additions: hook name of the stream after one -> the sum itself.
     sums: dict[str, ir.Value] = field(default_factory=dict)
+    # Hook name of an MLP's input -> the nodes of the MLP: its other readers do not read the hook point.
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
+    # The queries and keys that are rotated as [batch, seq, heads, head_dim].
     seq_first: list[ir.Value] = field(default_factory=list)
+    # Value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
     flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    windows: list[int | None] | None = None
+    notes: list[str] = field(default_factory=list)  # the hook points that the graph has not, and why
+    windows: list[int | None] | None = None  # the window of each layer's own mask, where that has been looked at
 
     @property
     def sinks(self) -> bool:
@@ -49,18 +44,13 @@ class Recognised:
 
 @dataclass(frozen=True)
 class Step:
-    """One residual addition.
+    """One residual addition."""
 
-    Attributes:
-        before, after: the stream before and after it.
-        branches: the values added to it: one, or two in a parallel block.
-        summed: the sum itself: what comes after it, or in a post-norm stream what is normed to that.
-    """
-
+    # before, after: the stream before and after it.
     before: ir.Value
     after: ir.Value
-    branches: list[ir.Value]
-    summed: ir.Value
+    branches: list[ir.Value]  # the values added to it: one, or two in a parallel block
+    summed: ir.Value  # the sum itself: what comes after it, or in a post-norm stream what is normed to that
 
 
 def sum_of(name: str) -> str:
@@ -69,11 +59,7 @@ def sum_of(name: str) -> str:
 
 
 def recognise(graph: ir.Graph) -> Recognised:
-    """Find the hook points of a decoder whose fused operators have been expanded.
-
-    Raises:
-        ExportError: it has no residual stream, attention or logits that are understood.
-    """
+    """Find the hook points of a decoder whose fused operators have been expanded."""
     _separate_heads(graph)
     decoder = Recognised(Flow(graph))
     steps = _residual_steps(decoder.flow)

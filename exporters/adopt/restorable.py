@@ -32,11 +32,7 @@ OWN = ".stock"  # ends names that the hooked model has for other values
 def keep_fused(
     proto: onnx.ModelProto, folder: Path, probed: Probe, fused: Iterable[Fused], layers: int, notes: list[str]
 ) -> None:
-    """Put the fused operators into the metadata of an adopted graph, if they run and agree with their nodes.
-
-    Args:
-        notes: takes what keeps them from being put back.
-    """
+    """Put the fused operators into the metadata of an adopted graph, if they run and agree with their nodes."""
     flow = Dataflow(proto)
     allowed = layers * rounding(proto, probed)
     operators = read_fused(flow, standing(flow, filter(None, (one.proto() for one in fused))))
@@ -82,13 +78,7 @@ class Interface:
 
     @classmethod
     def of(cls, inputs: Mapping[str, str], ends: Mapping[str, ir.Value], logits: str) -> "Interface":
-        """The names, once caches have theirs.
-
-        Args:
-            inputs: name of the hooked model -> the file's own.
-            ends: the file's own name of an output -> the value.
-            logits: the file's own name of the logits.
-        """
+        """The names, once caches have theirs; those of outputs and logits are the file's own."""
         dropped = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(DROPPED_OUTPUT)}
         presents = {
             own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(DROPPED_OUTPUT)}" for own, name in dropped.items()
@@ -106,14 +96,7 @@ def keep_stock(
     runs: bool,
     notes: list[str],
 ) -> None:
-    """Put a file's own graph into the metadata, to be tried beside the adopted one in use.
-
-    Args:
-        source: the file, to whose graph nothing was added.
-        expanded: whether operators of the file were expanded.
-        runs: whether it ran on what the adopted graph was probed with; otherwise it is tried with one row.
-        notes: takes what keeps it from being put there.
-    """
+    """Put a file's own graph into the metadata, to be tried beside the adopted one in use, or note what prevents it."""
     layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
     try:
         stock = StockGraph(_by_hooked_names(source, names, proto), expanded, max(1, layers) * rounding(proto, probed))
@@ -128,11 +111,9 @@ def keep_stock(
 
 
 def _by_hooked_names(source: SourceFile, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph of a file with the interface of the hooked model; its nodes are its own.
-
-    Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
-    whether there is a past.
-    """
+    """The graph of a file with the interface of the hooked model; its nodes are its own."""
+    # Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
+    # whether there is a past.
     proto, renamed = onnx.ModelProto(), dict[str, str]()
     proto.CopyFrom(source.stock)
     before = _take_inputs(proto.graph, names.inputs, hooked, source.flag, renamed)

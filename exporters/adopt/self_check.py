@@ -27,18 +27,12 @@ ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeL
 
 @dataclass(frozen=True)
 class LawResult:
-    """Outcome of a law, which is told in words.
-
-    Attributes:
-        layer: the layer where it holds least; None if it is of the whole model.
-        difference: the largest difference of the two sides, relative to the largest number.
-        allowed: the difference that rounding explains.
-    """
+    """Outcome of a law, which is told in words."""
 
     law: str
-    layer: int | None
-    difference: float
-    allowed: float
+    layer: int | None  # the layer where it holds least; None if it is of the whole model
+    difference: float  # the largest difference of the two sides, relative to the largest number
+    allowed: float  # the difference that rounding explains
 
     @property
     def holds(self) -> bool:

@@ -26,28 +26,18 @@ RESHAPING = KEEPING | {"Squeeze", "Reshape"}
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was read.
-
-    Attributes:
-        model: the model, its larger weights external data.
-        weight_files: name in the adopted folder -> path of the file that holds the weights.
-        stock: the file as it came; its larger weights are external data by their names in the adopted folder.
-        flag: of a merged decoder, the input that chose between its branches.
-    """
+    """A file that was read."""
 
     file: Path
-    model: ir.Model
-    weight_files: dict[str, Path]
+    model: ir.Model  # the model, its larger weights external data
+    weight_files: dict[str, Path]  # name in the adopted folder -> path of the file that holds the weights
+    # The file as it came; its larger weights are external data by their names in the adopted folder.
     stock: onnx.ModelProto
-    flag: str | None = None
+    flag: str | None = None  # of a merged decoder, the input that chose between its branches
 
 
 def open_source(file: Path) -> SourceFile:
-    """Read a file without its weights.
-
-    Raises:
-        ExportError: it is no ONNX, or its weights lie outside of its folder.
-    """
+    """Read a file without its weights, which must lie in its folder."""
     try:
         stock, files = read_light(file), dict[str, Path]()
         check_counts(stock)
@@ -66,15 +56,7 @@ def open_source(file: Path) -> SourceFile:
 
 
 def check_source(source: SourceFile, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
-    """Check a file as a hooked model is checked, before anything follows or runs its graph.
-
-    Args:
-        folder: with its weights by the names that the graph has for them.
-        shapes: its inputs' shapes, for which every value must have a bound; if left out, what follows from constants.
-
-    Raises:
-        ExportError: a value has no bound, or the file is no valid ONNX.
-    """
+    """Check a file as a hooked model is checked, before anything follows or runs its graph."""
     model = ir.from_proto(source.stock)
     try:
         model.graph.sort()  # ONNX Runtime takes nodes in any order
@@ -107,11 +89,7 @@ def tell_types(stock: onnx.ModelProto, types: Iterable[onnx.ValueInfoProto]) -> 
 
 
 def _inline_branch(model: ir.Model) -> str | None:
-    """Put the branch with a past in the place of an `If` on a flag of the call.
-
-    Returns:
-        the name of the flag, which is no input any more; None where there is no such `If`.
-    """
+    """Inline the branch with a past of an `If` on a flag of the call; returns the flag, which is no input any more."""
     graph, flag = model.graph, None
     for node in [node for node in graph if node.op_type == "If"]:
         condition = None if node.inputs[0] is None else climb(node.inputs[0], RESHAPING)
@@ -156,7 +134,6 @@ def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
 
 
 def _rename(value: ir.Value, taken: set[str | None]) -> None:
-    """Give a value of a branch a name that the graph has not."""
     name, number = value.name, 0
     while name and name in taken:
         number += 1
@@ -166,7 +143,6 @@ def _rename(value: ir.Value, taken: set[str | None]) -> None:
 
 
 def _drop(graph: ir.Graph, flag: ir.Value) -> str:
-    """Remove a flag that nothing chooses by any more."""
     waiting = [node for node, _ in flag.uses()]
     while waiting:
         node = waiting.pop()

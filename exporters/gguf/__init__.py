@@ -18,23 +18,16 @@ OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a path is a GGUF file, or a folder with GGUF files and no other weights.
-
-    Cheap: neither gguf nor torch is imported.
-    """
+    """Whether a path is a GGUF file, or a folder with GGUF files and no other weights."""
+    # Cheap: neither gguf nor torch is imported.
     if folder.is_dir() and any(path for pattern in OTHERS for path in folder.glob(pattern)):
         return False
     return bool(gguf_files(folder))
 
 
 def wide_weights(folder: Path, file: str | None = None) -> list[str]:
-    """Name the weights, as transformers does, that the file holds in 5 to 8 bits.
-
-    A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
-
-    Args:
-        folder, file: see `export`.
-    """
+    """Name the weights, as transformers does, that the file holds in 5 to 8 bits."""
+    # A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
     header = _header(folder, file)
     from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
     from exporters.gguf.assemble import rename
@@ -57,19 +50,9 @@ def _header(folder: Path, file: str | None) -> "Header":
 def export(
     folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent, file: str | None = None
 ) -> None:
-    """Write a GGUF file as a hooked model into an empty or new folder.
-
-    Args:
-        folder: the file, or a folder with it.
-        target: where `model.onnx`, the weights, the config and the tokenizer go.
-        dtype: "float32", "float16", "bfloat16"; or "auto", which is float32 where matrices are quantised and their own
-            otherwise.
-        progress: called as (stage, done, total).
-        file: the name of the file, where the folder has several.
-
-    Raises:
-        ExportError: no choice among several files, an unknown architecture, or a damaged file.
-    """
+    """Write a GGUF file as a hooked model; arguments are those of `exporters.transformers.export`."""
+    # "auto" is float32 where matrices are quantised, and their own dtype otherwise; `file` is a name where the folder
+    # has several.
     header = _header(folder, file)
     from exporters.gguf.assemble import export_file
 
@@ -79,14 +62,7 @@ def export(
 def export_packed(
     folder: Path, target: Path, progress: Progress = silent, file: str | None = None
 ) -> "Mapping[str, GivenBlocks]":
-    """Write a GGUF file as `export` does in float32, without the numbers of its blocks.
-
-    Args:
-        folder, target, progress, file: see `export`.
-
-    Returns:
-        the blocks by the names of the weights, whose places in the files are empty.
-    """
+    """Write a GGUF file as `export` does in float32; returns the blocks of weights left without numbers, by name."""
     header = _header(folder, file)
     from exporters.gguf.assemble import export_file
     from exporters.gguf.blocks import blocks_of
@@ -104,11 +80,7 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def choose(folder: Path, file: str | None = None) -> Path:
-    """The file to export of a folder with GGUF files, or of a path to one.
-
-    Raises:
-        ExportError: there is none, none of that name, several and no choice, or one that lies outside the folder.
-    """
+    """The file to export of a folder with GGUF files, or of a path to one."""
     files = gguf_files(folder)
     try:
         for path in files if folder.is_dir() else ():

@@ -32,19 +32,14 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's architectures.
-
-    Attributes:
-        config: what the config says beyond `_common`.
-        interleaved: rows of the query's and key's projections are stored for a rotation of neighbouring values.
-        norm_offset: what llama.cpp's files have added to the weights of norms.
-    """
+    """One of llama.cpp's architectures."""
 
     model_type: str
-    config: Callable[[ModelFacts, Config], Config] = lambda facts, config: {}
+    config: Callable[[ModelFacts, Config], Config] = lambda facts, config: {}  # what the config says beyond `_common`
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    # Rows of the query's and key's projections are stored for a rotation of neighbouring values.
     interleaved: bool = False
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # what llama.cpp's files have added to the weights of norms
 
 
 def _llama(facts: ModelFacts, config: Config) -> Config:

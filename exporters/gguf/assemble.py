@@ -72,17 +72,12 @@ def _write_configs(header: Header, config: Config, dtype: str, folder: Path) -> 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A tensor of the file, with what it is in transformers.
-
-    Attributes:
-        heads: rows are those of so many heads in the order of neighbouring values; 0 where they are in order.
-        offset: what has been added to it.
-    """
+    """A tensor of the file, with what it is in transformers."""
 
     name: str
     info: TensorInfo
-    heads: int = 0
-    offset: float = 0.0
+    heads: int = 0  # rows are those of so many heads in the order of neighbouring values; 0 where they are in order
+    offset: float = 0.0  # what has been added to it
 
 
 def rename(header: Header, config: Config) -> list[Renamed]:
@@ -133,11 +128,7 @@ def own_dtype(header: Header, dtype: str) -> str:
 def write_weights(
     header: Header, tensors: list[Renamed], path: Path, dtype: str, progress: Progress, left: Container[str] = ()
 ) -> None:
-    """Write tensors in a dtype, a piece of one in memory at a time.
-
-    Args:
-        left: names of tensors that get a place in the file, and no numbers there.
-    """
+    """Write tensors in a dtype, a piece of one in memory at a time; those `left` out get a place without numbers."""
     code, numpy_dtype = STORED_DTYPES[dtype]
     shapes = {tensor.name: (code, tensor.info.shape, np.dtype(numpy_dtype).itemsize) for tensor in tensors}
     with path.open("wb") as file:

@@ -39,7 +39,6 @@ def _halves(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
 
 
 def _float(data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Numbers of 2 bytes."""
     return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 

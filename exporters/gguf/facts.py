@@ -81,7 +81,6 @@ class ModelFacts:
         return value
 
     def wrong(self, key: str, value: Any, requirement: str) -> ExportError:
-        """The refusal of a value."""
         stated = "it states none" if value is None else f"it states {value!r}"
         return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {requirement}; {stated}")
 

@@ -33,31 +33,22 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a GGUF file.
-
-    Attributes:
-        shape: outermost axis first, as in torch; GGUF itself has the innermost first.
-    """
+    """One tensor of a GGUF file."""
 
     name: str
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # outermost axis first, as in torch; GGUF itself has the innermost first
     offset: int
     length: int
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in front of a GGUF file's tensors.
-
-    Attributes:
-        metadata: keys and values; arrays of strings are lists, arrays of numbers numpy arrays.
-        tensors: by llama.cpp's names, in the file's order.
-    """
+    """Everything in front of a GGUF file's tensors."""
 
     file: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    metadata: dict[str, Any]  # keys and values; arrays of strings are lists, arrays of numbers numpy arrays
+    tensors: dict[str, TensorInfo]  # by llama.cpp's names, in the file's order
 
 
 def read_header(file: Path) -> Header:
@@ -130,7 +121,6 @@ class _Reader:
         return [self._value(inner, nested=True) for _ in range(count)]
 
     def _entry(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset of a tensor, as the file has them."""
         dims = self._number("I")
         if dims > MAX_DIMS:
             raise self._damaged(f"a tensor of {dims} axes")

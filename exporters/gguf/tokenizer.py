@@ -45,16 +45,11 @@ _REST_OF_CASED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True)
 class Cut:
-    """A pre-tokenizer.
-
-    Attributes:
-        whole_words: a piece that is in the vocabulary is one token, whatever its merges give.
-        begins: a text begins with the BOS token where the file does not say.
-    """
+    """A pre-tokenizer."""
 
     patterns: tuple[str, ...]
-    whole_words: bool = False
-    begins: bool = False
+    whole_words: bool = False  # a piece that is in the vocabulary is one token, whatever its merges give
+    begins: bool = False  # a text begins with the BOS token where the file does not say
 
     def build(self) -> PreTokenizer:
         """The `tokenizers` pre-tokenizer, bytes spelled in GPT-2's alphabet."""

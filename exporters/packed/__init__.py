@@ -16,10 +16,8 @@ CONFIG = "quantization_config"
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a checkpoint in one of the formats; None for any other.
-
-    Cheap: torch is not imported.
-    """
+    """The `quantization_config` of a checkpoint in one of the formats; None for any other."""
+    # Cheap: torch is not imported.
     try:
         table = read_json(inside(folder, "config.json")).get(CONFIG)
     except (ModelError, AttributeError):

@@ -16,22 +16,16 @@ INSTEAD = "its numbers open in floats: --dtype float32"
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer y = x w^T with w = (q - z) s.
-
-    Attributes:
-        group_size: neighbouring inputs that share a scale; all of them for one group.
-        groups: int64 [inputs], the group of each input; None where they are neighbours.
-        zeros: uint8 [outputs, groups]; None where all are 2^(bits - 1).
-        read: reads the integers [outputs, inputs] and the scales, float32 [outputs, groups].
-    """
+    """A layer y = x w^T with w = (q - z) s."""
 
     name: str
     inputs: int
     outputs: int
     bits: int
-    group_size: int
-    groups: NDArray[np.int64] | None
-    zeros: NDArray[np.uint8] | None
+    group_size: int  # neighbouring inputs that share a scale; all of them for one group
+    groups: NDArray[np.int64] | None  # int64 [inputs], the group of each input; None where they are neighbours
+    zeros: NDArray[np.uint8] | None  # uint8 [outputs, groups]; None where all are 2^(bits - 1)
+    # Reads the integers [outputs, inputs] and the scales, float32 [outputs, groups].
     read: Callable[[], tuple[NDArray[Any], NDArray[np.float32]]]
 
     def numbers(self) -> NDArray[np.float32]:
@@ -43,11 +37,7 @@ class Linear:
         return shifted * scales[:, of_input]
 
     def parts(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """The integers and the scales.
-
-        Raises:
-            ExportError: they do not have the shapes of the layer.
-        """
+        """The integers and the scales, of the shapes of the layer."""
         integers, scales = self.read()
         # Checked here, since numpy would repeat rows and columns that do not fit.
         last = (self.inputs - 1) // self.group_size if self.groups is None else self.groups.max(initial=0)
@@ -112,15 +102,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter of stacked experts.
+    """A parameter of stacked experts."""
 
-    Attributes:
-        experts: of each, the layers whose outputs follow each other in its matrix.
-        turned: whether a matrix of the parameter is [inputs, outputs].
-    """
-
-    experts: Sequence[Sequence[Linear]]
-    turned: bool
+    experts: Sequence[Sequence[Linear]]  # of each, the layers whose outputs follow each other in its matrix
+    turned: bool  # whether a matrix of the parameter is [inputs, outputs]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -129,7 +114,6 @@ class Stack:
         return (len(self.experts), inputs, outputs) if self.turned else (len(self.experts), outputs, inputs)
 
     def numbers(self) -> NDArray[np.float32]:
-        """The numbers of the parameter."""
         stack = np.empty(self.shape, np.float32)
         for matrix, layers in zip(stack, self.experts, strict=True):
             rows = matrix.T if self.turned else matrix  # a view: what is written to it lands in the stack
@@ -145,7 +129,6 @@ class Stack:
 
 
 def _joined(layers: Sequence[Linear]) -> GivenBlocks:
-    """The blocks of layers whose outputs follow each other."""
     parts = [layer.blocks() for layer in layers]
     first, has_zeros = parts[0], any(part.zero_points for part in parts)
     forms = {(part.bits, part.block_size, None if part.order is None else part.order.tobytes()) for part in parts}

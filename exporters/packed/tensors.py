@@ -78,7 +78,6 @@ def gptq_layer(name: str, parts: Mapping[str, StoredTensor], settings: Mapping[s
 
 
 def _group_size(name: str, stated: Any, inputs: int, groups: int) -> int:
-    """The size of a group: as the config says, or else as many inputs as groups share."""
     size = inputs if stated in (None, -1) else stated
     if type(size) is int and size > 0 and -(-inputs // size) == groups:
         return size
@@ -151,11 +150,7 @@ FORMATS = {
 def unpacked_tensors(
     tensors: list[StoredTensor], settings: Mapping[str, Any], family: str | None = None
 ) -> list[StoredTensor]:
-    """Replace the parts of packed layers by their weights, which are made when they are loaded.
-
-    Args:
-        family: the checkpoint's model_type, if it says one.
-    """
+    """Replace the parts of packed layers by their weights, which are made when they are loaded."""
     if settings["quant_method"] == "mxfp4":
         return mxfp4.unpacked_stacks(tensors, family)
     kind = FORMATS[settings["quant_method"]]

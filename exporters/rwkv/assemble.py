@@ -81,7 +81,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
     model.metadata_props.update(metadata.to_props())
     ir.save(model, target / "model.onnx")
-    keep_files(files, target)
+    keep_files(files, folder.parent if alone else folder, target)
 
 
 def _read(folder: Path) -> list[StoredTensor]:
@@ -92,7 +92,6 @@ def _read(folder: Path) -> list[StoredTensor]:
 
 
 def _axes(name: str, build: Build) -> list[str | int]:
-    """The axes of a hook point, dynamic ones by name."""
     shape = build.shape
     layer = HookPoint.parse(name).layer or 0
     sizes = {
@@ -122,7 +121,6 @@ def read_pth(file: Path) -> list[StoredTensor]:
 
 
 def _starts(file: Path) -> set[int]:
-    """The offsets at which the storages begin."""
     starts = set()
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         for info in archive.infolist():

@@ -26,21 +26,15 @@ STATE_DTYPE = ir.DataType.FLOAT
 
 @dataclass
 class Build:
-    """A graph under construction.
-
-    Attributes:
-        op: adds nodes, `build.op.Add(x, y)`.
-        parameters: name -> weight of the graph, without data so far.
-        hooks: the hook points so far, in execution order.
-    """
+    """A graph under construction."""
 
     layout: TensorLayout
     tensors: Mapping[str, StoredTensor]
     shape: Shape
     dtype: ir.DataType
-    op: OpWriter
-    parameters: dict[str, ir.Value] = field(default_factory=dict)
-    hooks: list[str] = field(default_factory=list)
+    op: OpWriter  # adds nodes, `build.op.Add(x, y)`
+    parameters: dict[str, ir.Value] = field(default_factory=dict)  # name -> weight of the graph, without data so far
+    hooks: list[str] = field(default_factory=list)  # the hook points so far, in execution order
 
     def has(self, canonical: str) -> bool:
         """Whether the checkpoint has a tensor."""
@@ -83,7 +77,6 @@ class Build:
         return self.op.Reshape(self.exact(value), [0, 0, self.shape.num_heads, self.shape.head_dim])
 
     def exact(self, value: ir.Value) -> ir.Value:
-        """In float32."""
         return value if self.dtype == STATE_DTYPE else self.op.Cast(value, to=STATE_DTYPE)
 
     def plain(self, value: ir.Value) -> ir.Value:

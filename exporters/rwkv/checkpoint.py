@@ -35,17 +35,13 @@ FUSED_MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One way to name the tensors of a checkpoint.
-
-    Attributes:
-        renamings: (pattern, replacement), applied one after the other to a canonical name.
-        low_rank_turned: whether low-rank factors are stored as torch's Linear stores them.
-    """
+    """One way to name the tensors of a checkpoint."""
 
     title: str
     version: int
+    # (pattern, replacement), applied one after the other to a canonical name.
     renamings: tuple[tuple[str, str], ...] = ()
-    low_rank_turned: bool = False
+    low_rank_turned: bool = False  # whether low-rank factors are stored as torch's Linear stores them
 
     def name(self, canonical: str) -> str:
         """The name of a tensor in this layout."""
@@ -103,12 +99,7 @@ UNREAD = re.compile(r"(blocks\.0\.att\.v[012]|layers\.0\.attn\.v_lora\.lora\.[02
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes from a checkpoint's tensors, and constants from its config if it has one.
-
-    Attributes:
-        rescale_every: after how many layers the stream is halved; 0 for never.
-        norm_eps, group_norm_eps: of the layer norms and of the norm of the heads' outputs.
-    """
+    """Sizes from a checkpoint's tensors, and constants from its config if it has one."""
 
     version: int
     num_layers: int
@@ -116,7 +107,8 @@ class Shape:
     head_dim: int
     hidden_size: int
     vocab_size: int
-    rescale_every: int
+    rescale_every: int  # after how many layers the stream is halved; 0 for never
+    # norm_eps, group_norm_eps: of the layer norms and of the norm of the heads' outputs.
     norm_eps: float
     group_norm_eps: float
 

@@ -15,31 +15,21 @@ TINY = 1e-12  # torch's F.normalize divides by at least this
 
 @dataclass(frozen=True)
 class Shared:
-    """Inputs of one layer besides its tokens.
+    """Inputs of one layer besides its tokens."""
 
-    Attributes:
-        write, erase: factors of what each token adds to, and takes out of, the state: [batch, seq, n_heads, 1].
-        keep: whether each token's decay applies, bool [batch, seq, n_heads, 1].
-        shift: [batch, seq + 1, 1]: which token each one is mixed with: 0 is the last of the call before, t + 1 is
-            token t of this call. The last entry is what the next call's first token is mixed with.
-        tokens: int64 [1], the number of the call's tokens.
-    """
-
+    # write, erase: factors of what each token adds to, and takes out of, the state: [batch, seq, n_heads, 1].
     write: ir.Value
     erase: ir.Value | None
-    keep: ir.Value
+    keep: ir.Value  # whether each token's decay applies, bool [batch, seq, n_heads, 1]
+    # [batch, seq + 1, 1]: which token each one is mixed with: 0 is the last of the call before, t + 1 is token t of
+    # this call. The last entry is what the next call's first token is mixed with.
     shift: ir.Value
     length: Length
-    tokens: ir.Value
+    tokens: ir.Value  # int64 [1], the number of the call's tokens
 
 
 def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """Subtract a value from that of the token before; returns the next pass's first value too.
-
-    Args:
-        value: [batch, seq, hidden].
-        last: [batch, hidden], of the call before.
-    """
+    """Subtract a value [batch, seq, hidden] from that of the token before; also the next pass's first value."""
     op = build.op
     chain = op.Concat(op.Unsqueeze(last, [1]), value, axis=1)
     reached = op.GatherND(chain, shared.shift, batch_dims=1)
@@ -99,11 +89,7 @@ def time_mix7(
     shared: Shared,
     first: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """RWKV-7's attention; returns layer 0's values too.
-
-    Args:
-        first: layer 0's values, [batch, seq, hidden]; None in layer 0.
-    """
+    """RWKV-7's attention; returns layer 0's values [batch, seq, hidden] too, which later layers read as `first`."""
     op, name = build.op, f"blocks.{layer}.att"
     change, following = token_shift(build, value, last, shared)
     mixed = {

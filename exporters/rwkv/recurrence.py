@@ -44,15 +44,7 @@ class Length:
 
 
 def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, where: str) -> tuple[ir.Value, ir.Value]:
-    """Run the recurrence over a call's tokens, in the form for its length.
-
-    Args:
-        state: [batch, n_heads, key, value].
-        where: what the names of the parts begin with.
-
-    Returns:
-        y [batch, seq, n_heads, value] and the state after the last token.
-    """
+    """Run the recurrence over a call's tokens; returns y [batch, seq, n_heads, value] and the state after the last."""
 
     def branch(op: OpWriter, name: str, form: Form) -> ir.Graph:
         outputs = [_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")]
@@ -150,19 +142,13 @@ def _turn(op: OpWriter, value: ir.Value) -> ir.Value:
 
 @dataclass
 class _Decays:
-    """Products of a chunk's decays [chunks, batch, n_heads, 16, head_dim] by block size.
-
-    Attributes:
-        before: per token, the product over its block's tokens before it; None while that is 1.
-        after: per token, the product over its block's tokens after it; None while that is 1.
-        whole: per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim].
-    """
+    """Products of a chunk's decays [chunks, batch, n_heads, 16, head_dim] by block size."""
 
     op: OpWriter
     build: Build
-    whole: ir.Value
-    before: ir.Value | None = None
-    after: ir.Value | None = None
+    whole: ir.Value  # per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim]
+    before: ir.Value | None = None  # per token, the product over its block's tokens before it; None while that is 1
+    after: ir.Value | None = None  # per token, the product over its block's tokens after it; None while that is 1
 
     def times(self, value: ir.Value, factor: ir.Value | None, copies: int = 1) -> ir.Value:
         """A value per token, [..., copies * 16, head_dim], times a product per token."""
@@ -194,15 +180,9 @@ class _Decays:
 def _pairs(
     op: OpWriter, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
 ) -> tuple[ir.Value, _Decays]:
-    """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
-
-    Args:
-        later, earlier: [chunks, batch, n_heads, copies * 16, head_dim], so many vectors per token.
-        decay: [chunks, batch, n_heads, 16, head_dim].
-
-    Returns:
-        [chunks, batch, n_heads, copies * 16, copies * 16], and the decays over the whole chunk.
-    """
+    """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t."""
+    # `later` and `earlier` are [chunks, batch, n_heads, copies * 16, head_dim], so many vectors per token; `decay` is
+    # [chunks, batch, n_heads, 16, head_dim]. Returns the decays over the whole chunk too.
     # Decays between two tokens are products of factors, never quotients of running products or exponentials of
     # positive numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair
     # of tokens in the left and the right half of a block of 2m is joined by (product after the left one to the middle)
@@ -233,10 +213,8 @@ def _chunks6(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
 
 
 def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
-    """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}.
-
-    u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
-    """
+    """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}."""
+    # u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
     r, v, decay, a = reads.r, reads.v, reads.decay, reads.a
     earlier = op.Concat(reads.b, reads.k, axis=3)
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
@@ -268,10 +246,8 @@ def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
 
 
 def _inverse(op: OpWriter, build: Build, lower: ir.Value) -> ir.Value:
-    """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode.
-
-    The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
-    """
+    """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode."""
+    # The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
     inverse: ir.Value | None = None
     for size in BLOCK_SIZES:
         joint = op.Mul(lower, _mask(build, size))

@@ -29,11 +29,9 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
-
-    RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights. Cheap: torch and
-    transformers are not imported.
-    """
+    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`."""
+    # RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights. Cheap: torch and
+    # transformers are not imported.
     try:
         named = isinstance(read_json(inside(folder, CHECKPOINT_CONFIG)).get("model_type"), str)
     except (ModelError, AttributeError):
@@ -72,11 +70,7 @@ def packed_bits(folder: Path) -> int | None:
 
 
 def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
-    """Write a checkpoint as `export` does in float32, without the numbers of its blocks.
-
-    Returns:
-        the blocks by the names of the weights, whose places in the files are empty.
-    """
+    """Write a checkpoint as `export` does in float32, without the numbers of its blocks; returns these by weight."""
     with _uncollected():
         from exporters.transformers.assemble import export_checkpoint
 
@@ -84,14 +78,9 @@ def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "M
 
 
 def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
-    """Write the graph of a config, without weights, into an empty or new folder.
-
-    It can be rewritten, compiled and estimated; running it is refused. Weights beside the config are not read.
-    Arguments are those of `export`; "auto" is the dtype that the config names.
-
-    Raises:
-        ExportError: the family is unknown.
-    """
+    """Write the graph of a config, without weights; arguments are those of `export`."""
+    # It can be rewritten, compiled and estimated; running it is refused. Weights beside the config are not read, and
+    # "auto" is the dtype that the config names.
     with _uncollected():
         from exporters.transformers.assemble import export_config
 
@@ -100,10 +89,8 @@ def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: P
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import and trace without garbage collections, which take a fifth of the time.
-
-    What was made meanwhile counts as old afterwards: the next full collection looks at it, and no one before.
-    """
+    """Import and trace without garbage collections, which take a fifth of the time."""
+    # What was made meanwhile counts as old afterwards: the next full collection looks at it, and no one before.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -20,17 +20,28 @@ from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers import trace
 from exporters.transformers.by_structure import Checkpoint, export_by_structure
 from exporters.transformers.config import CONFIG_FILE, kept_keys, native_config, sizes_of, sliding_window
+from exporters.transformers.encoder_families import reads_both_ways
 from exporters.transformers.experts import identities_from, is_spare
-from exporters.transformers.families import FAMILIES, layout_of, refuse
+from exporters.transformers.families import FAMILIES
+from exporters.transformers.heads import TaskHead, head_of
 from exporters.transformers.hooked_graph import EXPORT_PACKAGES, HookedGraph, Stage, make_graph
-from exporters.transformers.weights import bind_weights, map_tensors
+from exporters.transformers.refused import refuse
+from exporters.transformers.weights import bind_weights, leave_heads, map_tensors
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
+from mionnx.graph.metadata import (
+    DTYPE_NAMES,
+    IDENTITIES,
+    NEXT_TOKEN,
+    NORMED_STREAM,
+    Attention,
+    Metadata,
+    context_length,
+)
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
 
@@ -61,9 +72,11 @@ def export_checkpoint(
     stage("reading the checkpoint")
     beside = find_files(folder)
     config = native_config(folder)
+    head = head_of(config, folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = _read(folder, Path(staging), config)
+        tensors += head.sentence.tensors(Path(staging)) if head.sentence else []
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
@@ -72,7 +85,7 @@ def export_checkpoint(
             layers = sizes_of(config, learned_positions=False).num_layers
             if layers > len(tensors):
                 raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
-            hooked = _tapped(config, kind, stage)
+            hooked = _tapped(config, kind, stage, head)
         if isinstance(hooked, str):
             if any(tensor.packed is not None for tensor in tensors):
                 raise ExportError(f"{hooked}; a family that is found by structure opens from a checkpoint of floats")
@@ -80,7 +93,7 @@ def export_checkpoint(
             export_by_structure(source, hooked, target, stage, progress)
         else:
             blocks = _write_tapped(hooked, source, target, stage, progress, leave)
-    keep_files(beside, target)
+    keep_files(beside, folder, target)
     _write_fast_tokenizer(folder, target)
     return blocks
 
@@ -108,22 +121,23 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
     stage = _stages(folder, progress)
     stage("reading the config")
     beside, config = find_files(folder), native_config(folder)
-    refuse(config)
+    head = head_of(config, folder)
+    refuse(config, head)
     kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
-    hooked = make_graph(config, kind, stage)
+    hooked = make_graph(config, kind, stage, head=head)
     stage("writing")
     place_nowhere(hooked.parameters, target)
     target.mkdir(parents=True, exist_ok=True)
     _write_model(hooked, describe(hooked, config, kind), target)
-    keep_files(beside, target)
+    keep_files(beside, folder, target)
     _write_fast_tokenizer(folder, target)
 
 
-def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
+def _tapped(config: Any, dtype: torch.dtype, stage: Stage, head: TaskHead) -> HookedGraph | str:
     """The graph of a family with taps, or the reason why they do not fit one without a table."""
-    refuse(config)
-    if config.model_type in FAMILIES:
-        return make_graph(config, dtype, stage)
+    refuse(config, head)
+    if config.model_type in FAMILIES or head.kind != NEXT_TOKEN:
+        return make_graph(config, dtype, stage, head=head)
     lacking = missing_taps(deepcopy(config), dtype)
     if lacking is not None:
         return lacking
@@ -145,7 +159,7 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
         skeleton = trace.skeleton_of(config, dtype)
         with torch.device("meta"), trace.quiet(), torch.no_grad():
             ids = torch.ones(1, 2, dtype=torch.long)
-            _, cache = trace.Cached(skeleton, layout_of(config), listen)(ids, ids, ids, [])
+            _, cache = trace.wrapped(skeleton, listen)(ids, ids, ids, [])
     except Exception as error:  # whatever a family's code raises where it is laid out otherwise
         return f"{config.model_type!r}: {error}"
     expected = [*POINTS_OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
@@ -160,6 +174,8 @@ def _write_tapped(
     config, sparse = source.config, bool(kept_keys(source.config))
     read = [one for one in source.tensors if not (sparse and INDEXER in one.name) and not is_spare(one.name, config)]
     mapped = map_tensors(read, hooked.skeleton)
+    if hooked.head.kind != NEXT_TOKEN:
+        leave_heads(mapped, hooked.parameters, hooked.skeleton)
     blocks = bind_weights(hooked.parameters, mapped, hooked.skeleton, target, progress, leave)
     files = sorted({tensor.file for tensor in source.tensors})
     if blocks:  # holes stand for the numbers that are left out, and nobody keeps these files
@@ -184,9 +200,22 @@ def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
         hooks=hooked.hooks,
         attention=[_attention(hooked, i) for i in range(hooked.sizes.num_layers)],
         exporter={**versions, **normed, **identities},
-        context_length=context_length(config.to_dict()),
+        context_length=_longest(hooked, config),
         hook_dtypes=_other_dtypes(hooked, str(dtype).removeprefix("torch.")),
+        direction="both" if reads_both_ways(config) else "left",
+        head=hooked.head.kind,
+        labels=hooked.head.labels(config),
+        activation=hooked.head.activation(config),
+        pooling=hooked.head.sentence.metadata() if hooked.head.sentence else {},
     )
+
+
+def _longest(hooked: HookedGraph, config: Any) -> int | None:
+    """The length of text that a model is made for; that of a sentence embedding is cut before."""
+    sentence = hooked.head.sentence
+    own = sentence.max_length if sentence else None
+    lengths = (own, hooked.sizes.max_positions if hooked.head.kind != NEXT_TOKEN else None)
+    return min([length for length in lengths if length], default=context_length(config.to_dict()))
 
 
 def _other_dtypes(hooked: HookedGraph, dtype: str) -> dict[str, str]:

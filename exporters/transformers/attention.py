@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from exporters.transformers.families import Layout
+from exporters.transformers.encoder_families import reads_both_ways
+from exporters.transformers.layout import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -34,6 +35,7 @@ class Taps:
     """One listener on one model, and what its layers have shown so far.
 
     Attributes:
+        cache: takes keys and values; None in an encoder.
         layer: the layer that runs.
         tokens: batch and sequence axis of its MLP, which experts see merged.
         queried: layers whose queries were seen before their rotation.
@@ -44,7 +46,7 @@ class Taps:
 
     listen: Listener
     layout: Layout
-    cache: "TappedCache"
+    cache: "TappedCache | None" = None
     layer: int = 0
     queried: set[int] = field(default_factory=set)
     tokens: tuple[int, int] = (0, 0)
@@ -57,13 +59,13 @@ class Taps:
         return self.listen(str(point), value, stream)
 
     def keep(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Tap new keys and values, and put them into the cache; returns those of all tokens."""
+        """Tap new keys and values, and put them into the cache, if any; returns those of all tokens."""
         if layer not in self.rotated:
             key = self.at(HookPoint.AttnK(layer), key)
         elif self.layout.rotation == "part":
             key = self.at(HookPoint.AttnRotK(layer), key)
         value = self.at(HookPoint.AttnV(layer), value)
-        self.read[layer] = DynamicCache.update(self.cache, key, value, layer)
+        self.read[layer] = (key, value) if self.cache is None else DynamicCache.update(self.cache, key, value, layer)
         return self.read[layer]
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
@@ -98,14 +100,15 @@ def _attention(
     seq_k, value_dim], the mask is additive and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads,
     value_dim] and the pattern. Differential attention calls it twice with the same query: of one pattern.
     """
-    taps, layer = taps_of(module), module.layer_idx
+    taps = taps_of(module)
+    layer = taps.layer if taps.cache is None else module.layer_idx  # which encoders' attention does not know
     if layer in taps.patterns and taps.patterns[layer][0] is query:
         pattern = taps.patterns[layer][1]
     else:
-        if taps.layout.keys == "latents":
+        if taps.layout.keys == "latents" or taps.cache is None:
             key, value = taps.keep(key, value, layer)
         taps.read.setdefault(layer, (key, value))  # kept already, but by a layer that reads those of another
-        pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
+        pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, **options)
         taps.patterns[layer] = query, pattern
     z = _per_group(pattern, value).transpose(1, 2)
     if taps.layout.z == "heads":
@@ -121,7 +124,9 @@ def _pattern(
     mask: Tensor,
     scaling: float | None,
     softcap: float | None,
-    sinks: Tensor | None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
@@ -131,8 +136,9 @@ def _pattern(
     scores = _per_group(query, key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    scores = scores if position_bias is None else scores + position_bias  # T5's
     scores = taps.at(HookPoint.AttnScores(layer), scores + mask)
-    pattern = _softmax(scores, sinks).to(query.dtype)
+    pattern = _softmax(scores, s_aux).to(query.dtype)
     return taps.at(HookPoint.AttnPattern(layer), pattern)
 
 
@@ -167,9 +173,10 @@ def _mask(local_size: int | None = None, **options: Any) -> Tensor:
 
     It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window, or a chunk, of `local_size` keys
     counts the tokens of each row's own text. transformers counts columns, which is the same where no padding stands
-    between tokens; it does where texts padded on the right are continued.
+    between tokens; it does where texts padded on the right are continued. Windows on both sides are transformers' own.
     """
-    if local_size is None:
+    options["allow_is_bidirectional_skip"] = False  # no mask where nothing is padded
+    if local_size is None or reads_both_ways(options["config"]):
         return eager_mask(**options)
     places = options["attention_mask"].cumsum(dim=1)
     chunked = getattr(options.get("config"), "attention_chunk_size", None) == local_size

@@ -73,14 +73,7 @@ class Checkpoint:
 
 
 def export_by_structure(source: Checkpoint, why: str, target: Path, stage: Stage, progress: Progress) -> None:
-    """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
-
-    Args:
-        why: what the taps did not find.
-
-    Raises:
-        ExportError: it is no decoder that is understood, a law does not hold, or transformers says something else.
-    """
+    """Write a checkpoint's `model.onnx`, its hook points found by structure; `why` says what the taps did not find."""
     if source.dtype == torch.bfloat16:
         raise ExportError(f"{why}; what is found by structure is checked by running it, and bfloat16 does not run")
     try:
@@ -135,11 +128,7 @@ class _Plain(nn.Module):
 
 
 def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
-    """Trace a model to ONNX as it is, without weights and markers; its parameters are fake tensors afterwards.
-
-    Raises:
-        ExportError: it has a cache of another form than keys and values in every layer, or torch does not export it.
-    """
+    """Trace a model to ONNX as it is, without weights and markers; its parameters are fake tensors afterwards."""
     with FakeTensorMode():
         trace.allocate(skeleton)
         try:

@@ -52,23 +52,13 @@ def check_eagerly(
     folder: Path,
     config: Any,
     proto: onnx.ModelProto,
-    target: Path,
+    target: Path,  # folder of the graph's weights
     sizes: Sizes,
     dtype: str,
-    projections: Sequence[str],
+    projections: Sequence[str],  # name of each layer's output projection, as transformers names its weight: it reads z
 ) -> tuple[list[LawResult], int]:
-    """Compare an exported graph, whose hook points are named, with its checkpoint, run by transformers.
-
-    Args:
-        target: folder of the graph's weights.
-        projections: name of each layer's output projection, as transformers names its weight: it reads z.
-
-    Returns:
-        one result a value that was compared, with the layer where it is worst; the number of compared layers.
-
-    Raises:
-        ExportError: transformers does not run the checkpoint, or returns no stream.
-    """
+    """Compare an exported graph, whose hook points are named, with its checkpoint, run by transformers."""
+    # Returns one result a value that was compared, with the layer where it is worst; the number of compared layers.
     size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     layers = min(sizes.num_layers, max(FEWEST, LOADED * sizes.num_layers // max(size, 1)))
     model = _loaded(folder, config, layers, dtype)

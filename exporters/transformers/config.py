@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters.config_sizes import check_sizes
+from exporters.transformers.encoder_families import is_encoder
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.metadata import Sizes, context_length
@@ -31,11 +32,7 @@ SPARSE = ("keep_window_size", "index_topk")
 
 
 def native_config(folder: Path) -> Any:
-    """Read a checkpoint's config with transformers' own classes.
-
-    Raises:
-        ExportError: the checkpoint needs its own code, or transformers does not read the config.
-    """
+    """Read a checkpoint's config with transformers' own classes; one that needs its own code is refused."""
     try:
         table = read_json(inside(folder, CONFIG_FILE))
     except ModelError as error:
@@ -66,11 +63,12 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
     )
 
 
-def sizes_of(config: Any, learned_positions: bool) -> Sizes:
+def sizes_of(config: Any, learned_positions: bool, offset: int = 0) -> Sizes:
     """The sizes of a model config.
 
     Args:
         learned_positions: whether positions beyond the config's maximum have no embedding.
+        offset: the first of them that a text has.
 
     Raises:
         ExportError: the config names a size in no way that optimum or mionnx knows.
@@ -84,7 +82,7 @@ def sizes_of(config: Any, learned_positions: bool) -> Sizes:
         **named,
         num_kv_heads=groups,
         head_dim=getattr(first, "head_dim", None) or hidden // heads,
-        max_positions=_max_positions(config, learned_positions),
+        max_positions=_max_positions(config, learned_positions, offset),
     )
 
 
@@ -103,10 +101,11 @@ def _lookup(config: Any, ours: str) -> int:
     raise ExportError(f"the config of {config.model_type!r} names no {ours}; looked for {', '.join(own)}")
 
 
-def _max_positions(config: Any, learned_positions: bool) -> int | None:
+def _max_positions(config: Any, learned_positions: bool, offset: int) -> int | None:
     """Number of learned positions, or the limit of "longrope" and of sparse attention."""
     if learned_positions:
-        return context_length(config.to_dict())
+        length = context_length(config.to_dict())
+        return None if length is None else length - offset
     limits = [
         rope["original_max_position_embeddings"]
         for rope in rope_parameters(config)
@@ -141,4 +140,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return window
-    return window if kinds[layer] == "sliding_attention" else None
+    if kinds[layer] != "sliding_attention":
+        return None
+    # of encoders the farthest key on either side; a window counts the query itself
+    return window + 1 if is_encoder(config) else window

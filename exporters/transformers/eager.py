@@ -13,34 +13,29 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from exporters.transformers.config import native_config
-from exporters.transformers.trace import run_eagerly
+from exporters.transformers.heads import DECODER, TaskHead, head_of
+from exporters.transformers.sentence import SENTENCE
+from exporters.transformers.trace import run_eagerly, run_once
+from exporters.transformers.weights import beside_stream
 from mionnx.errors import ModelError
+from mionnx.graph.metadata import NEXT_TOKEN
 
-TokenInputs = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # token ids, attention mask, positions: [batch, seq] each
+# Token ids, attention mask, positions, of an encoder token types: [batch, seq] each.
+TokenInputs = tuple[NDArray[Any], ...]
 # Takes a hook point's name and value (bfloat16 as float32); returns the changed value, or None to keep it.
 Listener = Callable[[str, NDArray[Any]], NDArray[Any] | None]
 Opened = Callable[[TokenInputs, Listener], None]
 
 
 def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
-    """Load a checkpoint.
-
-    Args:
-        dtype: "float32", "float16" or "bfloat16".
-        threads: how many torch runs on; 0 leaves its number.
-
-    Returns:
-        a function that runs one token batch without a past, and calls a listener at every hook point.
-
-    Raises:
-        ModelError: weights are missing.
-    """
+    """Load a checkpoint; returns a function that runs a batch and calls a listener at every hook point."""
     config = native_config(folder)
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         quantization["dequantize"] = True  # its floats, not its kernels
     with silent_transformers(None):  # `verify` has a bar of its own
-        model, missing = load(folder, config, dtype)
+        head = head_of(config, folder)
+        model, missing = load(folder, config, dtype, head)
     if missing:
         raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {sorted(missing)[0]!r} in it")
 
@@ -53,16 +48,22 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
             changed = torch.from_numpy(np.array(result)).to(value.dtype)
             return value.copy_(changed) if stream else changed
 
-        ids, mask, positions = map(torch.from_numpy, inputs)
+        tensors = tuple(map(torch.from_numpy, inputs))
         with _threads(threads):
-            run_eagerly(model, tap, ids, mask, positions, [])
+            if head.kind == NEXT_TOKEN:
+                ids, mask, positions = tensors[:3]
+                run_eagerly(model, tap, ids, mask, positions, [])
+            else:
+                types = tensors[3:] or (torch.zeros_like(tensors[0]),)
+                run_once(model, head, tap, (*tensors[:3], *types))
 
     return run
 
 
-def load(folder: Path, config: Any, dtype: str) -> tuple[PreTrainedModel, set[str]]:
-    """Load a checkpoint in eager attention; the names of the weights that it lacks."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+def load(folder: Path, config: Any, dtype: str, head: TaskHead = DECODER) -> tuple[PreTrainedModel, set[str]]:
+    """Load a checkpoint in eager attention, with its head; the names of the weights that it lacks."""
+    kind: Any = AutoModelForCausalLM if head.kind == NEXT_TOKEN else head.model_class(config)
+    loaded: Any = kind.from_pretrained(
         folder,
         config=config,
         attn_implementation="eager",
@@ -71,7 +72,10 @@ def load(folder: Path, config: Any, dtype: str) -> tuple[PreTrainedModel, set[st
         trust_remote_code=False,
     )
     model, info = loaded
-    return model.eval(), {*info["missing_keys"]}
+    missing = {name for name in info["missing_keys"] if head.kind == NEXT_TOKEN or not beside_stream(name, model)}
+    if head.sentence is not None:
+        model.add_module(SENTENCE, head.sentence.load(getattr(torch, dtype)))
+    return model.eval(), missing
 
 
 @contextmanager

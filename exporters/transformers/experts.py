@@ -28,13 +28,7 @@ SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in th
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
-    """Multiply each row by the matrix that it chose: [n, in] -> [n, out].
-
-    Args:
-        weight: [n_experts, out, in], or with `rows` [n_experts, in, out].
-        chosen: int64 [n], which matrix.
-        partial: whether some rows choose none, by a number beyond the stack: they become zero.
-    """
+    """Multiply each row by the matrix of its index: [n, in] -> [n, out]; `partial`: one beyond the stack gives zero."""
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
         shape = (x.shape[0], out)
@@ -55,15 +49,9 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool
 def compute_experts(
     taps: Taps, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, weigh_inputs: bool = False
 ) -> Tensor:
-    """Compute the chosen experts of every token, weigh and add them.
-
-    Args:
-        experts: transformers' module with the stacked weights.
-        hidden: [batch * seq, hidden], as the result.
-        index: int64 [batch * seq, n_chosen], which experts a token chose.
-        weights: [batch * seq, n_chosen].
-        weigh_inputs: whether weights are applied to what experts read, and not to what they give.
-    """
+    """Compute the chosen experts of every token, weigh and add them: [batch * seq, hidden]."""
+    # `index` and `weights` are [batch * seq, n_chosen]; `weigh_inputs`: weights are applied to what experts read, and
+    # not to what they give.
     tokens = *taps.tokens, index.shape[-1]
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
     weights = taps.at(HookPoint.MlpExpertWeights(taps.layer), weights.reshape(tokens))

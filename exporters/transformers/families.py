@@ -1,81 +1,19 @@
 """Layouts of decoder-only transformer families: the modules at hook points, and the kind of attention and stream.
 
-Nearly every family is the default `Layout` or a few words away from it; a family is an entry here, never a copy of
-modelling code. What a family does that no word says is a row of `quirks.QUIRKS`. What a model shows by itself is no
-word: experts, indexers, tables of positions that a layer keeps, the arguments of a rotation.
-
-Names are `torch.nn.Module` paths as in the transformers library: relative to the model for `embedding`, `positions`,
-`blocks` and `final_norm`; to the attention for `output_projection`; to the MLP for its parts; to one block for others.
-
-Families that no export takes stand in `REASONS`, with the reason.
+Nearly every family is the default `Layout` or a few words away from it; a family is an entry here, or in
+`encoder_families`, never a copy of modelling code. What a family does that no word says is a row of `quirks.QUIRKS`.
+What a model shows by itself is no word: experts, indexers, tables of positions that a layer keeps, the arguments of a
+rotation. Families that no export takes stand in `refused`, with the reason.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
-from mionnx.errors import ExportError
-
-IN_CODE = "a table in the model's code"  # positions without a module; their number is a limit all the same
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Modules and words of one family.
-
-    Attributes:
-        attention_added, mlp_added: modules whose output joins the residual stream (a post-norm where there is one);
-            None for the attention itself, and for the module whose output is the MLP's.
-        middle: the module that first reads the stream between attention and MLP; None in parallel blocks.
-        mlp: the MLP; "" where the block itself holds its parts, the first of which is `up`.
-        mlp_output: the part of the MLP that gives its result; "" for the MLP itself.
-        gate_and_up: one fused projection whose output is split in two, instead of `gate` and `up`.
-        keys: "kept" as they are made, by transformers' `AttentionInterface`; made of "latents", kept as keys and values
-            of that interface; or "own", by an attention in the family's own code, which is tapped as it runs.
-        rotation: of queries and keys "whole", of a "part" that attention cuts off before, or of the whole with
-            "heads last": [batch, seq, n_heads, head_dim].
-        z: `hook_z` is the outputs of "heads"; with a gate or a norm behind these, it is what the "projection" reads.
-        stream: the "sum" of what blocks add, of "products" that a block computes outside of modules (or in parts), or
-            "normed" between additions, and so no sum of what layers add.
-        layers: how many a block holds, each with an attention and an MLP; `{number}` in a path is the number of one.
-    """
-
-    embedding: str | None = None
-    positions: str | None = None
-    blocks: str = "model.layers"
-    final_norm: str | None = "model.norm"
-    attention: str = "self_attn"
-    output_projection: str | None = "o_proj"
-    attention_added: str | None = None
-    middle: str | None = "post_attention_layernorm"
-    mlp: str = "mlp"
-    mlp_output: str = ""
-    mlp_added: str | None = None
-    gate: str | None = "gate_proj"
-    up: str | None = "up_proj"
-    gate_and_up: str | None = None
-    down: str | None = "down_proj"
-    keys: Literal["kept", "latents", "own"] = "kept"
-    rotation: Literal["whole", "part", "heads last"] = "whole"
-    z: Literal["heads", "projection"] = "heads"
-    stream: Literal["sum", "products", "normed"] = "sum"
-    layers: int = 1
-
-    def layer(self, number: int) -> "Layout":
-        """The layout of one of the layers that a block holds."""
-        fields: dict[str, Any] = asdict(self)
-        paths = {name: value for name, value in fields.items() if "{" in str(value)}
-        return replace(self, **{name: path.format(number=number) for name, path in paths.items()})
-
-    @property
-    def projection(self) -> str | None:
-        """The output projection, from the block on."""
-        return self.output_projection and f"{self.attention}.{self.output_projection}"
-
+from exporters.transformers.encoder_families import ENCODERS, is_encoder
+from exporters.transformers.layout import IN_CODE, Layout
 
 LLAMA = Layout()
 NEOX_MLP: dict[str, Any] = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
@@ -302,71 +240,27 @@ def layout_of(config: Any) -> Layout:
 
     The tracing checks every module path against the model, so a wrong guess is an error that names the missing module.
     """
-    entry = FAMILIES.get(config.model_type, LLAMA)
+    entry = ENCODERS[config.model_type] if is_encoder(config) else FAMILIES.get(config.model_type, LLAMA)
     return entry(config) if callable(entry) else entry
 
 
-RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
-ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
-STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
-# Words in the names of modules that carry a state.
-STATES = (
-    *("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention", "recurrent"),
-    *("shortconv", "kda", "bambamixer", "falconh1mixer"),
-)
-REASONS = {
-    "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
-    "bert-generation": ENCODER,
-    "blt": "reads bytes in patches of varying length by three stacks of layers",
-    "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
-    "deepseek_v4": STREAMS,
-    "dots3_note_text": "has layers with different numbers of heads",
-    "gemma4_assistant": "reads the keys and values of another model, for which it drafts tokens",
-    "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
-    "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
-    "hy_v4": STREAMS,
-    "nemotron_h": RECURRENT,
-    "qwen4_exp_text": RECURRENT,
-    "reformer": "attends within buckets of hashed keys and keeps no keys and values",
-    "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
-    "trocr": "is the decoder of an encoder for images, and attends to it",
-    "xlm": ENCODER,
-    "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
-    "zamba": RECURRENT,
-    "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
-}
+PATHS = ("embedding", "positions", "types", "blocks", "final_norm", "shared")  # of a layout, from the model on
 
 
-def reason(config: Any) -> str | None:
-    """Say why a family is not taken; None where nothing speaks against a try."""
-    heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
-    if config.model_type in REASONS:
-        return REASONS[config.model_type]
-    if len(heads) > 1:
-        return f"has layers with different numbers of heads ({', '.join(map(str, sorted(heads)))})"
-    if config.is_encoder_decoder:
-        return "has an encoder and a decoder"
-    return None
+def layout_in(model: PreTrainedModel) -> Layout:
+    """The layout of a model, its paths from this model on: of one without head as of one with it.
 
-
-def refuse(config: Any) -> None:
-    """Refuse a family that is not taken, with the reason."""
-    listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
-    why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
-    if why is not None:
-        raise ExportError(f"a {config.model_type!r} model {why}: mionnx does not export such models")
-
-
-def _carries_state(config: Any) -> bool:
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # transformers' errors share no base class; the export itself says what does not build
-        return False
-    return carries_state(model)
-
-
-def carries_state(model: nn.Module) -> bool:
-    """Whether a module of a model is known to carry a state, by the name of its class."""
-    kinds = {type(module).__name__.lower() for module in model.modules()}
-    return any(word in kind for kind in kinds for word in STATES)
+    Modules that it has none of (a table of positions where they are rotated) are left out, but for its blocks.
+    """
+    layout, prefix = layout_of(model.config), model.base_model_prefix
+    modules, places = dict(model.named_modules()), dict[str, Any]()
+    for name in PATHS:
+        path = getattr(layout, name)
+        if path in (None, IN_CODE):
+            continue
+        spellings = (path, f"{prefix}.{path}", path.removeprefix(f"{prefix}."))
+        optional = is_encoder(model.config) and name != "blocks"
+        places[name] = next((one for one in spellings if modules.get(one) is not None), None if optional else path)
+    if layout.offset is None:
+        places["offset"] = model.config.pad_token_id + 1
+    return replace(layout, **places)

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 
 from exporters.hook_axes import axes_of
 from exporters.transformers.config import sizes_of
-from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.families import layout_in
 from exporters.transformers.grouped import expand_grouped
+from exporters.transformers.heads import DECODER, TaskHead
 from exporters.transformers.kinds import all_different
+from exporters.transformers.layout import Layout
 from exporters.transformers.naming import merge_lengths, name_dimensions, name_hooks, read_lengths_once, strip
 from exporters.transformers.simplify import LACKING_BFLOAT16, simplify_traced, widen
 from exporters.transformers.stamp import stamp
@@ -25,6 +27,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.metadata import Heads, Sizes
 
+MAYBE_UNREAD = ("position_ids", "token_type_ids")  # inputs that a graph without a cache may lack
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 EXPORT_PACKAGES = ("mionnx", "torch", "transformers", "onnxscript")  # of packages, for the metadata
 Stage = Callable[[str], None]  # called as a stage begins
@@ -47,25 +50,28 @@ class HookedGraph:
     heads: list[Heads]
     skeleton: PreTrainedModel
     layout: Layout
+    head: TaskHead = DECODER
 
 
-def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False) -> HookedGraph:
-    """Make the graph of a config of a causal language model; `whole` traces every layer.
+def make_graph(
+    config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False, head: TaskHead = DECODER
+) -> HookedGraph:
+    """Make the graph of a config of a model with some head; `whole` traces every layer.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
     """
-    layout = layout_of(config)
-    sizes = sizes_of(config, learned_positions=layout.positions is not None)
     stage("comparing layers")
-    skeleton = skeleton_of(config, dtype)
-    heads = heads_of(skeleton)
+    skeleton = skeleton_of(config, dtype, head=head)
+    layout = layout_in(skeleton)
+    sizes = sizes_of(config, learned_positions=layout.positions is not None, offset=layout.offset or 0)
+    heads = heads_of(skeleton, head)
     past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
     every = all_different(sizes.num_layers // layout.layers, layout.layers)
-    for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
+    for kinds in (every if whole else find_kinds(skeleton, past, buffers, head), every):
         stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
-        model = trace(skeleton, past, kinds)
+        model = trace(skeleton, past, kinds, head)
         graph = model.graph
         stage("simplifying")
         widen(model, LACKING_BFLOAT16 if dtype == torch.bfloat16 else None)
@@ -82,13 +88,41 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(model)
         merge_lengths(graph)
     expand_grouped(graph)
+    drop_unread(graph)
+    if head.kind == "none":
+        show_stream(graph, sizes.num_layers)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
+    width = next(iter(reversed([*shapes[HookPoint.Embed.name]])), None)
+    if isinstance(width, int) and width != sizes.hidden_size:
+        sizes = replace(sizes, embedding_size=width)
     axes = {}
     for name in hooks:
         dims = [dim if isinstance(dim, int) else None for dim in shapes[name]]
         axes[name] = axes_of(name, dims, sizes, heads[layer_of(name) or 0])
-    return HookedGraph(model, parameters, axes, sizes, heads, skeleton, layout)
+    return HookedGraph(model, parameters, axes, sizes, heads, skeleton, layout, head)
+
+
+def drop_unread(graph: ir.Graph) -> None:
+    """Remove the inputs that a family does not read: positions, or token types."""
+    for value in [value for value in graph.inputs if not value.uses() and value.name in MAYBE_UNREAD]:
+        graph.inputs.remove(value)
+
+
+def show_stream(graph: ir.Graph, layers: int) -> None:
+    """Let the last stream, final norm included, be the main output, and the pooler's the second, if there is one."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    last = values.get(HookPoint.FinalNorm.name) or values[HookPoint.ResidPost(layers - 1).name]
+    traced = graph.outputs[0]  # that of the last traced layer
+    name = traced.name
+    output = ir.Value(name=name, shape=last.shape, type=last.type)
+    graph.outputs[0] = output
+    node = traced.producer()
+    if node is not None and not traced.uses():
+        graph.remove(node, safe=True)
+    graph.append(ir.Node("", "Identity", [last], outputs=[output]))
+    for pooled in graph.outputs[1:]:
+        pooled.name = "pooler_output"
 
 
 def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
@@ -103,11 +137,7 @@ def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
 
 
 def check_stream(graph: ir.Graph) -> None:
-    """Check that `hook_attn_out` and `hook_mlp_out` are added to the residual stream.
-
-    Raises:
-        ExportError: something (a residual multiplier) stands between such a value and its addition.
-    """
+    """Check that `hook_attn_out` and `hook_mlp_out` are added to the residual stream as they are."""
     for node in graph:
         for value in node.outputs:
             added = value.name and value.name.endswith((".hook_attn_out", ".hook_mlp_out"))

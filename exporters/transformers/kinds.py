@@ -40,19 +40,12 @@ _TORCH = frozenset(vars(nn.Module())) | {"training"}
 
 @dataclass(frozen=True)
 class Kinds:
-    """The layers of a model.
+    """The layers of a model."""
 
-    Attributes:
-        of: the kind of each layer, a number.
-        traced: the layers that a graph has to hold for the others to be made from them, ascending.
-        returned: how many values a layer returns in a tuple; 0 where it returns the stream alone.
-        halves: how many layers with hook points it holds.
-    """
-
-    of: list[int]
-    traced: list[int]
-    returned: int = 0
-    halves: int = 1
+    of: list[int]  # the kind of each layer, a number
+    traced: list[int]  # the layers that a graph has to hold for the others to be made from them, ascending
+    returned: int = 0  # how many values a layer returns in a tuple; 0 where it returns the stream alone
+    halves: int = 1  # how many layers with hook points it holds
 
     @property
     def hooked(self) -> list[int]:
@@ -70,20 +63,14 @@ def all_different(layers: int, halves: int = 1) -> Kinds:
 
 
 class Recorder(TorchDispatchMode):
-    """Record of a run: the computation of each layer, as a list of hashable steps.
-
-    Attributes:
-        steps: layer -> its operators and hook points in order.
-        reads: layer -> other layers of which it reads a value.
-        returned: as in `Kinds`, the numbers that occur.
-    """
+    """Record of a run: the computation of each layer, as a list of hashable steps."""
 
     def __init__(self, model: nn.Module, blocks: str, inputs: Sequence[Tensor], past: Past, halves: int = 1) -> None:
         super().__init__()
         self.halves = halves
-        self.steps: dict[int, list[Hashable]] = {OUTSIDE: []}
-        self.reads: dict[int, set[int]] = {OUTSIDE: set()}
-        self.returned: set[int] = set()
+        self.steps: dict[int, list[Hashable]] = {OUTSIDE: []}  # layer -> its operators and hook points in order
+        self.reads: dict[int, set[int]] = {OUTSIDE: set()}  # layer -> other layers of which it reads a value
+        self.returned: set[int] = set()  # as in `Kinds`, the numbers that occur
         self.layer = OUTSIDE
         self._blocks = model.get_submodule(blocks)
         self._at: dict[int, tuple[Any, ...]] = {}

@@ -68,8 +68,10 @@ def name_dimensions(graph: ir.Graph) -> None:
             length = str(value.shape[2])
             symbols |= {str(value.shape[0]): "batch", length: "past"}
             symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
-    inputs["attention_mask"].shape = ir.Shape(["batch", "total"])
-    inputs["position_ids"].shape = ir.Shape(["batch", "seq"])
+    cached = "total" in symbols.values()
+    for name in ("attention_mask", "position_ids", "token_type_ids"):
+        if name in inputs:
+            inputs[name].shape = ir.Shape(["batch", "total" if name == "attention_mask" and cached else "seq"])
     known = {name: name for name in symbols.values()} | symbols  # torch's other symbols have no meaning here
     for value in _values(graph):
         if value.shape is not None:
@@ -81,7 +83,8 @@ def read_lengths_once(graph: ir.Graph) -> None:
     """Let every node that asks how many rows or tokens there are ask the same input."""
     # All layers' pasts are of one length, and all inputs have the same rows; which of them torch asks is chance.
     inputs = {str(value.name): value for value in graph.inputs}
-    past = next(value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
+    pasts = (value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
+    past = next(pasts, inputs["input_ids"])
     sources = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
     for node in graph:
         axis = axis_asked(node)
@@ -103,10 +106,8 @@ def axis_asked(node: ir.Node) -> tuple[str, int] | None:
 
 
 def merge_lengths(graph: ir.Graph) -> None:
-    """Compute lengths once that code of a family asks of each layer's past, in place.
-
-    Lengths are what follows from the shapes of inputs alone.
-    """
+    """Compute lengths once that code of a family asks of each layer's past, in place."""
+    # Lengths are what follows from the shapes of inputs alone.
     first: dict[tuple[Any, ...], ir.Value] = {}
     lengths: set[int] = set()
     for node in list(graph):

@@ -1,6 +1,6 @@
 """Taps in attention that a family computes in code of its own, past transformers' `AttentionInterface`.
 
-Keys and values are seen as the cache takes them, z as the output projection reads it.
+Keys and values are seen as the cache takes them, or without one at their products; z as the output projection reads it.
 """
 
 import sys
@@ -20,13 +20,9 @@ SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
 
 
 def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tensor | None = None) -> Calls:
-    """Tap the queries, scores and pattern of one layer; batch and heads may be one axis.
-
-    Args:
-        stream: what the attention reads, [batch, seq, hidden].
-        table: the attention's own causal mask, [1, 1, length, length]; None where it has none.
-    """
+    """Tap the queries, scores and pattern of one layer; `table` is the attention's own causal mask, if it has one."""
     query: Tensor | None = None
+    seen = split = taps.layout.keys == "split"  # queries, keys and values, by `Attachment.split_heads`
 
     def four_axes(value: Tensor) -> Tensor:
         return value if value.dim() == 4 else value.unflatten(0, (stream.shape[0], heads))
@@ -42,20 +38,37 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
             return at(HookPoint.AttnQ(layer), value)
         return at(HookPoint.AttnRotQ(layer), value) if taps.layout.rotation == "part" else value
 
+    def product(func: Any, args: Any, options: Any) -> Any:
+        """Product of queries and keys, or of a pattern and values, of attention without a cache."""
+        nonlocal seen
+        if query is None:
+            first, key = queries(args[0]), args[1].transpose(-1, -2)
+            key = key if layer in taps.rotated else at(HookPoint.AttnK(layer), key)
+            return func(first, key.transpose(-1, -2), *args[2:], **options)
+        if layer not in taps.patterns or seen:
+            return func(*args, **options)
+        seen = True
+        value = at(HookPoint.AttnV(layer), args[1])
+        taps.read[layer] = taps.patterns[layer][0], four_axes(value)  # as many keys as queries
+        return func(args[0], value, *args[2:], **options)
+
     def answer(func: Any, args: Any, options: Any) -> Any:
         if func is Tensor.__getitem__ and args[0] is table:
             return _picked(*args)
         if func in SOFTMAX:
             weights = func(at(HookPoint.AttnScores(layer), args[0]), *args[1:], **options)
             pattern = at(HookPoint.AttnPattern(layer), weights.to(stream.dtype))
-            taps.patterns[layer] = four_axes(query), four_axes(pattern)
+            whole = four_axes(pattern)
+            taps.patterns[layer] = whole if query is None else four_axes(query), whole
             return pattern
+        if taps.cache is None and not seen and func in TORCH_PRODUCTS and args[1].dim() > 2:
+            return product(func, args, options)
         # the first product is that of queries and keys
         if query is None and func in ADDED_PRODUCTS:
             if "batch1" in options:
                 return func(*args, **{**options, "batch1": queries(options["batch1"])})
             return func(args[0], queries(args[1]), *args[2:], **options)
-        if query is None and func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
+        if query is None and not split and func in TORCH_PRODUCTS and args[1].dim() > 2:  # two axes: a weight
             return func(queries(args[0]), *args[1:], **options)
         return func(*args, **options)
 

@@ -178,6 +178,23 @@ class SplitHeads(Attachment):
         self.stack.callback(attention.register_forward_pre_hook(begin).remove)
 
 
+class RotationOfClass(Attachment):
+    """Taps around a rotation that is a static method of the attention."""
+
+    def heads(self, i: int, block: nn.Module) -> None:
+        super().heads(i, block)
+        attention, at = self.module(f"{self.layout.attention}.self", block), self.taps.at
+        rotate: Any = attention.apply_rotary_position_embeddings
+
+        def rotated(positions: Tensor, query: Tensor, key: Tensor, *value: Tensor) -> tuple[Tensor, ...]:
+            self.taps.rotated.add(i)
+            query, key = at(HookPoint.AttnQ(i), query), at(HookPoint.AttnK(i), key)
+            query, key, *rest = rotate(positions, query, key, *value)
+            return (at(HookPoint.AttnRotQ(i), query), at(HookPoint.AttnRotK(i), key), *rest)
+
+        replace_for(self.stack, attention, "apply_rotary_position_embeddings", rotated)
+
+
 class MlpBesideExperts(Attachment):
     """Taps on an MLP beside the experts: it reads what they read, and the block adds the two."""
 
@@ -235,6 +252,7 @@ QUIRKS = {
         TwoLayersInBlock, "has two layers in a block, and experts of the first that join the second"
     ),
     "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
+    "roformer": Quirk(RotationOfClass, "rotates in a static method of its attention, not in a function of its module"),
     "opt": Quirk(MergedAxes, "merges batch and sequence axes before its MLP, and the tracing has to keep them apart"),
 }
 

@@ -56,15 +56,9 @@ GELU = pattern.RewriteRuleSet([_Tanh.rule(), _FactoredTanh.rule(), _Erf.rule()])
 
 
 def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
-    """Optimise a traced model in place.
-
-    Args:
-        parameters: the names of the initializers that a checkpoint feeds; the others hold their values.
-
-    Returns:
-        the parameters that the graph reads: values of their own names, shapes and dtypes that are no longer
-        initializers, to be registered again once they have data.
-    """
+    """Optimise a traced model in place; initializers besides `parameters`, which a checkpoint feeds, hold values."""
+    # Returns the parameters that the graph reads: values of their own names, shapes and dtypes that are no longer
+    # initializers, to be registered again once they have data.
     graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
     # As graph inputs no pass can fold or merge parameters: folding `Transpose(weight)` would copy the weight into the

@@ -27,18 +27,10 @@ _CACHE = re.compile(rf"(?:{KEYS_AND_VALUES.past}|{KEYS_AND_VALUES.present})\.(\d
 
 
 def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
-    """Put every layer into a graph that holds the traced ones, in place.
-
-    Args:
-        graph: its hook points and dimensions have their names.
-        parameters: the weights that it reads; those of the made layers are put beside them, without data.
-        hooks: its hook points in execution order; those of the made layers are put between them.
-        blocks: path of the layers in the names of weights.
-
-    Returns:
-        whether that could be done. Where nodes of one layer stand among those of another, or hold graphs of their own,
-        nothing is changed.
-    """
+    """Put every layer into a graph that holds the traced ones, in place; returns whether that could be done."""
+    # Where nodes of one layer stand among those of another, or hold graphs of their own, nothing is changed. The made
+    # layers' weights are put beside `parameters`, without data, their hook points between `hooks`, which are in
+    # execution order; `blocks` is the path of the layers in the names of weights.
     if len(kinds.traced) == len(kinds.of):
         return True
     nodes, names = _segments(graph, kinds), LayerNames(blocks, kinds.halves)
@@ -57,15 +49,10 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Names of values, by which they belong to a layer.
+    """Names of values, by which they belong to a layer."""
 
-    Attributes:
-        blocks: path of the layers in the names of weights.
-        halves: how many numbers a layer has in the names of hook points, pasts and presents.
-    """
-
-    blocks: str
-    halves: int
+    blocks: str  # path of the layers in the names of weights
+    halves: int  # how many numbers a layer has in the names of hook points, pasts and presents
 
     def layer(self, name: str) -> int:
         """The layer that a value belongs to by its name; `OUTSIDE` if its name says none."""
@@ -112,20 +99,14 @@ def _alone(nodes: list[ir.Node], layer: int, names: LayerNames) -> bool:
 
 @dataclass
 class _Stamper:
-    """A graph under work, and what has been made so far.
-
-    Attributes:
-        nodes: the nodes of each layer, and under `OUTSIDE` those after all layers.
-        weights: ids of the values that a checkpoint feeds.
-        parameters: layer -> such values made for it.
-    """
+    """A graph under work, and what has been made so far."""
 
     graph: ir.Graph
     kinds: Kinds
     names: LayerNames
-    nodes: dict[int, list[ir.Node]]
-    weights: set[int]
-    parameters: dict[int, list[ir.Value]] = field(default_factory=dict)
+    nodes: dict[int, list[ir.Node]]  # the nodes of each layer, and under `OUTSIDE` those after all layers
+    weights: set[int]  # ids of the values that a checkpoint feeds
+    parameters: dict[int, list[ir.Value]] = field(default_factory=dict)  # layer -> such values made for it
 
     def put(self, layer: int) -> None:
         """Make a layer, or join a traced one to the layer before it."""

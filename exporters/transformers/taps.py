@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
 from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
-from exporters.transformers.families import IN_CODE, Layout
+from exporters.transformers.layout import IN_CODE, Layout
 from exporters.transformers.own_attention import tap_products
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -61,11 +61,7 @@ def choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) -> nn.Module:
-    """A module by its path from a module of the model on, or from the model itself; "" is the root.
-
-    Raises:
-        ExportError: there is none.
-    """
+    """A module by its path from a module of the model on, or from the model itself; "" is the root."""
     try:
         return (model if root is None else root).get_submodule(path)
     except AttributeError as error:
@@ -128,12 +124,17 @@ class Attachment:
         self.after(embedding, partial(self.taps.at, HookPoint.Embed))
         if layout.positions not in (None, IN_CODE):
             self.after(self.module(str(layout.positions)), partial(self.taps.at, HookPoint.PosEmbed))
+        if layout.types:
+            self.after(self.module(layout.types), partial(self.taps.at, HookPoint.TokenTypeEmbed))
 
     def block(self, i: int, block: nn.Module) -> None:
         """Tap layer `i`, which a block holds, alone or among others."""
         layout = self.layout
         products = layout.stream == "products"
         self.stream_before(i, block)
+        for path, point in ((layout.mid_norm, HookPoint.ResidMidSum), (layout.post_norm, HookPoint.ResidPostSum)):
+            if path:
+                self.before(self.module(path, block), partial(self.taps.at, point(i)))
         self.name_layer(i, self.module(layout.attention, block))
         self.heads(i, block)
         if products:
@@ -176,7 +177,9 @@ class Attachment:
         for path, point in LATENTS.items() if layout.keys == "latents" else ():
             if self.has(path, attention):  # a model may project its queries without a latent
                 self.after(self.module(path, attention), partial(self.taps.at, point(i)))
-        if layout.keys == "own":
+        if layout.keys == "split":
+            self.split_heads(i, attention.get_submodule("self"))
+        if layout.keys in ("own", "split"):
             self.own_attention(i, attention, getattr(attention, "bias", None))
         if layout.rotation == "part":
             self.cut_heads(i, attention)
@@ -194,6 +197,26 @@ class Attachment:
         """Tap attention in the family's own code, with its own causal mask, if any."""
         heads = self.model.config.num_attention_heads
         self.enter_around(attention, lambda stream: tap_products(self.taps, i, heads, stream, mask))
+
+    def split_heads(self, i: int, attention: Any) -> None:
+        """Tap queries, keys and values, [batch * n_heads, seq, head_dim], as `transpose_for_scores` gives them."""
+        points, split = list[HookPoint](), attention.transpose_for_scores
+        seen = list[Tensor]()
+
+        def splitting(x: Tensor, count: int) -> Tensor:
+            heads = split(x, count)
+            if not points:
+                return heads
+            seen.append(self.taps.at(points.pop(0), heads.unflatten(0, (x.shape[0], count))))
+            if not points:
+                self.taps.read[i] = seen[1], seen[2]
+            return seen[-1].flatten(0, 1)
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            points[:], seen[:] = [HookPoint.AttnQ(i), HookPoint.AttnK(i), HookPoint.AttnV(i)], []
+
+        self.stack.callback(attention.register_forward_pre_hook(begin).remove)
+        replace_for(self.stack, attention, "transpose_for_scores", splitting)
 
     def cut_heads(self, i: int, attention: nn.Module) -> None:
         """Tap queries and keys of which a part is cut off and rotated."""

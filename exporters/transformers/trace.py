@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exporters.transformers.attention import (
@@ -30,22 +30,26 @@ from exporters.transformers.attention import (
     tap_rotation,
 )
 from exporters.transformers.config import rope_parameters
+from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
-from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.families import layout_in, layout_of
+from exporters.transformers.headed import Headed, write_out_shared
+from exporters.transformers.heads import DECODER, TaskHead
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
+from exporters.transformers.layout import Layout
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.graph.metadata import Heads
+from mionnx.graph.metadata import MAIN_OUTPUTS, NEXT_TOKEN, Heads
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"
 # Stand-ins for dynamic sizes while tracing: all different, none of them 0 or 1, so that nothing is specialised.
 TRACE_BATCH, SEQ, TRACE_PAST = 2, 3, 5
-TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
+TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 # The cache of fake results costs more than it saves in one trace of a few layers.
 UNCACHED = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
@@ -73,11 +77,7 @@ class Passed(nn.Module):
 
 @contextmanager
 def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
-    """Instrument a causal language model: the taps' listener gets each hook point's tensor.
-
-    Raises:
-        ExportError: the model has no module where the layout says it has.
-    """
+    """Instrument a causal language model: the taps' listener gets each hook point's tensor."""
     layout, attachment = taps.layout, attachment_of(model.config)
     with ExitStack() as stack:
         blocks = [*submodule(model, layout.blocks).children()]
@@ -135,13 +135,32 @@ def run_eagerly(
     """Run a loaded model once in eager torch, its hook points handed to `listen`."""
     prepare(model.config)
     with torch.no_grad():
-        return Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
+        return Cached(model, layout_in(model), listen)(input_ids, attention_mask, position_ids, past)
+
+
+def run_once(
+    model: PreTrainedModel, head: TaskHead, listen: Listener, inputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Run a loaded model with some head once in eager torch on ids, mask, positions and types, each [batch, seq]."""
+    prepare(model.config)
+    write_out_shared(model)
+    with torch.no_grad():
+        return wrapped(model, listen, head)(*inputs)
+
+
+def wrapped(
+    model: PreTrainedModel, listen: Listener, head: TaskHead = DECODER, layers: Sequence[int] | None = None
+) -> Any:
+    """A model as a function of tensors: `Cached` of a decoder, of any other head `Headed`."""
+    if head.kind == NEXT_TOKEN:
+        return Cached(model, layout_in(model), listen, layers).eval()
+    return Headed(model, layout_in(model), head, listen, attached).eval()
 
 
 def prepare(config: Any) -> None:
     """Make a config traceable: our attention, and experts computed for every token."""
     config._attn_implementation = ATTENTION_FUNCTION
-    config.use_cache = True
+    config.use_cache = not is_encoder(config)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = EXPERTS_FUNCTION
     for rope in rope_parameters(config):
@@ -151,10 +170,10 @@ def prepare(config: Any) -> None:
             )
 
 
-def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False) -> PreTrainedModel:
+def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False, head: TaskHead = DECODER) -> PreTrainedModel:
     """A config's model without weights, on the meta device; `plain` computes attention and experts by its own code."""
     prepare(config)
-    if plain or layout_of(config).keys == "own":
+    if plain or layout_of(config).keys in ("own", "split"):
         config._attn_implementation = "eager"  # whose classes some of them look up by this name
     if plain and hasattr(config, "_experts_implementation"):
         config._experts_implementation = "batched_mm"
@@ -162,11 +181,12 @@ def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False) -> PreTrai
     unbuilt: tuple[type[Exception], ...] = (Exception,) if plain else (KeyError, ValueError)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            skeleton = head.make(config, dtype).eval()
     except unbuilt as error:
         raise ExportError(f"transformers builds no {config.model_type!r} with such attention: {error}") from error
     if not plain:
         drop_spare(skeleton)
+        write_out_shared(skeleton)
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
@@ -195,24 +215,31 @@ def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
     return inside[max((name for name in inside if not name or f"{path}.".startswith(f"{name}.")), key=len)]
 
 
-def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
+def heads_of(skeleton: PreTrainedModel, head: TaskHead = DECODER) -> list[Heads]:
     """Find each layer's heads by a pass over two tokens on the meta device."""
     with torch.device("meta"), quiet(), torch.no_grad():
         ids = torch.ones(1, 2, dtype=torch.long)
-        layout = layout_of(skeleton.config)
-        _, cache = Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
-    return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in cache]
+        module = wrapped(skeleton, lambda _name, value, _stream: value, head)
+        if head.kind == NEXT_TOKEN:
+            _, pairs = module(ids, ids, ids, [])
+        else:
+            module(ids, ids, ids, ids)
+            pairs = [module.read[layer] for layer in sorted(module.read)]
+    return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs]
 
 
-def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
+def find_kinds(
+    skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor], head: TaskHead = DECODER
+) -> Kinds:
     """Find which layers of a model on the meta device compute the same."""
-    layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
+    layout, layers = layout_in(skeleton), len(sizes[0])
     with torch.device("meta"):
-        example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3], layout.layers)
+        example = _example(range(layers), sizes, head)
+    tokens = [value for value in example if isinstance(value, Tensor)]
+    recorder = Recorder(skeleton, layout.blocks, tokens, example[3] if head.kind == NEXT_TOKEN else [], layout.layers)
     try:
         with quiet(), torch.no_grad(), recorder:
-            Cached(skeleton, layout, recorder.listen).eval()(*example)
+            wrapped(skeleton, recorder.listen, head)(*example)
     except ExportError:
         raise
     except Exception:  # whatever torch raises where the meta device cannot follow: nothing is known of the layers
@@ -232,7 +259,10 @@ def example_ids(past: int = TRACE_PAST) -> tuple[Tensor, ...]:
     return tuple(torch.ones(TRACE_BATCH, width, dtype=torch.long) for width in (SEQ, past + SEQ, SEQ))
 
 
-def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
+def _example(layers: Sequence[int], sizes: PastSizes, head: TaskHead) -> tuple[Any, ...]:
+    if head.kind != NEXT_TOKEN:
+        ids, mask, positions = example_ids(past=0)
+        return ids, mask, positions, torch.ones_like(ids)
     heads, dtype = sizes
 
     def zeros(layer: int, part: int) -> Tensor:
@@ -254,7 +284,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> ir.Model:
+def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds, head: TaskHead = DECODER) -> ir.Model:
     """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
     Args:
@@ -263,33 +293,36 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> ir.Model
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
     """
-    layout = layout_of(skeleton.config)
+    layout = layout_in(skeleton)
     try:
         with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
                 allocate(skeleton)
-                example = _example(kinds.hooked, sizes)
-            return to_onnx(Cached(skeleton, layout, _mark, kinds.hooked), example, kinds.hooked)
+                example = _example(kinds.hooked, sizes, head)
+            return to_onnx(wrapped(skeleton, _mark, head, kinds.hooked), example, kinds.hooked, MAIN_OUTPUTS[head.kind])
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
 
 
-def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int]) -> ir.Model:
-    """Export a function of tokens and the pasts of some layers by torch's own exporter."""
+def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int], output: str = "logits") -> ir.Model:
+    """Export a function of tokens, and of the pasts of some layers if it takes any, by torch's own exporter."""
     dynamic, names = torch.export.Dim.DYNAMIC, KEYS_AND_VALUES
     two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+    tokens = [value for value in example if isinstance(value, Tensor)]
+    layers = layers if len(tokens) < len(example) else ()
+    pasts = [[(cached, cached) for _ in past] for past in example[len(tokens) :]]
     program = torch.onnx.export(
         module.eval(),
         example,
         dynamo=True,
-        dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
+        dynamic_shapes=(*(two for _ in tokens), *pasts),
         opset_version=OPSET,
         optimize=False,
         verbose=False,
-        input_names=[*TOKEN_INPUTS, *(name for i in layers for name in names.layer_inputs(i))],
-        output_names=["logits", *(name for i in layers for name in names.layer_outputs(i))],
+        input_names=[*TOKEN_INPUTS[: len(tokens)], *(name for i in layers for name in names.layer_inputs(i))],
+        output_names=[output, *(name for i in layers for name in names.layer_outputs(i))],
     )
     for value in list(program.model.graph.initializers.values()):  # by the model's names, not by those of the wrapper
         del program.model.graph.initializers[value.name]

@@ -29,40 +29,59 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
+BESIDE_STREAM = ("pooler.", "contact_head.")  # in a base model, beside its stream
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
 @dataclass
 class Mapped:
-    """Checkpoint tensors by the parameters they become.
+    """Checkpoint tensors by the parameters they become."""
 
-    Attributes:
-        direct: parameter name -> the tensor that is the parameter as it is.
-        converted: conversions, each with the checkpoint tensors it reads.
-        unknown: checkpoint tensors that belong to no parameter of the model.
-    """
-
+    # Parameter name -> the tensor that is the parameter as it is.
     direct: dict[str, StoredTensor] = field(default_factory=dict)
+    # conversions, each with the checkpoint tensors it reads.
     converted: dict[str, "Conversion"] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # checkpoint tensors that belong to no parameter of the model
+
+
+def beside_stream(name: str, model: PreTrainedModel) -> bool:
+    """Whether a weight of a base model is read by nothing that the stream goes through: a pooler's, for one."""
+    return name.removeprefix(f"{model.base_model_prefix}.").startswith(BESIDE_STREAM)
+
+
+def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedModel) -> None:
+    """Leave out tensors of heads that a model has not, and of a pooler that its head does not read, in place."""
+    base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
+    tied, read = _aliases(model), {value.name for value in parameters}
+
+    def in_base(name: str) -> bool:
+        inner = name.removeprefix(f"{base}.") if base else name
+        outside = base != "" and inner == name
+        return not outside and not inner.startswith(BESIDE_STREAM)
+
+    unread = [name for name in mapped.direct if not in_base(name) and not tied.get(name, {name}) & read]
+    for name in unread:
+        del mapped.direct[name]
+    prefix = f"{model.base_model_prefix}."
+    own = {name.partition(".")[0] for name, _ in model.get_submodule(base).named_parameters()}
+    mapped.unknown = [
+        name
+        for name in mapped.unknown
+        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not inner.startswith(BESIDE_STREAM)
+    ]
 
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that become parameters of another shape (experts stacked, say).
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say)."""
 
-    Attributes:
-        target: the first of these parameters.
-        patterns: for each tensor the one of the rule's source patterns that its name has.
-    """
-
-    target: str
+    target: str  # the first of these parameters
     converter: WeightConverter
     sources: list[StoredTensor] = field(default_factory=list)
+    # For each tensor the one of the rule's source patterns that its name has.
     patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The parameters, by name."""
         converted = self.converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
@@ -111,26 +130,16 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
 
 
 def bind_weights(
-    parameters: list[ir.Value],
+    parameters: list[ir.Value],  # values without data, of the names, shapes and dtypes that the graph reads
     mapped: Mapped,
-    model: PreTrainedModel,
+    model: PreTrainedModel,  # the model without weights that the graph was traced from
     folder: Path,
     progress: Progress,
-    leave: bool = False,
+    leave: bool = False,  # leave out the numbers of weights that are blocks in the checkpoint
 ) -> dict[str, GivenBlocks]:
-    """Give every parameter of a graph its data: files in `folder`, references in the values.
-
-    Args:
-        parameters: values without data, of the names, shapes and dtypes that the graph reads.
-        model: the model without weights that the graph was traced from.
-        leave: leave out the numbers of weights that are blocks in the checkpoint.
-
-    Returns:
-        the blocks of the weights that were left out, by name; of a stack of experts, by the names of its matrices.
-
-    Raises:
-        ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
-    """
+    """Give every parameter of a graph its data: files in `folder`, references in the values."""
+    # Returns the blocks of the weights that were left out, by name; of a stack of experts, by the names of its
+    # matrices.
     _keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
@@ -190,10 +199,8 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
 
 
 def _keep_packed(mapped: Mapped) -> None:
-    """Let experts packed one by one be stacks of the same integers, in place.
-
-    Their conversions do no more than stack experts, and put gate and up one below the other.
-    """
+    """Let experts packed one by one be stacks of the same integers, in place."""
+    # Their conversions do no more than stack experts, and put gate and up one below the other.
     for target, conversion in [*mapped.converted.items()]:
         stack = _stack(conversion)
         if stack is not None:

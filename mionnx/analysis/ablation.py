@@ -105,9 +105,4 @@ class AblationResult(Brief, Stored):
 
 
 class StateAblationResult(AblationResult):
-    """Two next-token distributions of an RWKV model, without and with a state intervention.
-
-    Attributes:
-        baseline_logits, ablated_logits: [vocab].
-        spec: the `StateKnockoutSpec` or `StateSteeringSpec`, for the record.
-    """
+    """Distributions of an RWKV model; its `spec` is a `StateKnockoutSpec` or a `StateSteeringSpec`."""

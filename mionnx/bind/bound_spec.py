@@ -15,7 +15,7 @@ from mionnx.bind.effect import (
     refuse_idle_structure,
 )
 from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by
+from mionnx.bind.gradients import bind_gradients, gradients_of, metric_of, read_by, refuse_metric
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -30,7 +30,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names
-from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.token_batch import Past, Positions, TokenBatch
 from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
@@ -108,12 +108,7 @@ class BoundSpec:
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False
     ) -> dict[str, Value]:
-        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
-
-        Args:
-            use_cache: whether keys and values are returned, so that a change of them alone is an effect.
-            checked: whether the interventions have an effect, as was seen before.
-        """
+        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts."""
         selections = self.selections(batch)
         edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
@@ -137,12 +132,7 @@ class BoundSpec:
         logits: ByRow | None = None,
         selections: Sequence[Selection] | None = None,
     ) -> None:
-        """Refuse interventions without effect in a pass, or in the generation that it begins.
-
-        Args:
-            logits: row -> text positions of the logits that are read; those of the outputs if left out.
-            selections: what the interventions select in the batch, where the caller has them.
-        """
+        """Refuse interventions without effect in a pass, or in the generation that it begins."""
         if not self.edits and not states_of(self.spec):
             return
         places = {} if logits is None else {LOGITS: logits}
@@ -166,7 +156,7 @@ class BoundSpec:
         inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
         inputs |= capture_inputs((*self.captures, *self.gradients), batch)
-        return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata.sizes)}
+        return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata)}
 
     def outputs(self, use_cache: bool) -> list[str]:
         """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
@@ -208,11 +198,7 @@ class Binder:
         cuts: Iterable[str] = (),
         differentiated: bool = False,
     ) -> BoundSpec:
-        """Bind a spec; see `bind`.
-
-        Args:
-            differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
-        """
+        """Bind a spec; only a caller that computes a metric and gradients (`differentiated`) binds one with any."""
         outputs = outputs or Outputs()
         # most calls: no index of hook points, no plan, no checks anew
         if spec.is_empty() and not cuts and logits in (None, ALL_LOGITS):
@@ -233,6 +219,7 @@ class Binder:
         # where a model is cut, the value is an output whether or not the spec captures it
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
+        refuse_metric(metric, self.model.metadata)
         of = read_by(metric, hooks)
         by = bind_gradients(spec.gradients, of, hooks)
         plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
@@ -254,7 +241,7 @@ class Binder:
         return captures
 
 
-def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
+def _in_text(positions: Positions, batch: TokenBatch) -> dict[int, list[int]]:
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
@@ -266,9 +253,5 @@ def _chosen(request: Capture, hooks: HookIndex) -> NamedRequest:
 
 
 def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> BoundSpec:
-    """Bind a spec to a model, and check it against the model's hook points.
-
-    Args:
-        outputs: the model's own outputs to compute; all of them by default.
-    """
+    """Bind a spec to a model, and check it against the model's hook points; `outputs` are all by default."""
     return Binder(model).bind(spec, outputs)

@@ -105,7 +105,7 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
     if selection.intervention.rules.shape is not ValueShape.ATTENTION_MASK:
         return chosen
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
-    window = model.metadata.attention[layer].sliding_window
+    window, both = model.metadata.attention[layer].sliding_window, selection.call.both
     queried: dict[int, list[int]] = {}
     for row, named, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
         if named and not queries:
@@ -117,13 +117,15 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
     if not selection.intervention.rules.by_distance:
         raise InterventionError(
             f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
-            "is selected and computed in this call, and at a key that it reads: its own position or an earlier one"
+            "is selected and computed in this call, and at a key that it reads: "
+            + ("one of the text" if both else "its own position or an earlier one")
         )
     longest = max(end_of(selection.call, row) for row in selection.rows)
     within = "" if window is None else f", in a layer that reads {window} keys"
     raise InterventionError(
         f"{selection.edit.kind} at {selection.edit.hook}: it cuts nothing: no selected query has more than "
-        f"{int(selection.intervention.values[0])} tokens before it that it reads, in texts of at most {longest}{within}"
+        f"{int(selection.intervention.values[0])} tokens before it{' or behind it' if both else ''} that it reads, in "
+        f"texts of at most {longest}{within}"
     )
 
 
@@ -199,7 +201,8 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: ShownValues, model: HookedMo
     reach = model.influence.of(edit.hook, overwritten)
     if shown.carried and reach.carried and not _forgotten(reach, shown, chosen):
         return
-    if not any(_seen(edit.hook, view, reach, shown, chosen) for view in shown.views()):
+    backward = model.metadata.bidirectional
+    if not any(_seen(edit.hook, view, reach, shown, chosen, backward) for view in shown.views()):
         raise _unseen(edit, shown, chosen, [hook for hook in overwritten if hook in reach.arrives])
 
 
@@ -215,8 +218,8 @@ def _forgotten(reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
     return all(shown.ends[row] - 1 not in changed for row, changed in chosen.items())
 
 
-def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen: ByRow | None) -> bool:
-    """Whether a value that is shown can depend on one of the positions changed."""
+def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen: ByRow | None, backward: bool) -> bool:
+    """Whether a value that is shown can depend on a position changed; `backward`: attention reads both ways."""
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
         return view.depends_on(hook, reach)
@@ -226,8 +229,8 @@ def _seen(hook: str, view: OutputView, reach: Reach, shown: ShownValues, chosen:
         reached = {*changed, *(at + 1 for at in changed if spreads and once)}
         if not reached.isdisjoint(positions[row]):
             return True
-        # attention and states lead to any later position
-        if changed and spreads and not once and min(changed) < max(positions[row]):
+        # attention and states lead to any later position, attention of an encoder to earlier ones too
+        if changed and spreads and not once and (backward or min(changed) < max(positions[row])):
             return True
     return False
 

@@ -10,11 +10,12 @@ from mionnx.bind.plan import BoundCapture, bind_captures
 from mionnx.errors import GradientError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.plan import GradientNode, Gradients
 from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import GRADIENT_RULES, MetricSpec
+from mionnx.spec.metric import GRADIENT_RULES, OF_VECTORS, MetricSpec
 
 
 def metric_of(spec: HookSpec, computed: bool) -> MetricSpec | None:
@@ -87,6 +88,21 @@ def read_by(metric: MetricSpec | None, hooks: HookIndex) -> str:
     if point.derived or np.dtype(hooks.dtype(point)).kind in "iub":
         raise GradientError(f"the metric at {point}: no number that has a gradient; there is {point.instead or 'none'}")
     return point.name
+
+
+def refuse_metric(metric: MetricSpec | None, metadata: Metadata) -> None:
+    """Refuse a metric that the model's head does not have."""
+    if metric is None or metric.of is not None or metric.name == "cotangent":
+        return
+    if metric.name == "loss" and metadata.bidirectional:
+        raise GradientError(
+            "the loss is that of a text's own next tokens, and an encoder reads these tokens: metric='log_probability' "
+            "of a token that a mask hides, position='mask', is what it predicts"
+        )
+    of_vectors = metadata.head in ("embedding", "none")
+    if of_vectors != (metric.name in OF_VECTORS):
+        has = f"{', '.join(OF_VECTORS)}, and functions" if of_vectors else "logits, of which these are no metrics"
+        raise GradientError(f"metric {metric.name!r}: a model with the head {metadata.head!r} has {has}")
 
 
 def gradients_of(metric: MetricSpec | None, of: str, by: Sequence[BoundCapture]) -> Gradients | None:

@@ -35,7 +35,6 @@ class HookIndex:
         return [*self.model.order, *self.inner]
 
     def axes(self, point: HookPoint) -> tuple[str, ...]:
-        """The names of a hook point's axes."""
         self.dims(point)
         return self.inner[point.name].axes if point.name in self.inner else point.axes or ()
 

@@ -38,15 +38,19 @@ def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     Padding, later positions and positions before the sliding window are not read; the window counts no padding.
 
     Args:
-        window: number of keys that a query reads, its own included; None for all before it.
+        window: number of keys that a query reads, its own included; None for all before it. In an encoder a query
+            reads those behind it as well, and the window holds on either side.
     """
     key = np.arange(batch.total)
     # the new tokens are the last columns: query i stands in column total - seq + i
-    seen = (key <= key[batch.total - batch.seq :, None]) & batch.attention_mask.astype(bool)[:, None, :]
+    seen = np.broadcast_to(batch.attention_mask.astype(bool)[:, None, :], (batch.batch, batch.seq, batch.total))
+    if not batch.both:
+        seen = seen & (key <= key[batch.total - batch.seq :, None])
     if window is not None:
         # keys counted without padding, as positions of the row's own text
         places = batch.attention_mask.cumsum(axis=1)
-        seen &= places[:, batch.total - batch.seq :, None] - places[:, None, :] < window
+        distances = places[:, batch.total - batch.seq :, None] - places[:, None, :]
+        seen = seen & ((abs(distances) if batch.both else distances) < window)
     return seen
 
 
@@ -192,7 +196,7 @@ class KnockoutMask:
 
 @dataclass(frozen=True)
 class WindowMask:
-    """A mask that follows from distances: a query reads its own position and `tokens` before it."""
+    """A mask that follows from distances: a query reads its own position and `tokens` before it, or on either side."""
 
     tokens: int
     call: TokenBatch
@@ -203,7 +207,8 @@ class WindowMask:
         """The mask in the batch's columns, 0 at padding: [batch, 1, seq, total]."""
         mask = self.call.attention_mask == 1
         keys = np.where(mask, mask.cumsum(axis=1) - 1, -1)[:, None]
-        far = (self.call.token_positions[:, :, None] - keys > self.tokens) & (keys >= 0)
+        distances = self.call.token_positions[:, :, None] - keys
+        far = ((abs(distances) if self.call.both else distances) > self.tokens) & (keys >= 0)
         return np.where(far, np.float32(-np.inf), np.float32(0))[:, None]
 
     def queries(self, row: int, selected: Sequence[int], window: int | None) -> list[int]:
@@ -211,7 +216,12 @@ class WindowMask:
         # the layer's own window, its query included, cuts all of these already
         if window is not None and window <= self.tokens + 1:
             return []
-        return [query for query in selected if self.tokens < query < end_of(self.call, row)]
+        end = end_of(self.call, row)
+        return [
+            query
+            for query in selected
+            if query < end and self.tokens < (max(query, end - 1 - query) if self.call.both else query)
+        ]
 
 
 def first_position(call: TokenBatch, row: int) -> int:
@@ -252,9 +262,10 @@ def cut_edges(
     Args:
         selected: row -> text positions of the queries that the intervention selects.
         limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
+        window: see `visible_keys`.
 
     Yields:
-        the row; whether the mask asks there for any edge to an earlier key, or to the query's own; the text positions
+        the row; whether the mask asks there for any edge that a query could read; the text positions
         of the queries that lose an edge which they would have read.
     """
     for row in mask.rows:
@@ -264,8 +275,9 @@ def cut_edges(
         queries, keys, cut = mask.edges(row)
         here = np.isin(queries, list(selected[row]))[:, None]
         # later keys are hidden by the causal mask anyway
-        meant = cut & (keys <= queries[:, None]) & (here | (not limited))
+        meant = cut & (mask.call.both | (keys <= queries[:, None])) & (here | (not limited))
         read = meant & here & (keys < end_of(mask.call, row))
         if window is not None:
-            read &= queries[:, None] - keys < window
+            distances = queries[:, None] - keys
+            read &= (abs(distances) if mask.call.both else distances) < window
         yield row, bool(meant.any()), queries[read.any(axis=1)].tolist()

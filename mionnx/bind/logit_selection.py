@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mionnx.bind.values import columns
 from mionnx.errors import InputError
-from mionnx.graph.metadata import Sizes
-from mionnx.inputs.token_batch import TokenBatch
+from mionnx.graph.metadata import Metadata
+from mionnx.inputs.token_batch import Place, TokenBatch
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, Outputs
 from mionnx.spec.limits import indices_of
@@ -23,9 +23,10 @@ class Logits:
 
     Attributes:
         positions: of these positions of each row's own text, negative ones from its end (with a `prompt_length`, from
-            the prompt's), whichever side is padded; all if left out. The head's matrix product is computed for these
-            alone.
-        token_ids: of these tokens, in this order; of all if left out.
+            the prompt's), whichever side is padded; "mask" is that of the text's one mask token; all if left out. The
+            head's matrix product is computed for these alone.
+        token_ids: of these tokens (of an encoder with labels, these labels' numbers), in this order; of all if left
+            out.
         k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `token_ids`, if
             these were given too).
 
@@ -34,7 +35,7 @@ class Logits:
         cache.output().shape, cache.top_ids.shape  # (1, 1, 10), (1, 1, 10)
     """
 
-    positions: int | Sequence[int] | None = None
+    positions: Place | Sequence[Place] | None = None
     token_ids: int | Sequence[int] | None = None
     k: int | None = None
 
@@ -51,24 +52,28 @@ class Logits:
         )
 
     @property
-    def positions_(self) -> list[int]:
+    def positions_(self) -> list[Place]:
         """The positions as a list."""
         if self.positions is None:
             return []
-        return [int(one) for one in (self.positions if isinstance(self.positions, Iterable) else [self.positions])]
+        several = isinstance(self.positions, Iterable) and not isinstance(self.positions, str)
+        listed: Iterable[Any] = self.positions if several else [self.positions]  # type: ignore[assignment]
+        return [one if isinstance(one, str) else int(one) for one in listed]
 
-    def feeds(self, call: TokenBatch, sizes: Sizes) -> dict[str, NDArray[Any]]:
+    def feeds(self, call: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
         """The inputs with the positions, tokens and k of this part."""
         feeds: dict[str, NDArray[Any]] = {}
-        size = sizes.vocab_size
+        size = metadata.columns
         if self.positions is not None:
+            if not metadata.positional:
+                raise InputError(f"logits at positions {self.positions}: this model has one row of them a text")
             if not self.positions_:
                 raise InputError("logits of no positions would be empty")
             feeds[LOGIT_COLUMNS] = columns("logits", self.positions_, call)
         if self.token_ids is not None:
             tokens = indices_of("token_ids", self.token_ids)
             if max(tokens) >= size:
-                raise InputError(f"logits of the tokens {[*tokens]}; the vocabulary is 0 to {size - 1}")
+                raise InputError(f"logits of the tokens {[*tokens]}; there are 0 to {size - 1}")
             feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)  # k counts among the chosen tokens
         if self.k is not None:
             if not 1 <= self.k <= size:

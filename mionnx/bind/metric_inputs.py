@@ -12,11 +12,11 @@ from mionnx.bind.knockout_mask import of_texts
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.values import columns
 from mionnx.errors import GradientError
-from mionnx.graph.metadata import Sizes
-from mionnx.inputs.token_batch import TokenBatch
+from mionnx.graph.metadata import Metadata
+from mionnx.inputs.token_batch import Place, TokenBatch
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
-from mionnx.spec.metric import READS, READS_ALL, MetricSpec, Token, Tokens
+from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, MetricSpec, Token, Tokens
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -42,12 +42,13 @@ def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Ca
     return resolved
 
 
-def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes) -> Feeds:
+def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, metadata: Metadata) -> Feeds:
     """Make the inputs of a metric, its tokens as ids, for one token batch."""
     places = _places(logits)
     if metric.name in READS_ALL:
         return _loss(batch, places)
-    feeds = {METRIC_WEIGHTS: _weights(metric, batch, places)}
+    weights = _weights(metric, batch, places) if metadata.positional else np.ones((batch.batch, 1), np.float32)
+    feeds = {METRIC_WEIGHTS: weights}
     count = feeds[METRIC_WEIGHTS].shape[1]
     for name, tokens in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
         if tokens is not None:
@@ -56,11 +57,23 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
     _refuse_same(metric, feeds)
     for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.cotangent)):
         if array is not None:
-            feeds[name] = _rows(name.rsplit(".", 1)[1], array, (batch.batch, count, sizes.vocab_size))
+            feeds[name] = _rows(name.rsplit(".", 1)[1], array, (batch.batch, count, metadata.columns))
+    if metric.name in OF_VECTORS:
+        feeds = feeds | {METRIC_SEED: _vectors(metric.name, feeds.pop(METRIC_REFERENCE))}
     if METRIC_REFERENCE in feeds:
         # in float64: the graph subtracts log-probabilities of its own, in float32, and rounding should be theirs alone
         feeds[METRIC_REFERENCE] = log_softmax(feeds[METRIC_REFERENCE].astype(np.float64), axis=-1).astype(np.float32)
     return feeds
+
+
+def _vectors(name: str, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The vectors that an embedding is compared with; of a cosine with length 1."""
+    if name != "cosine":
+        return vectors
+    lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(axis=-1, keepdims=True))
+    if not lengths.all():
+        raise GradientError("the cosine with a reference of zeros does not exist")
+    return (vectors / lengths).astype(np.float32)
 
 
 def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], batch: TokenBatch) -> Feeds:
@@ -73,7 +86,7 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
         raise GradientError(f"cotangent is {own}, and the value at {metric.of} is {list(shape)}") from None
 
 
-def _places(logits: Logits | None) -> list[int] | None:
+def _places(logits: Logits | None) -> list[Place] | None:
     """The positions of which there are logits; None for all."""
     if logits is None:
         return None
@@ -82,7 +95,7 @@ def _places(logits: Logits | None) -> list[int] | None:
     return None if logits.positions is None else logits.positions_
 
 
-def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
+def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[Place] | None) -> NDArray[np.float32]:
     """[batch, n]: 1 at the position that is read, 0 elsewhere."""
     if metric.position is None:
         return batch.real.astype(np.float32) if places is None else np.ones((batch.batch, len(places)), np.float32)
@@ -97,7 +110,7 @@ def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None
     return weights
 
 
-def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
+def _loss(batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
     """Each token's own next token; padding, and the last token, predict nothing."""
     if places is not None:
         raise GradientError("the loss reads the logits of every position: leave out positions=")
@@ -132,7 +145,7 @@ def _rows(what: str, array: NDArray[Any], shape: tuple[int, int, int]) -> NDArra
     """[vocab], [batch, vocab] or [batch, n, vocab] as the latter."""
     rows, _, vocab = shape
     fits = {1: (vocab,), 2: (rows, vocab), 3: shape}[array.ndim]
-    if array.shape != fits:
+    if array.shape not in (fits, (1, *shape[1:])):
         raise GradientError(f"{what} is {list(array.shape)}, and must be {list(fits)}")
     wide = array if array.ndim == 3 else np.broadcast_to(array, (rows, vocab))[:, None]
     return np.broadcast_to(wide, shape).astype(np.float32)

@@ -87,7 +87,6 @@ def edits_of(hooks: HookIndex) -> tuple[Edit, ...]:
 
 
 def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index: int) -> Edit:
-    """The structure of one intervention, checked against the model."""
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
     if point.derived:
         raise InterventionError(f"{point} is derived and can only be captured; intervene at {point.instead} instead")
@@ -139,7 +138,6 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
 
 
 def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
-    """Refuse what could not take effect inside a splice."""
     inner = points.inner.get(point.name)
     if inner is None:
         return

@@ -134,7 +134,6 @@ class Selection:
 
     @cached_property
     def neurons(self) -> list[int] | None:
-        """Selected neurons; None for all of them."""
         return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
 
     def _indices(self, what: str, indices: Sequence[int] | None, axis: int | None) -> list[int] | None:
@@ -163,7 +162,6 @@ class Selection:
         return positions
 
     def _by_row(self, limit: Any) -> Sequence[Any]:
-        """The positions of each row, as they are written."""
         if isinstance(limit, str) or not isinstance(limit[0], tuple):
             return [limit] * self.call.batch
         if len(limit) != self.call.batch:
@@ -253,11 +251,7 @@ class Selection:
         return cast.reshape((1,) * (len(self.shape) - cast.ndim) + cast.shape)
 
     def applied(self, activation: NDArray[Any], choice: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The activation after the intervention, computed in numpy by the kind's reference.
-
-        Args:
-            choice: [batch, seq, n_chosen], the experts that each token chose, where the intervention has a limit of it.
-        """
+        """The activation after the intervention, by the kind's reference; `choice` is [batch, seq, n_chosen]."""
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
         selected = self.selected()
         if self.edit.at_experts is not None and choice is not None:
@@ -267,7 +261,6 @@ class Selection:
 
     @cached_property
     def knockout_mask(self) -> KnockoutMask | WindowMask:
-        """The mask of a knockout."""
         limits = self.intervention
         if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
             raise self._refuse("it has no mask")
@@ -336,7 +329,6 @@ class Selection:
         return np.ascontiguousarray(cast).reshape(value.shape)
 
     def _check_experts(self, value: NDArray[Any]) -> None:
-        """Refuse numbers of experts that the model does not have."""
         if self.experts is None:
             return
         wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)]

@@ -46,7 +46,7 @@ def _listed(tokens: Tokens) -> bool:
 
 @dataclass(frozen=True)
 class RowValues:
-    """An intervention on a list of texts, and a batch of some of its rows, padded on the left."""
+    """An intervention on a list of texts, and a batch of some of its rows."""
 
     selection: Selection  # in all texts as one batch
     rows: Sequence[int]
@@ -114,7 +114,8 @@ class RowValues:
         past = texts.total - texts.seq if keys else 0
         real = past + np.flatnonzero(texts.real[row])
         # the past's columns as they are, any new column for the part's own padding, then the row's tokens
-        return [*range(past), *[past] * (self.width - len(real)), *real.tolist()]
+        padding = [past] * (self.width - len(real))
+        return [*real.tolist(), *padding] if texts.both else [*range(past), *padding, *real.tolist()]
 
     def _of_text(self, value: Array, axis: int, name: str) -> Array:
         """Entries of a mask for each position of a text, up to the longest row of the part."""
@@ -155,7 +156,7 @@ class SpecRows:
         return self.bound.selections(self.texts)
 
     def of(self, rows: Sequence[int], width: int) -> HookSpec:
-        """The spec of a batch of some rows, padded on the left to a width; what is limited to others is left out."""
+        """The spec of a batch of some rows, padded to a width; what is limited to others is left out."""
         part, spec = copy(self.bound.spec), self.bound.spec
         points = [point for point, _ in self.bound.hooks.interventions]
         parts = [self._intervention(selection, rows, width) for selection in self.selections]
@@ -180,7 +181,6 @@ class SpecRows:
 
 
 def _positions(selection: Selection, rows: Sequence[int]) -> tuple[Any, ...]:
-    """The positions of some rows."""
     positions: Any = selection.intervention.positions
     absolute = selection.positions or {}
     if len({len(positions[row]) for row in absolute}) == 1:

@@ -107,7 +107,6 @@ def _hooks(proto: ModelProto) -> list[str]:
 def _run(
     where: str, fragment: Fragment, proto: ModelProto, names: Sequence[str], sites: Sequence[SpliceSite], run: int
 ) -> dict[str, NDArray[Any]]:
-    """The values of the fragment by itself."""
     random = np.random.default_rng(run)
     feeds: dict[str, NDArray[Any]] = dict(fragment.weights)
     for value, site in zip(fragment.activations, sites, strict=True):
@@ -134,7 +133,6 @@ def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence
 
 
 def _axis(name: str, at: int, pair: tuple[int, int], site: SpliceSite) -> tuple[str, str | int]:
-    """An axis of a value inside, by name and by size."""
     outer = [*zip(site.axes, site.dims, site.shape(0), site.shape(1), strict=True)]
     # the outer axis at the same place first: two fixed axes may have one size
     same = [(axis, dim) for axis, dim, *sizes in [*outer[at : at + 1], *outer] if (*sizes,) == pair]

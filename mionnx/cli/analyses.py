@@ -54,11 +54,7 @@ STRENGTHS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2)
 
 
 def compared(arguments: Arguments, pairs: Path | None, lacking: str) -> Arguments:
-    """The arguments with the prompts of a file of pairs, or those of the command line.
-
-    Args:
-        lacking: what corrupted prompts are needed for, if they are.
-    """
+    """The arguments with the prompts of a file of pairs, or those of the command line."""
     clean = arguments.get("clean", arguments.get("prompt"))
     if (clean is None) == (pairs is None):
         raise typer.BadParameter("give a clean prompt, or --pairs FILE")

@@ -28,37 +28,28 @@ Open = Callable[[], MIModel]
 
 @dataclass(frozen=True)
 class Command:
-    """A command that calls a verb, or one of several, and shows its result.
+    """A command that calls a verb, or one of several, and shows its result."""
 
-    Attributes:
-        verbs: their parameters are the options.
-        more: words in the help below the verb's own.
-        call: (open, arguments, ...) -> result, where `open()` opens the model; by default it calls the first verb.
-            Further parameters are options of the command.
-        show: (result, ...) -> texts and tables to print; further parameters are options of the command.
-        facts: the values of a result that `--json` prints.
-        positional, optional, words, without: see `options_of`.
-        settings: parameters of `MIModel.from_pretrained` that are options; None for a command without a model.
-        before: passed to the verb as `before`, except where JSON is printed.
-        once: whether each graph runs once: then weights are not packed.
-        files: whether the result is saved by --html, --png and --save.
-    """
-
-    verbs: Sequence[Verb]
+    verbs: Sequence[Verb]  # their parameters are the options
     examples: Sequence[str]
-    more: str = ""
+    more: str = ""  # words in the help below the verb's own
+    # (open, arguments, ...) -> result, where `open()` opens the model; by default it calls the first verb. Further
+    # parameters are options of the command.
     call: Callable[..., Any] | None = None
+    # (result, ...) -> texts and tables to print; further parameters are options of the command.
     show: Callable[..., Iterable[Any]] = lambda result: [result.table()]
-    facts: Callable[[Any], Any] = lambda result: result
+    facts: Callable[[Any], Any] = lambda result: result  # the values of a result that `--json` prints
     exit_code: Callable[[Any], int] = lambda result: 0
+    # positional, optional, words, without: see `options_of`.
     positional: Sequence[str] = ()
     optional: Sequence[str] = ()
     words: dict[str, str] = field(default_factory=dict)
     without: Sequence[str] = ()
+    # Parameters of `MIModel.from_pretrained` that are options; None for a command without a model.
     settings: Sequence[str] | None = RUNS
-    before: Callable[..., None] | None = None
-    once: bool = False
-    files: bool = True
+    before: Callable[..., None] | None = None  # passed to the verb as `before`, except where JSON is printed
+    once: bool = False  # whether each graph runs once: then weights are not packed
+    files: bool = True  # whether the result is saved by --html, --png and --save
 
     def function(self) -> Function:
         """The command as a function with a signature that typer reads."""

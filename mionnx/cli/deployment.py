@@ -141,7 +141,9 @@ def _compile(
     open: Open, arguments: Arguments, interventions: Interventions, capture: Captures = None
 ) -> dict[str, Any]:
     model = open()
-    spec = interventions.spec(model.num_heads, None)  # no prompt: edges are between positions of any text
+    spec = interventions.spec(
+        model.num_heads, None, model.bidirectional
+    )  # no prompt: edges are between positions of any text
     for hook in capture or ():
         spec.capture(hook)
     folder = model.compile(spec, **arguments)

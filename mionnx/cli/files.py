@@ -58,11 +58,7 @@ def texts_of(prompt: list[str] | None, prompts: Path | None, required: bool = Tr
 
 
 def read_pairs(path: Path) -> dict[str, Any]:
-    """Read the arguments of a call over many pairs.
-
-    Returns:
-        key -> a list with an entry a line; "positions": name -> such a list.
-    """
+    """Read the arguments of a call over many pairs: key -> an entry a line; "positions": name -> such a list."""
     records = [_record(f"{path}, line {number}", line) for number, line in enumerate(lines_of(path), 1)]
     columns = _columns(str(path), records)
     if "positions" in columns:

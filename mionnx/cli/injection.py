@@ -66,7 +66,6 @@ class Opening:
     settings: dict[str, Any]
 
     def model(self, check: str = "sampled") -> MIModel:
-        """Open it."""
         return MIModel.from_pretrained(self.source, check=check, **self.settings)
 
     def once(self) -> MIModel:
@@ -103,10 +102,8 @@ class Output:
                 raise typer.BadParameter(f"{path} should end in {ending}")
 
     def deliver(self, result: Any, facts: Any, pieces: Iterable[RenderableType]) -> None:
-        """Write the files of a result, then print its facts as JSON, or the pieces: texts as they are, and tables.
-
-        Pieces are taken one after the other, and only if they are printed.
-        """
+        """Write the files of a result, then print its facts as JSON, or the pieces: texts as they are, and tables."""
+        # Pieces are taken one after the other, and only if they are printed.
         for path, _ in self.files:
             if path is not None:
                 result.save(path)

@@ -50,7 +50,7 @@ class Interventions:
 
     options: dict[str, Any]
 
-    def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
+    def spec(self, num_heads: int, seq_len: int | None, both: bool = False) -> HookSpec:
         """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
 
         Raises:
@@ -61,7 +61,7 @@ class Interventions:
         spec = HookSpec.load(str(saved)) if saved else HookSpec()
         for kind in WRITTEN:
             for text in self.options[kind.name] or ():
-                spec.intervene(*parse(kind.name, text, num_heads, seq_len))
+                spec.intervene(*parse(kind.name, text, num_heads, seq_len, both))
         for text in self.options["state_knockout"] or ():
             spec.set_state_knockout(parse_state_knockout(text))
         for text in self.options["state_steering"] or ():
@@ -70,11 +70,7 @@ class Interventions:
 
 
 def intervention_group(prompt: bool = True) -> Group:
-    """One option a kind; the argument is `Interventions`.
-
-    Args:
-        prompt: whether the command has a prompt; without one, edges are of positions that every text has.
-    """
+    """One option a kind; the argument is `Interventions`. Without a prompt, edges are of positions of every text."""
     anywhere = " Positions count from 0, as 4>2; from a text's end (-1) or of all (*) they are refused."
     options = []
     for kind in WRITTEN:
@@ -96,13 +92,10 @@ class Reader:
 
     n_heads: int
     seq_len: int | None
+    both: bool = False
 
     def array(self, text: str) -> NDArray[Any]:
-        """A number, or FILE.safetensors:KEY[*FACTOR].
-
-        Raises:
-            InterventionError: neither of the two.
-        """
+        """A number, or FILE.safetensors:KEY[*FACTOR]."""
         try:
             return np.array(float(text))
         except ValueError:
@@ -113,7 +106,9 @@ class Reader:
         return tensor * float(match["factor"]) if match["factor"] else tensor
 
 
-def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list[str], Intervention]:
+def parse(
+    kind: str, text: str, n_heads: int, seq_len: int | None, both: bool = False
+) -> tuple[list[str], Intervention]:
     """Parse HOOK[=VALUE][@LIMITS]: the names and globs of hook points, and the intervention.
 
     Raises:
@@ -133,7 +128,8 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list
         name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, text)
         for name, numbers in _parts(limits, text, LIMITS).items()
     }
-    return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
+    reader = Reader(n_heads, seq_len, both)
+    return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, reader), **chosen)
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:
@@ -181,11 +177,7 @@ def _integers(text: str, option: str) -> list[int]:
 
 
 def load_tensor(path: Path, key: str) -> NDArray[Any]:
-    """Read one tensor of a safetensors file.
-
-    Raises:
-        SpecFileError: no such file, or no such tensor in it.
-    """
+    """Read one tensor of a safetensors file."""
     with open_tensors(path, f"cannot read {path}") as file:
         names = list(file.keys())
         if key in names:

@@ -29,7 +29,7 @@ from mionnx.spec.hook_spec import HookSpec
 Verb = Callable[..., Any]
 Number = TypeVar("Number", int, float)
 MOST = 10_000  # numbers of one range
-SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"]}
+SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"], "texts": ["--text"]}
 REFERENCE = re.compile(r"\b(?:see|as for) `([\w.]+)`")
 MANY = "Several with commas between, or the option again."
 NUMBERS = "As 0,3 or 16-29, or the option again."
@@ -136,22 +136,14 @@ WORDS = {
 
 def options_of(
     verbs: Sequence[Verb],
-    positional: Sequence[str] = (),
-    optional: Iterable[str] = (),
-    words: Mapping[str, str] = MappingProxyType({}),
+    positional: Sequence[str] = (),  # parameters whose values stand without an option
+    optional: Iterable[str] = (),  # parameters that the command takes from elsewhere, where they are left out
+    words: Mapping[str, str] = MappingProxyType({}),  # parameter -> option, where the two differ
     without: Iterable[str] = (),
-    only: Sequence[str] = (),
-    panel: str | None = None,
+    only: Sequence[str] = (),  # if there are any, the others are no options
+    panel: str | None = None,  # heading of the options in the help
 ) -> Group:
-    """Options of one or several verbs; those of a command line become keyword arguments.
-
-    Args:
-        positional: parameters whose values stand without an option.
-        optional: parameters that the command takes from elsewhere, where they are left out.
-        words: parameter -> option, where the two differ.
-        only: if there are any, the others are no options.
-        panel: heading of the options in the help.
-    """
+    """Options of one or several verbs; those of a command line become keyword arguments."""
     forms: dict[str, Form] = {}
     options: dict[str, Parameter] = {}
     for verb in verbs:

@@ -67,7 +67,7 @@ def run(
     """
     model = opening.once()
     tokens = model.tokenize(prompt)
-    spec = interventions.spec(model.num_heads, len(tokens))
+    spec = interventions.spec(model.num_heads, len(tokens), model.bidirectional)
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
     for hook in capture or ():
         spec.capture(hook)
@@ -148,7 +148,7 @@ def generate(
     texts = [prompt] if prompts is None else read_prompts(prompts)
     tokens = [_tokens(model, text, chat, system) for text in texts]
     # A mask for the longest text: shorter ones take their part of it.
-    spec = interventions.spec(model.num_heads, max(map(len, tokens)))
+    spec = interventions.spec(model.num_heads, max(map(len, tokens)), model.bidirectional)
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
     if prompts is not None:
@@ -176,7 +176,6 @@ def _tokens(model: MIModel, text: Any, chat: bool, system: str | None) -> Any:
 
 
 def _rows(generation: Generation) -> list[dict[str, Any]]:
-    """The rows of a generation, as JSON."""
     rows = zip(generation.texts, generation.new_texts, generation.ids, generation.new_ids, strict=True)
     return [
         {"text": text, "new_text": new_text, "ids": ids.tolist(), "new_ids": new_ids.tolist()}

@@ -65,7 +65,7 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, TurnedKnob], report
         # A constant that becomes an input when the graph is written.
         turned |= dict.fromkeys(one.indices, Constant(name, np.array(one.default, np.float32)))
     report.inputs += knobs
-    calls = TokenFacts(graph, report)
+    calls = TokenFacts(graph, report, both=bound.model.metadata.bidirectional)
     for n, (edit, intervention) in enumerate(bound.edits):
         _edit(calls, edit, intervention, bound.hooks.dims(HookPoint.parse(edit.hook)), turned.get(n))
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)

@@ -61,11 +61,7 @@ def _check(state: State, metadata: Metadata) -> None:
 
 
 def _distances(op: Builder, gate: Tensor) -> Tensor:
-    """[layers, batch, seq + 1]: distance to the last token that each token may see; see `mionnx.bind.rwkv_gates`.
-
-    Args:
-        gate: bool [layers, batch, seq, 1 or n_heads], the same for all heads: whether later tokens may see a token.
-    """
+    """[layers, batch, seq + 1]: distance to the last token that each may see; `gate` is bool [..., 1 or n_heads]."""
     # The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
     # work than one pass over the text, where comparing all pairs of tokens would take its square.
     seen = op.Gather(gate, 0, axis=3)

@@ -12,6 +12,7 @@ from mionnx.engine.session import UNSTABLE_FUSIONS
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.io_names import cache_names
+from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -36,6 +37,18 @@ LEAST_RUNTIME = "1.23"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+def _narrowed(metadata: Metadata) -> str:
+    """A paragraph on how a model was made of one in a wider dtype; nothing of any other."""
+    made = metadata.narrowed
+    if not made:
+        return ""
+    powers = ", ".join(f"`{value}` and what is added to it times 2^{one}" for value, one in made["exponents"].items())
+    islands = f", {made['islands']} values kept in float32" if made["islands"] else ""
+    cost = f"forecast KL(float32 || {made['dtype']}) {made['after'].get('kl', float('nan')):.1e} nats"
+    done = f"{powers or 'nothing rescaled'}{islands}; {cost} over {made['tokens']} tokens"
+    return f"\nIt was narrowed from float32 to {made['dtype']}: {done}.\n"
+
+
 def card(content: Content, spec: HookSpec, layout: ClientLayout, target: str) -> str:
     """The text of the card."""
     facts, metadata, interface = content.facts, content.model.metadata, content.interface
@@ -49,7 +62,7 @@ def card(content: Content, spec: HookSpec, layout: ClientLayout, target: str) ->
 # {content.model.name}, {what}
 
 {_headline(content, what)}
-{table * bool(done)}
+{_narrowed(metadata)}{table * bool(done)}
 
 `spec.safetensors` is the spec, as mionnx reads it. Negative positions count from the end of the prompt, which
 is the call that token 0 stands in; "generated" means every later call.

@@ -41,7 +41,7 @@ from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
-from mionnx.graph.folder_file import files_beside, inside, read_json
+from mionnx.graph.folder_file import copy_beside, files_beside, inside, read_json
 from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.inputs.tokens import TOKENIZER_FILE, copy_tokenizer
@@ -211,16 +211,16 @@ def _write_doses(graph: Path, knobs: Mapping[str, Knob]) -> None:
 
 def _write_rest(content: Content, spec: HookSpec, at: Path) -> None:
     spec.save(str(at / SPEC))
-    for file in files_beside(content.model.folder, KEPT):
-        (copy_tokenizer if file.name == TOKENIZER_FILE else shutil.copyfile)(file, at / file.name)
+    files = files_beside(content.model.folder, KEPT)
+    copy_beside([file for file in files if file.name != TOKENIZER_FILE], content.model.folder, at)
+    for file in [file for file in files if file.name == TOKENIZER_FILE]:
+        copy_tokenizer(file, at / file.name)
     _name_inputs(at / "tokenizer_config.json")
 
 
 def _name_inputs(path: Path) -> None:
-    """Name the graph's inputs in a tokenizer's config without their names.
-
-    A tokenizer class of transformers 4 gives segments too, which no decoder reads.
-    """
+    """Name the graph's inputs in a tokenizer's config without their names."""
+    # A tokenizer class of transformers 4 gives segments too, which no decoder reads.
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
         path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))

@@ -17,8 +17,8 @@ NOWHERE = -2  # no token stands there; padding stands at -1
 class TokenFacts:
     """Facts of a call as values of the graph; the nodes of each are added when it is first read."""
 
-    def __init__(self, graph: Graph, report: Report, prefix: str = "mionnx.call") -> None:
-        self.graph, self.report = graph, report
+    def __init__(self, graph: Graph, report: Report, prefix: str = "mionnx.call", both: bool = False) -> None:
+        self.graph, self.report, self.both = graph, report, both
         self.op = Builder(graph, TOKEN_POSITIONS, prefix, report)
         self._windows: dict[str, Tensor] = {}
 
@@ -49,10 +49,8 @@ class TokenFacts:
         return self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
-        """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
-
-        None for a value without such axes, and in a graph without a mask, whose calls have no padding.
-        """
+        """Entries of a value outside of padding: bool, 1 wide along axes without tokens."""
+        # None for a value without such axes, and in a graph without a mask, whose calls have no padding.
         if "attention_mask" not in self.graph.tensors():
             return None
         parts = []
@@ -63,11 +61,12 @@ class TokenFacts:
         return reduce(self.op.And, parts) if parts else None
 
     def window(self, tokens: int, dtype: DTypeLike) -> Tensor:
-        """[batch, 1, seq, total]: -inf at keys more than some tokens before a query, else 0."""
+        """[batch, 1, seq, total]: -inf at keys more than some tokens before a query (or behind), else 0."""
         name = f"window_{tokens}_{np.dtype(dtype)}"
         if name not in self._windows:
             keys = self.op.Unsqueeze(self.keys, [1])
-            far = self.op.Greater(self.op.Sub(self.op.Unsqueeze(self.positions, [2]), keys), tokens)
+            distances = self.op.Sub(self.op.Unsqueeze(self.positions, [2]), keys)
+            far = self.op.Greater(self.op.Abs(distances) if self.both else distances, tokens)
             cut = self.op.Unsqueeze(self.op.And(far, self.op.GreaterOrEqual(keys, 0)), [1])
             masked, visible = (np.array(number, dtype) for number in (-np.inf, 0))
             self._windows[name] = self.op.Where(cut, masked, visible, dtype=dtype, name=name)

@@ -152,7 +152,6 @@ class _SharedSweep(Sweep):
         self.workers = workers
 
     def run(self, progress: Progress = silent) -> SweepResult:
-        """Compute all pairs; see `Sweep.run`."""
         begin, grid, count = time.perf_counter(), self.setting.grid, len(self.pairs)
         stored, unpatched, idle = self._stored(), np.empty((2, count)), 0
         # Cells of the file are not computed again; the pairs are, since the metric without a patch is in no file.

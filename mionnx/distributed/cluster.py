@@ -32,15 +32,11 @@ M = TypeVar("M", bound=Runner)
 
 @dataclass(frozen=True)
 class Workers:
-    """Processes of a cluster that work at the same time, each with a model of its own.
-
-    Attributes:
-        cpus: of each; also the threads of its model.
-    """
+    """Processes of a cluster that work at the same time, each with a model of its own."""
 
     ray: Any
     count: int
-    cpus: int
+    cpus: int  # of each; also the threads of its model
     gpus: int
 
     def model(self, model: M) -> M:
@@ -49,15 +45,10 @@ class Workers:
         return type(model)(model.hooked, replace(model.options, threads=self.cpus, prepack=packed))
 
     def map(self, pieces: Callable[[], Iterator[Any]], work: type, *arguments: Any) -> Iterator[Any]:
-        """Map pieces of work to results, which come in any order.
-
-        Args:
-            pieces: makes the pieces, in one process of the cluster, as fast as the workers take them.
-            work: a class; a worker makes one object of it, and calls that with a piece.
-
-        Raises:
-            RuntimeMissingError: the head of the cluster does not answer any more.
-        """
+        """Map pieces of work to results, which come in any order."""
+        # `pieces` makes them in one process of the cluster, as fast as the workers take them; a worker makes one object
+        # of the class `work`, and calls that with a piece. A head that does not answer any more is a
+        # `RuntimeMissingError`.
         # One row, of which the next step makes all pieces.
         data = self.ray.data.from_items([{"begin": 0}])
         data.context.target_max_block_size = 1  # a piece goes to a worker as soon as it is made
@@ -79,10 +70,8 @@ class Workers:
 
 
 def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
-    """Rows as they come, while the head of the cluster answers.
-
-    Ray itself waits without end for one that is dead.
-    """
+    """Rows as they come, while the head of the cluster answers."""
+    # Ray itself waits without end for one that is dead.
     queue: Queue[tuple[bool, Any]] = Queue()
     room = Semaphore(0)  # no row is fetched before the one before it is taken
 
@@ -134,7 +123,6 @@ class _Piece:
 
 
 def _batch(value: Any) -> dict[str, Any]:
-    """A batch of Ray Data with one object."""
     pieces = np.empty(1, object)  # filled by index: `np.array` would look into the object
     pieces[0] = _Piece(value)
     return {"piece": pieces}
@@ -166,17 +154,8 @@ class _Worker:
 
 @contextmanager
 def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iterator[Workers]:
-    """Connect to a cluster; one that was begun here ends with the body.
-
-    Args:
-        address: "local" begins a cluster on this machine; "auto" is the one that this machine belongs to, "HOST:PORT"
-            another. Where this process is connected already, that cluster is used.
-        model: the model that the workers open; on CUDA each has a GPU.
-
-    Raises:
-        RuntimeMissingError: Ray is not installed.
-        InputError: no cluster there, or no room for a worker.
-    """
+    """Connect to a cluster, as `harvest` says of its address; one that was begun here ends with the body."""
+    # On CUDA each worker has a GPU.
     at_least("cpus", cpus, 1)
     if workers is not None:
         at_least("workers", workers, 1)
@@ -222,7 +201,6 @@ def _reach(address: str) -> None:
 
 
 def _ray() -> Any:
-    """Ray, with Ray Data."""
     try:
         import_module("ray.data")
         return import_module("ray")

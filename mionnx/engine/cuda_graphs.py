@@ -35,7 +35,6 @@ class CudaGraphs:
         self._alone = Lock()
 
     def next_id(self) -> int:
-        """An id for a CUDA graph of this session."""
         with self._alone:
             self._number += 1
             return self._number

@@ -39,11 +39,7 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """Run the graph, and give some of its outputs as arrays.
-
-        Args:
-            feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
-        """
+        """Run the graph, and give some of its outputs as arrays; feeds that it does not read are left out."""
 
     def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As `run`, but results stay where the engine computes them, to be fed again without a copy."""
@@ -54,12 +50,8 @@ class Program(ABC):
         return dict(self.run(outputs, feeds))
 
     def rolling(self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]) -> Any:
-        """A `RollingCache` of this program, for decoding in calls of one shape; or None.
-
-        Args:
-            feeds: arrays of one step, the past padded on the left.
-            present: output -> the input that takes it in the next step.
-        """
+        """A `RollingCache` of this program, for decoding in calls of one shape; or None."""
+        # `feeds` are those of one step, the past padded on the left; `present`: output -> the input that takes it next.
         return None
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
@@ -115,13 +107,9 @@ class Engine(ABC):
     def open(
         self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
     ) -> Program:
-        """Open a graph.
-
-        Args:
-            model: a file, or the bytes of a model whose external data lie in `folder`.
-            optimised: whether the graph is one that this engine has optimised already.
-            spinning: whether its threads keep the processor while they wait during a run.
-        """
+        """Open a file, or the bytes of a model whose external data lie in `folder`."""
+        # `optimised`: this engine has optimised the graph already; `spinning`: threads keep the processor while they
+        # wait.
 
     def open_to_try(self, model: Path | bytes, folder: Path) -> Program:
         """Open a graph for runs that may fail, on the CPU; nothing is optimised, packed or printed."""
@@ -130,12 +118,8 @@ class Engine(ABC):
     def write_optimised(
         self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
     ) -> None:
-        """Write a model as the engine optimises it, with operators of its own.
-
-        Args:
-            data: name of a file beside it for the weights.
-            packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
-        """
+        """Write a model as the engine optimises it, with operators of its own; its weights go to the file `data`."""
+        # `packed`: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
         raise InputError(f"engine={self.name!r} writes no optimised graphs")
 
     def release(self) -> None:

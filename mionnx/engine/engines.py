@@ -9,9 +9,14 @@ from mionnx.engine.openvino import OpenVino
 from mionnx.engine.options import Options
 from mionnx.engine.reference import Reference
 from mionnx.engine.web import Web
+from mionnx.engine.webgpu import WebGpu
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), Reference())}
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), WebGpu(), Reference())
+}
+# What people deploy to -> how it is opened, and the dtype in which it adds up products of float16.
+DEPLOYMENTS = {"webgpu": (Options(engine=WebGpu.name), "float16"), "cuda": (Options("cuda"), "float32")}
 COMMON = ("engine", "max_graphs", "max_bytes")  # settings of the pool of open graphs, whatever opens them
 
 

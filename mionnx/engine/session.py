@@ -171,12 +171,7 @@ def cuda_trouble() -> str | None:
 
 
 def weights_of(model: onnx.ModelProto, folder: Path, place: Device) -> dict[str, onnxruntime.OrtValue]:
-    """The large weights of a graph on a device, copied there by whoever asks first.
-
-    Returns:
-        name -> value, for `SessionOptions.add_initializer`; they have to outlive the session. Empty where this ONNX
-        Runtime has no DLPack.
-    """
+    """The large weights of a graph on a device, copied there by the first caller; they must outlive the session."""
     if not hasattr(onnxruntime.OrtValue, "from_dlpack"):
         return {}
     readers = _readers(model.graph)

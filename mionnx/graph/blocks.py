@@ -22,45 +22,35 @@ SIZES = (256, 128, 64, 32, 16)  # of blocks that ONNX Runtime's kernels take
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix [rows, columns] in blocks along its rows.
+    """A matrix [rows, columns] in blocks along its rows."""
 
-    Attributes:
-        packed: uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
-        scales: [rows, blocks], in the matrix' dtype.
-        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise, or [rows, blocks] in the scales' dtype;
-            None for symmetric blocks.
-        offsets: [rows, blocks], in the matrix' dtype; None where no fraction is added.
-    """
-
+    # uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
     packed: NDArray[np.uint8]
-    scales: NDArray[Any]
+    scales: NDArray[Any]  # [rows, blocks], in the matrix' dtype
+    # uint8 [rows, ceil(blocks * bits / 8)], packed likewise, or [rows, blocks] in the scales' dtype; None for symmetric
+    # blocks.
     zero_points: NDArray[Any] | None
-    offsets: NDArray[Any] | None = None
+    offsets: NDArray[Any] | None = None  # [rows, blocks], in the matrix' dtype; None where no fraction is added
 
 
 @dataclass(frozen=True)
 class GivenBlocks:
-    """A weight that a checkpoint holds as integers.
+    """A weight that a checkpoint holds as integers."""
 
-    Attributes:
-        rows, columns: outputs and inputs of its product.
-        order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
-            None where they stand in order.
-        read: reads the blocks from the file, scales and offsets in float32.
-    """
-
+    # rows, columns: outputs and inputs of its product.
     rows: int
     columns: int
     bits: int
     block_size: int
     zero_points: bool
     offsets: bool
+    # int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other; None where
+    # they stand in order.
     order: NDArray[np.int64] | None
-    read: Callable[[], Blocks]
+    read: Callable[[], Blocks]  # reads the blocks from the file, scales and offsets in float32
 
     @property
     def places(self) -> int:
-        """The numbers of a row of blocks."""
         return self.columns if self.order is None else len(self.order)
 
     def numbers(self) -> NDArray[np.float32]:

@@ -21,16 +21,13 @@ Axes = tuple[int | str, ...]  # numbers, or names of lengths that the run decide
 
 
 class Dataflow:
-    """The nodes of a graph and the values between them.
-
-    Attributes:
-        producers: value -> index of the node that makes it; inputs and weights have none.
-        reads: for each node, the values that it reads, those that its subgraphs take from outside included.
-    """
+    """The nodes of a graph and the values between them."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self.proto, self.nodes = proto, list(proto.graph.node)
+        # Value -> index of the node that makes it; inputs and weights have none.
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
+        # For each node, the values that it reads, those that its subgraphs take from outside included.
         self.reads = [tuple(reads(node)) for node in self.nodes]
 
     @cached_property
@@ -99,20 +96,11 @@ class Dataflow:
     def crossings(
         self, cuts: Sequence[Collection[str]], ends: Sequence[str], sources: Iterable[str]
     ) -> list[tuple[str, ...]]:
-        """The values that cross each cut of a graph: made before it, and read after it.
-
-        A node belongs to the first segment that reads what it makes, so that little crosses. What does not follow from
-        `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and crosses
-        nothing.
-
-        Args:
-            cuts: the values that end each segment but the last, in execution order; none depends on another of its cut.
-            ends: the values that are wanted in the end. One that is made before a cut crosses it.
-            sources: inputs or values that are computed once.
-
-        Returns:
-            for each cut the names, in the order of the graph, those of the cut itself included where they are read.
-        """
+        """The values that cross each cut of a graph, in its order: made before it, and read after it."""
+        # `cuts` are the values that end each segment but the last, in execution order; none depends on another of its
+        # cut. A node belongs to the first segment that reads what it makes, so that little crosses. What does not
+        # follow from `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and
+        # crosses nothing. One of `ends` that is made before a cut crosses it.
         cut_of = {name: number for number, names in enumerate(cuts) for name in names}
         moving = self.descendants({*sources, *cut_of})
         first: dict[str, int] = {}  # value -> the first segment that reads it
@@ -157,20 +145,15 @@ def from_outside(graph: GraphProto) -> list[str]:
 
 
 class Facts:
-    """Element types, shapes and constants of a graph's values, and of the graphs around it, as far as written down.
-
-    Attributes:
-        types: value -> ONNX's number of its element type.
-        shapes: value -> its axes; lengths that are not known have names of their own, "?...".
-        constants: value -> its tensor, where that lies in the graph.
-        makers: value -> the node that makes it.
-    """
+    """Element types, shapes and constants of a graph's values, and of the graphs around it, as far as written down."""
 
     def __init__(self, graph: GraphProto | None = None, outer: "Facts | None" = None) -> None:
-        self.types: dict[str, int] = dict(outer.types) if outer else {}
+        self.types: dict[str, int] = dict(outer.types) if outer else {}  # value -> ONNX's number of its element type
+        # Value -> its axes; lengths that are not known have names of their own, "?...".
         self.shapes: dict[str, Axes] = dict(outer.shapes) if outer else {}
+        # Value -> its tensor, where that lies in the graph.
         self.constants: dict[str, TensorProto] = dict(outer.constants) if outer else {}
-        self.makers: dict[str, NodeProto] = dict(outer.makers) if outer else {}
+        self.makers: dict[str, NodeProto] = dict(outer.makers) if outer else {}  # value -> the node that makes it
         if graph is not None:
             for tensor in graph.initializer:
                 self.types[tensor.name], self.shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
@@ -233,15 +216,9 @@ def attributes(node: NodeProto) -> dict[str, Any]:
 
 
 def extract(origin: onnx.ModelProto | Dataflow, starts: Collection[str], ends: Iterable[str]) -> onnx.ModelProto:
-    """Extract the nodes that compute some values from others.
-
-    Whatever else they need is computed too, from the graph's own inputs and weights.
-
-    Args:
-        origin: the model, without its weights, or its dataflow; left alone.
-        starts: values that become inputs, before all others.
-        ends: values that become outputs, of the model's own shape and type where it says one.
-    """
+    """Extract the nodes that compute some values from others."""
+    # `starts` become inputs, before all others; what else is needed is computed too, from the graph's own inputs and
+    # weights. `ends` become outputs, of the model's own shape and type where it says one.
     flow, ends = origin if isinstance(origin, Dataflow) else Dataflow(origin), list(ends)
     model, graph = flow.proto, flow.proto.graph
     nodes = sorted(flow.ancestors(ends, starts))

@@ -29,11 +29,7 @@ Field = tuple[int, int, int, int]  # its number, where it begins, where its cont
 
 
 def read_light(path: Path) -> onnx.ModelProto:
-    """Read a model; its larger initializers become external data, in the model's own file.
-
-    Raises:
-        ModelError: no regular file, no protobuf, or names that are no text.
-    """
+    """Read a model; its larger initializers become external data, in the model's own file."""
     with _mapped(path) as data:
         parts = [
             _message(GRAPH_FIELD, _graph(data, begin, end, path.name)) if number == GRAPH_FIELD else data[first:end]
@@ -98,7 +94,6 @@ def _message(number: int, contents: bytes) -> bytes:
 
 
 def _written(number: int) -> bytes:
-    """A number of variable length."""
     text = bytearray()
     # seven bits a byte, the lowest first; the eighth says that another follows
     while number > 0x7F:
@@ -108,7 +103,6 @@ def _written(number: int) -> bytes:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
-    """The fields of a message."""
     for number in count():
         if at >= end:
             return

@@ -89,11 +89,7 @@ def known(file: Path) -> str | None:
 
 
 def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> str:
-    """The digest of a file, waited for.
-
-    Raises:
-        OSError: it cannot be read, or changes meanwhile.
-    """
+    """The digest of a file, waited for."""
     while True:
         start([file])
         with _lock:

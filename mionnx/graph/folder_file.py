@@ -5,6 +5,7 @@ the `blobs` beside `snapshots`. Devices, pipes and sockets are refused before a 
 """
 
 import json
+import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,16 +28,20 @@ def files_beside(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """Small files of a folder by patterns of their names."""
     files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
     for file in files:
-        check_regular(inside(folder, file.name), LARGEST_BESIDE)
+        check_regular(inside(folder, str(file.relative_to(folder))), LARGEST_BESIDE)
     return files
 
 
-def resolve(folder: Path, name: str) -> Path:
-    """Resolve a file name; the file need not be there.
+def copy_beside(files: Iterable[Path], folder: Path, target: Path) -> None:
+    """Copy files of a folder, those of its inner folders into such, to another folder."""
+    for file in files:
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
-    Raises:
-        ModelError: it leads out of the folder.
-    """
+
+def resolve(folder: Path, name: str) -> Path:
+    """Resolve a file name inside a folder; the file need not be there."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute():
         raise ModelError(f"{name!r} names no file inside {folder}: refused")
     root = folder.resolve()
@@ -61,14 +66,7 @@ def _roots(root: Path) -> list[Path]:
 
 
 def check_regular(path: Path, largest: int | None = None) -> None:
-    """Refuse anything but a regular file of at most some size.
-
-    Args:
-        largest: bytes; None for any size.
-
-    Raises:
-        ModelError: it is missing, a folder, a device or a pipe, or too large.
-    """
+    """Refuse anything but a regular file of at most `largest` bytes."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
@@ -93,11 +91,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ModelError: it is none, or nested deeper than Python's parser follows.
-    """
+    """Parse JSON; what is none, or nested deeper than Python's parser follows, is refused."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -45,12 +45,7 @@ class Fragment:
     """
 
     def __init__(self, structure: onnx.ModelProto, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Put a structure and its weights together, and check them.
-
-        Raises:
-            InterventionError: no activation goes in, not exactly one comes out, another domain's operators, a weight
-                that has NaN or that the structure does not read.
-        """
+        """Put a structure and its weights together, and check them."""
         self.structure = _bare(structure)
         self.weights = {name: np.ascontiguousarray(array) for name, array in weights.items()}
         self.fits: dict[Any, Any] = {}  # what `mionnx.bind.splice_check` found, by where
@@ -202,31 +197,23 @@ def _is_weight(tensor: onnx.TensorProto) -> bool:
 
 @dataclass(frozen=True)
 class InnerHook:
-    """A hook point inside a fragment.
-
-    Attributes:
-        dims: a number for each axis, or its name where it is dynamic.
-        live: whether the fragment's output depends on it.
-    """
+    """A hook point inside a fragment."""
 
     name: str
     axes: tuple[str, ...]
+    # A number for each axis, or its name where it is dynamic.
     dims: tuple[str | int, ...] = field(compare=False, repr=False)
     dtype: str = "float32"
-    live: bool = True
+    live: bool = True  # whether the fragment's output depends on it
 
 
 @dataclass(frozen=True)
 class FittedFragment:
-    """A fragment's structure as it is put at one hook point.
-
-    Attributes:
-        weights: the names of its inputs after the activations.
-    """
+    """A fragment's structure as it is put at one hook point."""
 
     sha256: str
     inner: tuple[InnerHook, ...]
-    weights: tuple[str, ...]
+    weights: tuple[str, ...]  # the names of its inputs after the activations
     proto: onnx.ModelProto = field(compare=False, repr=False)
 
 

@@ -38,20 +38,13 @@ PLAIN = (onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """One fused operator, and the nodes of the graph that stand for it.
-
-    Attributes:
-        region: indices of the nodes that stand for it.
-        inner: the values that only these may read for the operator to stand in their place.
-        support: indices of nodes that compute what it alone reads, such as the lengths of the texts.
-        unpadded: whether it is right only for texts without padding.
-    """
+    """One fused operator, and the nodes of the graph that stand for it."""
 
     node: onnx.NodeProto
-    region: tuple[int, ...]
-    inner: frozenset[str]
-    support: tuple[int, ...]
-    unpadded: bool
+    region: tuple[int, ...]  # indices of the nodes that stand for it
+    inner: frozenset[str]  # the values that only these may read for the operator to stand in their place
+    support: tuple[int, ...]  # indices of nodes that compute what it alone reads, such as the lengths of the texts
+    unpadded: bool  # whether it is right only for texts without padding
 
 
 def written(node: onnx.NodeProto) -> str:
@@ -60,11 +53,7 @@ def written(node: onnx.NodeProto) -> str:
 
 
 def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
-    """Read the fused operators of a graph.
-
-    Raises:
-        ModelError: one that cannot be what the graph's nodes stand for.
-    """
+    """Read the fused operators of a graph."""
     reader, operators = _Reader(flow), list[FusedOperator]()
     for text in texts:
         node = _parse(text)
@@ -98,7 +87,6 @@ class _Reader:
         self.inputs = {value.name for value in flow.proto.graph.input} - flow.initializers.keys()
 
     def operator(self, node: onnx.NodeProto) -> FusedOperator:
-        """Check one node."""
         expansion = _expansion(node)
         for name in filter(None, node.input):
             _expect(
@@ -215,15 +203,7 @@ def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
 def restore(
     proto: onnx.ModelProto, origin: Dataflow, fused: Iterable[FusedOperator], *, padding: bool
 ) -> tuple[onnx.ModelProto, int]:
-    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside.
-
-    Args:
-        proto: a graph that was made from an adopted one; left alone.
-        padding: whether texts may be padded; operators that are right without padding only then stay as they are.
-
-    Returns:
-        the graph, and how many operators were put back.
-    """
+    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside; also count them."""
     flow = Dataflow(proto)
     interface = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     removed, added, support = set[int](), list[onnx.NodeProto](), set[int]()

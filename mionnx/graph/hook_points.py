@@ -124,6 +124,7 @@ class HookPoint:
 
     Embed = Single("hook_embed", RESIDUAL)
     PosEmbed = Single("hook_pos_embed", RESIDUAL)
+    TokenTypeEmbed = Single("hook_token_type_embed", RESIDUAL)
     ResidPre = Layered("blocks.{i}.hook_resid_pre", RESIDUAL, "stream")
     AttnQLatent = Layered("blocks.{i}.attn.hook_q_latent", QUERY_LATENT, "attention")
     AttnKvLatent = Layered("blocks.{i}.attn.hook_kv_latent", KEY_VALUE_LATENT, "attention")
@@ -154,6 +155,7 @@ class HookPoint:
         "blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE, "attention", "RwkvState", instead="RwkvK", on_request=True
     )
     AttnOut = Layered("blocks.{i}.hook_attn_out", RESIDUAL, "attention")
+    ResidMidSum = Layered("blocks.{i}.hook_resid_mid_sum", RESIDUAL, "stream")
     ResidMid = Layered("blocks.{i}.hook_resid_mid", RESIDUAL, "stream")
     MlpPre = Layered("blocks.{i}.mlp.hook_pre", RESIDUAL, "mlp")
     MlpRouterLogits = Layered("blocks.{i}.mlp.hook_router_logits", ROUTED, "mlp")
@@ -168,8 +170,16 @@ class HookPoint:
     MlpAct = Layered("blocks.{i}.mlp.hook_act", NEURONS, "mlp")
     MlpPost = Layered("blocks.{i}.mlp.hook_post", RESIDUAL, "mlp")
     MlpOut = Layered("blocks.{i}.hook_mlp_out", RESIDUAL, "mlp")
+    ResidPostSum = Layered("blocks.{i}.hook_resid_post_sum", RESIDUAL, "stream")
     ResidPost = Layered("blocks.{i}.hook_resid_post", RESIDUAL, "stream")
     FinalNorm = Single("hook_final_norm", RESIDUAL)
+    MlmHead = Single("mlm_head.hook_out", ("batch", "seq", "d_mlm"))
+    Pooler = Single("pooler.hook_out", ("batch", "d_pooler"))
+    Pooled = Single("hook_pooled", ("batch", "d_pooled"))
+    Embedding = Single("hook_embedding", ("batch", "d_embedding"))
+    ClassLogits = Single("hook_class_logits", ("batch", "labels"))
+    TokenLogits = Single("hook_token_logits", ("batch", "seq", "labels"))
+    SpanLogits = Single("hook_span_logits", ("batch", "seq", "ends"))
     Logits = Single("hook_logits", ("batch", "seq", "vocab"))
 
     def __str__(self) -> str:
@@ -226,7 +236,6 @@ class HookPoint:
         return [self._beside(row.name) for row in VARIANTS.values() if row.derived_from == self.variant]
 
     def _beside(self, variant: str | None) -> "HookPoint":
-        """Another variant in the same layer."""
         point = getattr(HookPoint, variant or self.variant)
         return point if self.layer is None else point(self.layer)
 
@@ -279,7 +288,7 @@ def by_layer(names: Iterable[str]) -> list[str]:
     def place(name: str) -> float:
         if (layer := layer_of(name)) is not None:
             return layer
-        return -1 if _parsed(name).variant in ("Embed", "PosEmbed") else inf
+        return -1 if _parsed(name).variant in ("Embed", "PosEmbed", "TokenTypeEmbed") else inf
 
     return sorted(names, key=place)
 

@@ -11,13 +11,16 @@ The format, on one page:
    A graph adopted from a file without a cache may have none of these; generation and sweeps are then refused.
    A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
    [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
-5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
+   An encoder: `input_ids`, `attention_mask` [batch, seq], and `position_ids` and `token_type_ids` where it reads them.
+5. Outputs: `logits` [batch, seq, vocab] (of an encoder those of its head, `embedding` [batch, d], or
+   `last_hidden_state` [batch, seq, hidden]) and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`, `hook_dtypes` where hook points have several, and `quantised` of a model of blocks. See
-   `mionnx.graph.metadata` and `weight_record`.
+   `stock`, `hook_dtypes` where hook points have several, `quantised` of a model of blocks, and `exponents` and
+   `narrowed` of a rescaled one, whose hook points hold powers of two of their values in the file: a model in memory has
+   the values themselves. See `mionnx.graph.metadata`, `weight_record` and `exponents`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -39,11 +42,12 @@ from numpy.typing import DTypeLike
 from mionnx.errors import HookError, ModelError, boundary
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.folder_file import inside, read_json
+from mionnx.graph.exponents import with_true_values
+from mionnx.graph.folder_file import LARGEST_BESIDE, inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of, nearest_hook
 from mionnx.graph.influence import Influence
-from mionnx.graph.io_names import cache_names
+from mionnx.graph.io_names import LOGITS, cache_names
 from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.operator_table import DOMAIN
@@ -66,7 +70,14 @@ KEPT = (
     "tokenizer.model",
     "vocab.txt",
     "rwkv_vocab*.txt",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_LayerNorm/config.json",
 )
+MASK_TOKENS = ("[MASK]", "<mask>")  # where a tokenizer does not say which token hides others
 INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
@@ -132,11 +143,13 @@ class HookedModel:
         if len(metadata.attention) != attending:
             raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
         inputs, outputs = onnx_file.interface(proto)
-        if "input_ids" not in inputs or "logits" not in outputs:
+        if "input_ids" not in inputs or metadata.output not in outputs:
             raise ModelError(
-                f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
+                f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and {metadata.output} are "
+                "missing"
             )
-        return cls(folder, proto, metadata)
+        onnx_file.rename(proto, metadata.output, LOGITS)
+        return cls(folder, with_true_values(proto, metadata.exponents), metadata)
 
     @cached_property
     def stock(self) -> StockGraph | None:
@@ -195,19 +208,16 @@ class HookedModel:
 
     @cached_property
     def rounds_by_call(self) -> bool:
-        """Whether activations are rounded with one scale for all tokens of a call.
-
-        That is dynamic quantisation: rows of a batch and positions then change each other's results.
-        """
+        """Whether activations are rounded with one scale for all tokens of a call."""
+        # That is dynamic quantisation: rows of a batch and positions then change each other's results.
         return any(node.op_type in ROUNDS_BY_CALL for node in self.proto.graph.node)
 
     @cached_property
     def rounds_activations(self) -> bool:
-        """Whether products round what they read to 8 bits.
-
-        Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of blocks
-        stands before a product. What is computed from W_U or W_O differs from the graph's products by the rounding.
-        """
+        """Whether products round what they read to 8 bits."""
+        # Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of
+        # blocks stands before a product. What is computed from W_U or W_O differs from the graph's products by the
+        # rounding.
         return self.rounds_by_call or any(
             (entry.name == "accuracy_level" and entry.i == ROUNDING_LEVEL)
             if node.op_type == "MatMulNBits"
@@ -243,6 +253,48 @@ class HookedModel:
         names = {entry.name for entry in self.proto.graph.input}
         return all(name in names for name in cache_names(self.metadata.recurrent).layer_inputs(0))
 
+    @property
+    def as_on_disk(self) -> bool:
+        """Whether the graph is that of the file: the main output of an embedding model is called "logits" here."""
+        return self.metadata.output == LOGITS
+
+    @cached_property
+    def mask_token(self) -> int | None:
+        """The id of the token that stands for a hidden one, by the tokenizer's files; None without one."""
+        try:
+            added = read_json(inside(self.folder, "tokenizer.json"), LARGEST_BESIDE)["added_tokens"]
+            named = {entry["content"]: entry["id"] for entry in added}
+        except (ModelError, KeyError, TypeError):
+            return None
+        try:
+            told = read_json(inside(self.folder, "tokenizer_config.json")).get("mask_token")
+        except (ModelError, AttributeError):
+            told = None
+        told = told.get("content") if isinstance(told, dict) else told
+        names = [told] if isinstance(told, str) else MASK_TOKENS
+        ids = (named[name] for name in names if isinstance(named.get(name), int))
+        return next((one for one in ids if 0 <= one < self.metadata.sizes.vocab_size), None)
+
+    @cached_property
+    def pad_token(self) -> int:
+        """The id of the token that fills rows, by `config.json`; 0 where it names none."""
+        return next(iter(self._tokens("pad_token_id")), 0)
+
+    @cached_property
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
+        try:
+            told = read_json(inside(self.folder, "sentence_bert_config.json")).get("max_seq_length")
+        except (ModelError, AttributeError):
+            told = None
+        lengths = [size for size in (told, self.metadata.sizes.max_positions) if isinstance(size, int) and size > 0]
+        return min(lengths, default=self.context_length)
+
+    @cached_property
+    def has_token_types(self) -> bool:
+        """Whether the graph takes token types: which of two texts a token belongs to."""
+        return any(entry.name == "token_type_ids" for entry in self.proto.graph.input)
+
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         return self._tokens("eos_token_id")
@@ -264,10 +316,8 @@ class HookedModel:
 
     @property
     def context_length(self) -> int | None:
-        """The longest text that the model is made for: learned positions, else as its config says.
-
-        Older files do not say it in their metadata; `config.json` beside them is read then.
-        """
+        """The longest text that the model is made for: learned positions, else as its config says."""
+        # Older files do not say it in their metadata; `config.json` beside them is read then.
         length = self.metadata.sizes.max_positions or self.metadata.context_length
         if length is not None:
             return length
@@ -304,11 +354,7 @@ class HookedModel:
         }
 
     def axes(self, point: HookPoint) -> list[str | int]:
-        """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
-
-        Raises:
-            HookError: the model has no such hook point.
-        """
+        """The axes of a hook point: names of dynamic ones, numbers of fixed ones."""
         if point.derived and point.name in self._points:
             sizes = self.metadata.axis_sizes(point)
             return [sizes.get(axis, axis) for axis in point.axes or ()]

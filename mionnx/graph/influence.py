@@ -1,7 +1,8 @@
 """`Influence`: the hook points, outputs and positions that the value at a hook point can change.
 
 A token's value reaches later tokens only through what is carried from call to call: keys and values, or a recurrent
-state. What does not lead there changes its own position alone. Keys and values do so in a graph without a cache too.
+state. What does not lead there changes its own position alone. Keys and values do so in a graph without a cache too,
+and those of an encoder reach all tokens, the earlier ones as well.
 """
 
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ class Reach:
     Attributes:
         arrives: by what flows into them, before their interventions.
         passes: and after these.
-        spread: those of them that it can change at later positions than its own.
+        spread: those of them that it can change at other positions than its own: later ones, and in an encoder any.
     """
 
     arrives: frozenset[str]
@@ -59,11 +60,7 @@ class Influence:
         return frozenset((*self.metadata.hooks, *(output.name for output in self.proto.graph.output)))
 
     def of(self, hook: str, overwritten: frozenset[str] = frozenset()) -> Reach:
-        """The reach of a hook point.
-
-        Args:
-            overwritten: hook points whose values are replaced whole: nothing passes them.
-        """
+        """The reach of a hook point; nothing passes those whose values are replaced as a whole (`overwritten`)."""
         key = hook, overwritten
         if key not in self._known:
             arrives = self._after([hook], overwritten)
@@ -86,7 +83,7 @@ class Influence:
             return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)
-        # later positions read keys and values, so all behind these can change there; those of the first changed layer
+        # other positions read keys and values, so all behind these can change there; those of the first changed layer
         # have nothing changed before them, and change at their own positions alone
         first = min(layer_of(name) or 0 for name in mixing)
         return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))

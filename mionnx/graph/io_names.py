@@ -1,7 +1,9 @@
-"""Names of the graph's inputs and outputs for the past, as optimum and ONNX Runtime's tools write them."""
+"""Names of the graph's outputs, and of its inputs for the past, as optimum and ONNX Runtime's tools write them."""
 
 from dataclasses import dataclass
 from functools import cache
+
+LOGITS = "logits"  # the main output; that of an embedding model bears this name where rooms read its graph
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,6 @@ class CacheNames:
         return tuple(f"{self.present}.{layer}.{part}" for part in self.parts)
 
     def inputs(self, num_layers: int) -> list[str]:
-        """The inputs of all layers."""
         return list(_of_layers(self.past, self.parts, num_layers))
 
     def outputs(self, num_layers: int) -> list[str]:

@@ -40,18 +40,13 @@ ELEMENTWISE = NO_MORE_THAN_PRODUCT - {"Gather", "GatherElements", "GatherND", "G
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about a value before anything runs.
-
-    Attributes:
-        shape: None for an unknown rank, None for an axis that only a run knows.
-        most: upper bound of the elements; None if there is none.
-        constant: whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
-    """
+    """Facts about a value before anything runs."""
 
     dtype: int = 0
-    shape: Dims | None = None
-    most: int | None = None
+    shape: Dims | None = None  # None for an unknown rank, None for an axis that only a run knows
+    most: int | None = None  # upper bound of the elements; None if there is none
     data: NDArray[Any] | None = None
+    # Whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
     constant: bool = False
 
     @cached_property
@@ -90,11 +85,7 @@ def of_tensor(tensor: onnx.TensorProto) -> Known:
 
 
 def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]) -> list[Known]:
-    """The outputs of a node that has no graph inside.
-
-    Raises:
-        ModelError: outputs that are no tensors.
-    """
+    """The outputs of a node that has no graph inside."""
     constant = all(known.constant for known in inputs if known is not None)
     # by their input's shape, whose numbers need not be known; onnx's evaluator would need the value itself
     if node.op_type in ("Shape", "Size") and inputs[0] is not None:
@@ -122,7 +113,6 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
 
 
 def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
-    """The content of `Shape` and `Size`."""
     if value.shape is None or None in value.shape:
         return None
     dims = [dim for dim in value.shape if dim is not None]
@@ -147,11 +137,7 @@ def infer_types_of(
     content: dict[str, onnx.TensorProto],
     opsets: Mapping[str, int],
 ) -> Mapping[str, onnx.TypeProto]:
-    """Infer the types of a node's outputs by onnx.
-
-    Raises:
-        LookupError: onnx has no such operator.
-    """
+    """Infer the types of a node's outputs by onnx; LookupError where onnx has no such operator."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)

@@ -34,19 +34,12 @@ WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 @dataclass(frozen=True)
 class Head:
-    """The unembedding of a graph: its matrix product, weight and bias.
+    """The unembedding of a graph: its matrix product, weight and bias."""
 
-    Attributes:
-        product: the name of the value that the matrix product gives, [batch, seq, vocab].
-        weight: [hidden, vocab], in the weights' dtype; mapped, not read.
-        bias: [vocab] of the product itself (`Gemm`); None if it has none.
-        capped: whether a soft cap follows: the logits are then no linear function of the stream.
-    """
-
-    product: str
-    weight: Matrix
-    bias: Matrix | None
-    capped: bool
+    product: str  # the name of the value that the matrix product gives, [batch, seq, vocab]
+    weight: Matrix  # [hidden, vocab], in the weights' dtype; mapped, not read
+    bias: Matrix | None  # [vocab] of the product itself (`Gemm`); None if it has none
+    capped: bool  # whether a soft cap follows: the logits are then no linear function of the stream
 
 
 def head(model: HookedModel) -> Head:
@@ -59,11 +52,7 @@ def head(model: HookedModel) -> Head:
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
-    """W_E [vocab, hidden], in the model's dtype, before the scale of some families.
-
-    Raises:
-        ModelError: the graph looks tokens up in no matrix of its own.
-    """
+    """W_E [vocab, hidden], in the model's dtype, before the scale of some families."""
     flow = Dataflow(model.proto)
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:
@@ -93,12 +82,9 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
 
 
 def output_projections(model: HookedModel) -> NDArray[Any]:
-    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype.
-
-    Raises:
-        HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected; layers whose
-            heads are of several sizes; attention whose tokens choose their projections.
-    """
+    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype; not of outputs that are gated or normed."""
+    # So they are in recurrent models. Heads of one size are needed too, and tokens that do not choose their
+    # projections.
     sizes = model.metadata.sizes
     if not model.metadata.attention:
         raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
@@ -117,17 +103,12 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Head:
-    """The matrix product behind the logits.
-
-    Attributes:
-        value: what it gives as [batch, seq, vocab]; of integers, with their scale.
-        passed: the nodes after it, the last first.
-    """
+    """The matrix product behind the logits."""
 
     flow: Dataflow
     product: onnx.NodeProto
-    value: str
-    passed: list[onnx.NodeProto]
+    value: str  # what it gives as [batch, seq, vocab]; of integers, with their scale
+    passed: list[onnx.NodeProto]  # the nodes after it, the last first
 
     def constants(self) -> Iterator[str]:
         """The values that are added behind the product and depend on no input."""

@@ -6,7 +6,7 @@ graph is checked by `HookedModel.open`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,30 @@ NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised")  # fields that are not written while they are empty
+# Fields that are not written while they are those of a decoder of floats: its metadata keep their bytes.
+OPTIONAL = (
+    *("fused", "hook_dtypes", "stock", "quantised", "exponents", "narrowed"),
+    *("direction", "head", "labels", "activation", "pooling"),
+)
+DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
+NEXT_TOKEN = "next_token"
+# What a model is for -> the graph's main output.
+MAIN_OUTPUTS = {
+    **dict.fromkeys((NEXT_TOKEN, "masked_lm", "classes", "token_classes", "span"), "logits"),
+    "embedding": "embedding",
+    "none": "last_hidden_state",
+}
+# What a model is for -> the hook point of its main output.
+HEAD_POINTS = {
+    **dict.fromkeys((NEXT_TOKEN, "masked_lm"), HookPoint.Logits.name),
+    "classes": HookPoint.ClassLogits.name,
+    "token_classes": HookPoint.TokenLogits.name,
+    "span": HookPoint.SpanLogits.name,
+    "embedding": HookPoint.Embedding.name,
+}
+ACTIVATIONS = ("", "softmax", "sigmoid", "identity")
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
+LARGEST_EXPONENT = 64  # of the power of two that a hook point may hold
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -34,6 +57,7 @@ class Sizes:
 
     `max_positions` is None where a sequence may be of any length; of a mixture of experts `n_experts` is how many a
     layer has, `n_chosen` how many a token goes through, `d_expert` the neurons of each. None without experts.
+    `embedding_size` is the width of embeddings that are projected to the hidden size (ALBERT); None where it is that.
     """
 
     num_layers: int
@@ -46,6 +70,7 @@ class Sizes:
     n_experts: int | None = None
     n_chosen: int | None = None
     d_expert: int | None = None
+    embedding_size: int | None = None
 
 
 # Names of the context length in configs, in the order in which they count.
@@ -68,7 +93,8 @@ class Attention:
     Attributes:
         output_projection: name of the initializer of the output projection; empty where each token chooses its own.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
-        sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+        sliding_window: how many keys a query sees, itself included; None if it sees all before it. Where tokens read
+            both ways, as many on either side.
         num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
             as `Sizes` say.
         head_dim: size of a head's query and key; None if as `Sizes` say.
@@ -86,6 +112,8 @@ class Attention:
 Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
 OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
 EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names
+OPTIONAL_SIZES = (*EXPERT_SIZES, "embedding_size")  # not written where there are none
+EMBEDDINGS = ("Embed", "PosEmbed", "TokenTypeEmbed")  # hook points before the projection to the hidden size
 
 
 def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
@@ -94,6 +122,8 @@ def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
     named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
     named |= {axis: own for axis in EXPERT_SIZES if (own := getattr(sizes, axis)) is not None}
     named |= {"n_kv_heads": count} if count else {}
+    if sizes.embedding_size is not None and point.variant in EMBEDDINGS:
+        named["hidden"] = sizes.embedding_size
     width = value_size if point.variant in ("AttnV", "AttnZ") else size
     return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
@@ -116,6 +146,18 @@ class Metadata:
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
         quantised: settings of the blocks that weights of floats were made into (`mionnx.quantise`); not written if the
             weights are as they came.
+        exponents: hook name -> e, of those that hold 2^e times their value in the file (`mionnx.graph.exponents`); not
+            written if there are none.
+        narrowed: how it was made of a model in a wider dtype, and what that costs; not written if it was not.
+        direction: which tokens a token reads, those to the "left" of it or "both" those before and behind it.
+        head: what the model is for, a key of `MAIN_OUTPUTS`; "next_token" of a decoder.
+        labels: names of classes, of the tags of tokens, or of the ends of a span, in the order of the logits.
+        activation: what makes probabilities of the logits of classes: "softmax", "sigmoid", "identity" of a regression;
+            empty for other heads.
+        pooling: how a sentence embedding is made of the stream: "modes" (`POOLINGS`, several are concatenated),
+            "normalize" (whether embeddings have length 1), "include_prompt" (whether the tokens of a prompt count), and
+            for texts "prompts" (name -> text before each text), "default_prompt" (a name, or null), "similarity"
+            ("cosine", "dot", "euclidean", "manhattan"), "lower_case". Empty without sentence embeddings.
     """
 
     family: str
@@ -131,6 +173,13 @@ class Metadata:
     hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
     quantised: Mapping[str, Any] = field(default_factory=dict)
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    narrowed: Mapping[str, Any] = field(default_factory=dict)
+    direction: str = "left"
+    head: str = NEXT_TOKEN
+    labels: list[str] = field(default_factory=list)
+    activation: str = ""
+    pooling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def weight_dtype(self) -> str:
@@ -141,6 +190,29 @@ class Metadata:
     def recurrent(self) -> bool:
         """Whether the model carries a recurrent state, and no keys and values."""
         return not self.attention
+
+    @property
+    def output(self) -> str:
+        """The graph's main output: "logits", or "embedding" [batch, d], or "last_hidden_state" without a head."""
+        return MAIN_OUTPUTS[self.head]
+
+    @property
+    def positional(self) -> bool:
+        """Whether the main output has an entry for each token; that of classes and embeddings has one a text."""
+        return self.head not in ("classes", "embedding")
+
+    @property
+    def columns(self) -> int:
+        """Entries along the last axis of the main output: tokens, labels, ends of a span, or features."""
+        axes = self.hooks.get(HEAD_POINTS.get(self.head, ""), [None])
+        if isinstance(axes[-1], int):
+            return axes[-1]
+        return self.sizes.vocab_size if MAIN_OUTPUTS[self.head] == "logits" else self.sizes.hidden_size
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether a token reads those behind it too."""
+        return self.direction == "both"
 
     @property
     def has_removal(self) -> bool:
@@ -174,9 +246,10 @@ class Metadata:
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
-        values = {key: value for key, value in asdict(self).items() if value or key not in OPTIONAL}
-        # written only where they are: metadata of models without experts keep their bytes, and the graph its hash
-        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in EXPERT_SIZES}
+        defaults = {one.name: one.default for one in fields(self)}
+        own = {key for key, value in asdict(self).items() if value and value != defaults[key]}
+        values = {key: value for key, value in asdict(self).items() if key in own or key not in OPTIONAL}
+        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in OPTIONAL_SIZES}
         for entry in values["attention"]:
             for name in OWN_SIZES:
                 if entry[name] is None:
@@ -188,11 +261,7 @@ class Metadata:
 
     @classmethod
     def from_props(cls, props: Mapping[str, str]) -> "Metadata":
-        """Read back what `to_props` wrote.
-
-        Raises:
-            ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
-        """
+        """Read back what `to_props` wrote."""
         if sum(len(key) + len(text) for key, text in props.items()) > LONGEST_METADATA:  # before any of it is parsed
             raise ModelError(f"the hooked model's metadata has more than {LONGEST_METADATA:,} characters: refused")
         if f"{PREFIX}format" not in props:
@@ -222,7 +291,7 @@ class Metadata:
 def _check(read: Metadata) -> None:
     """Check types and limits."""
     for name, value in asdict(read.sizes).items():
-        if not (value is None and name in ("max_positions", *EXPERT_SIZES)):
+        if not (value is None and name in ("max_positions", *OPTIONAL_SIZES)):
             _check_number(f"sizes.{name}", value)
     for name, text in (("family", read.family), ("weights_sha256", read.weights_sha256)):
         _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)
@@ -246,6 +315,11 @@ def _check(read: Metadata) -> None:
     _expect(dtypes, "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
     settings = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
     _expect(settings, "quantised", "a table of settings with bits 4 or 8", read.quantised)
+    powers = isinstance(read.exponents, dict) and read.exponents.keys() <= read.hooks.keys()
+    powers = powers and all(type(one) is int and abs(one) <= LARGEST_EXPONENT for one in read.exponents.values())
+    _expect(powers, "exponents", f"powers of two of hooks, {-LARGEST_EXPONENT} to {LARGEST_EXPONENT}", read.exponents)
+    _expect(isinstance(read.narrowed, dict), "narrowed", "a table", read.narrowed)
+    _check_head(read)
     table = "a graph, whether it was expanded, and the difference that is allowed"
     _expect(is_table(read.stock), "stock", table, read.stock)
     for layer, entry in enumerate(read.attention):
@@ -257,6 +331,23 @@ def _check(read: Metadata) -> None:
             # num_kv_heads of 0: a layer that reads the keys and values of an earlier one
             if getattr(entry, name) not in (None, 0) or (name != "num_kv_heads" and getattr(entry, name) == 0):
                 _check_number(f"attention[{layer}].{name}", getattr(entry, name))
+
+
+def _check_head(read: Metadata) -> None:
+    """Check what the metadata say of the head."""
+    for name, choices in (("direction", DIRECTIONS), ("head", (*MAIN_OUTPUTS,)), ("activation", ACTIVATIONS)):
+        value = getattr(read, name)
+        _expect(isinstance(value, str) and value in choices, name, f"one of {', '.join(choices)}", value)
+    texts = isinstance(read.labels, list) and all(isinstance(text, str) for text in read.labels)
+    _expect(texts, "labels", "a list of texts", read.labels)
+    _expect(isinstance(read.pooling, dict), "pooling", "a table", read.pooling)
+    modes = read.pooling.get("modes", [])
+    _expect(isinstance(modes, list) and {*map(str, modes)} <= {*POOLINGS}, "pooling.modes", "poolings", modes)
+    prompts = read.pooling.get("prompts", {})
+    texts = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
+    _expect(texts, "pooling.prompts", "a table of texts", prompts)
+    default = read.pooling.get("default_prompt")
+    _expect(default is None or default in prompts, "pooling.default_prompt", "the name of a prompt", default)
 
 
 def _check_number(name: str, value: object) -> None:

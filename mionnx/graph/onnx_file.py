@@ -24,11 +24,7 @@ PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbe
 
 
 def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
-    """Read `model.onnx` without its external data.
-
-    Raises:
-        ModelError: no such file, no regular one, or no ONNX in it.
-    """
+    """Read `model.onnx` without its external data."""
     check_regular(path, largest)
     try:
         proto = onnx.load(path, load_external_data=False)
@@ -43,11 +39,7 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
 
 
 def check_texts(message: Message, where: str) -> None:
-    """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
-
-    Raises:
-        ModelError: one is none.
-    """
+    """Check that names and notes are text in UTF-8; protobuf gives others as bytes."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             for text in [value] if isinstance(value, str | bytes) else value:
@@ -70,14 +62,22 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
     """Bytes of each weight file that a graph reads, shared ones counted once."""
+    sizes: dict[str, int] = {}
+    for location, _, length in _parts(proto):
+        sizes[location] = sizes.get(location, 0) + length
+    return sizes
+
+
+def external_parts(proto: onnx.ModelProto, folder: Path) -> set[tuple[Path, int, int]]:
+    """File, begin and length of each weight of a graph."""
+    return {(folder / location, begin, length) for location, begin, length in _parts(proto)}
+
+
+def _parts(proto: onnx.ModelProto) -> set[tuple[str, int, int]]:
+    """The same with the location; tied weights, two initializers at the same bytes, once."""
     external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
     entries = [{item.key: item.value for item in one.external_data} for one in external]
-    # a set: tied weights are two initializers at the same bytes
-    parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}
-    sizes = dict.fromkeys((entry["location"] for entry in entries), 0)
-    for location, _, length in parts:
-        sizes[location] += length
-    return sizes
+    return {(entry["location"], int(entry.get("offset", "0")), int(entry["length"])) for entry in entries}
 
 
 def rename_files(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
@@ -104,13 +104,8 @@ def external_files(graph: onnx.GraphProto) -> set[str]:
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """An initializer, or the value of a Constant, as a read-only array.
-
-    External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
-
-    Raises:
-        ModelError: no initializer of this name, or a file that is missing or too short.
-    """
+    """An initializer, or the value of a Constant, as a read-only array."""
+    # External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
     tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
     if tensor is None:
         return _constant(proto, folder, name)
@@ -134,7 +129,6 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """The value of a Constant."""
     for node in proto.graph.node:
         if node.op_type == "Constant" and node.output[0] == name:
             value = onnx.helper.get_attribute_value(node.attribute[0])
@@ -170,6 +164,20 @@ def embed(proto: onnx.ModelProto, folder: Path) -> None:
 def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:
     """The names of the graph's inputs and outputs."""
     return [value.name for value in proto.graph.input], [value.name for value in proto.graph.output]
+
+
+def rename(proto: onnx.ModelProto, name: str, by: str) -> None:
+    """Give a value another name, where it is made and read."""
+    if name == by:
+        return
+    for node in proto.graph.node:
+        for names in (node.input, node.output):
+            for i, one in enumerate(names):
+                if one == name:
+                    names[i] = by
+    for entry in (*proto.graph.output, *proto.graph.value_info):
+        if entry.name == name:
+            entry.name = by
 
 
 def opset(proto: onnx.ModelProto) -> int:

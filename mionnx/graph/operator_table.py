@@ -21,48 +21,33 @@ Typed = tuple[int, Dims | None]  # number of the ONNX dtype, shape
 
 @dataclass(frozen=True)
 class Expansion:
-    """The standard operators that stand for a fused one in an adopted graph.
+    """The standard operators that stand for a fused one in an adopted graph."""
 
-    Attributes:
-        function: writes them, "module.function" of `exporters/adopt/operators`.
-        nodes: the operators that it writes; no others may stand between what the fused operator reads and makes.
-        inputs: how many inputs it knows; a node with a later one is refused.
-        angles: places of the inputs that are positions, cosines or sines.
-        unpadded: of an operator that takes lengths and positions from the call in its own way, right for texts without
-            padding only, the attributes that do not change that; None of any other.
-        masked: whether it adds a mask where its nodes read the booleans of it.
-        moved: function that gives it the inputs of its nodes once these read an added cache or another mask, as above.
-    """
-
-    function: str
+    function: str  # writes them, "module.function" of `exporters/adopt/operators`
+    # The operators that it writes; no others may stand between what the fused operator reads and makes.
     nodes: frozenset[str]
-    inputs: int
-    angles: tuple[int, ...] = ()
+    inputs: int  # how many inputs it knows; a node with a later one is refused
+    angles: tuple[int, ...] = ()  # places of the inputs that are positions, cosines or sines
+    # Of an operator that takes lengths and positions from the call in its own way, right for texts without padding
+    # only, the attributes that do not change that; None of any other.
     unpadded: frozenset[str] | None = None
-    masked: bool = False
+    masked: bool = False  # whether it adds a mask where its nodes read the booleans of it
+    # Function that gives it the inputs of its nodes once these read an added cache or another mask, as above.
     moved: str | None = None
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """Facts about one operator.
+    """Facts about one operator."""
 
-    Attributes:
-        shapes: of the outputs, from the shapes of the inputs and the attributes; None where onnx infers them.
-        dtype_of: place of the input whose dtype the outputs have.
-    """
-
+    # Of the outputs, from the shapes of the inputs and the attributes; None where onnx infers them.
     shapes: Outputs | None = None
-    dtype_of: int = 0
+    dtype_of: int = 0  # place of the input whose dtype the outputs have
     expansion: Expansion | None = None
 
 
 def contrib_outputs(node: onnx.NodeProto, inputs: Sequence[Typed | None]) -> list[Typed]:
-    """Dtype and shape of each output of a node of the domain com.microsoft.
-
-    Raises:
-        LookupError: the table knows no sizes of the operator.
-    """
+    """Dtype and shape of each output of a node of com.microsoft; LookupError where the table knows no sizes."""
     row = OPERATORS.get((DOMAIN, node.op_type))
     if row is None or row.shapes is None:
         raise LookupError(f"mionnx knows no sizes of {node.op_type} in the domain {DOMAIN!r}")

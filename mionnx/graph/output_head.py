@@ -1,11 +1,11 @@
 """The output head: the matrix product that the logits come from."""
 
 from mionnx.graph.builder import Node, Tensor
+from mionnx.graph.io_names import LOGITS as LOGITS
 from mionnx.graph.offset_products import offset_nodes
 
 HEAD_ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"})
-LOGITS = "logits"
 
 
 def find_head(value: Tensor) -> Node | None:

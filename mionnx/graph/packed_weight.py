@@ -25,13 +25,9 @@ LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
 def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
-    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul.
-
-    Offsets of its blocks and an order of its inputs (`mionnx.graph.offset_products`) are part of the weight.
-
-    Raises:
-        ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
-    """
+    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul."""
+    # Offsets of its blocks and an order of its inputs (`mionnx.graph.offset_products`) are part of the weight; columns
+    # in another order (`g_idx`) are refused.
     settings, bits = attributes(node), _bits(node)
     width, count, blocks = settings["K"], settings["N"], -(-settings["K"] // settings["block_size"])
     if len(node.input) > 4 and node.input[4]:
@@ -52,14 +48,7 @@ def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[
 def gather_integers(
     node: onnx.NodeProto, data: NDArray, zero: NDArray | None, blocks: int
 ) -> tuple[NDArray, NDArray, int, int]:
-    """The table of a GatherBlockQuantized as integers.
-
-    Returns:
-        integers, zero points, axis of the blocks, size of a block: arguments of `dequantise`.
-
-    Raises:
-        ModelError: rows are not what is gathered, or numbers are of other than 2, 4 or 8 bits.
-    """
+    """The table of a GatherBlockQuantized as arguments of `dequantise`: integers, zero points, axis, block size."""
     settings, bits = attributes(node), _bits(node)
     axis = settings.get("quantize_axis", 1)
     if settings.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
@@ -72,11 +61,7 @@ def gather_integers(
 
 
 def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelProto, int]:
-    """Copy a graph and set the accuracy level of every MatMulNBits; also count these.
-
-    Args:
-        level: 0, floats, or 4, what is read rounded to 8 bits.
-    """
+    """Copy a graph with the accuracy level (0 or 4) of every MatMulNBits set; also count these."""
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     products = [node for node in result.graph.node if node.op_type == "MatMulNBits"]

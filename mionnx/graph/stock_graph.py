@@ -33,20 +33,14 @@ PAST_TOKENS, SEVERAL_TOKENS = 4, 3  # tokens of a past, and of a call of several
 
 @dataclass(frozen=True)
 class StockGraph:
-    """The graph of a file as it came.
-
-    Attributes:
-        expanded: whether the hooked graph has other nodes in the place of some of its operators.
-        allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
-    """
+    """The graph of a file as it came."""
 
     proto: onnx.ModelProto
-    expanded: bool
-    allowed: float
+    expanded: bool  # whether the hooked graph has other nodes in the place of some of its operators
+    allowed: float  # the difference of the two graphs' results that rounding explains, relative to the largest number
 
     @cached_property
     def outputs(self) -> frozenset[str]:
-        """The names of its outputs."""
         return frozenset(value.name for value in self.proto.graph.output)
 
     def gives(self, presents: Iterable[str]) -> bool:
@@ -83,11 +77,7 @@ def packed(stock: StockGraph) -> dict[str, Any]:
 
 
 def unpacked(table: Mapping[str, Any]) -> StockGraph:
-    """Read what `packed` wrote.
-
-    Raises:
-        ModelError: it is damaged or too large.
-    """
+    """Read what `packed` wrote."""
     try:
         reader = zlib.decompressobj()
         # a limit: a small text may unpack to gigabytes
@@ -126,7 +116,6 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 @cache
 def _registered(operator: str, version: int) -> bool:
-    """Whether onnx has an operator in a version of its standard domain."""
     try:
         onnx.defs.get_schema(operator, version, "")
     except onnx.defs.SchemaError:
@@ -135,14 +124,7 @@ def _registered(operator: str, version: int) -> bool:
 
 
 def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: int = SEVERAL_BIT) -> None:
-    """Check the graph of an adopted file as it came, as the hooked graph is checked.
-
-    Args:
-        kind: of a call for which every value must have a bound.
-
-    Raises:
-        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
-    """
+    """Check the graph of an adopted file as it came, as the hooked graph is checked."""
     inputs, outputs = onnx_file.interface(stock.proto)
     initializers = {tensor.name for tensor in stock.proto.graph.initializer}
     strange = sorted({*inputs} - initializers - {value.name for value in hooked.graph.input})

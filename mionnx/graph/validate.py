@@ -40,15 +40,7 @@ class Span:
 
 
 def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, Dims]] = ()) -> Scope:
-    """Check everything above.
-
-    Args:
-        batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
-            of constants alone.
-
-    Returns:
-        name of a value -> what is known of it in the last of the batches.
-    """
+    """Check everything above; returns what is known of each value in the last of the batches (inputs' shapes)."""
     check_counts(proto)
     root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()
     for graph in graphs(proto):
@@ -66,11 +58,7 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
 
 
 def check_counts(proto: onnx.ModelProto) -> None:
-    """Check how many nodes and tensors a graph has, before anything is done for each of them.
-
-    Raises:
-        ModelError: there are too many.
-    """
+    """Check how many nodes and tensors a graph has, before anything is done for each of them."""
     nodes = tensor_count = 0
     for graph in graphs(proto):
         nodes += len(graph.node)

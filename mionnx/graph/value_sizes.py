@@ -34,15 +34,7 @@ Scope = MutableMapping[str, Known]
 
 
 def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, whole: bool = True) -> Scope:
-    """Check the sizes of all values.
-
-    Args:
-        shapes: of inputs; of an input that is not there no shape is known.
-        whole: whether every value must have a bound; otherwise those that are made of constants alone.
-
-    Returns:
-        name of a value of the outermost graph -> what is known of it.
-    """
+    """Check that all values are bounded (or those of constants alone); returns name -> what is known of a value."""
     return _Walk(proto, weights).check(shapes, whole)
 
 
@@ -96,7 +88,6 @@ class _Walk:
                     scope[name] = known
 
     def _count(self, node: onnx.NodeProto, known: Known, place: _Place) -> None:
-        """Add a value to what was made so far."""
         if known.most is None:
             if place.whole or known.constant:
                 raise ModelError(

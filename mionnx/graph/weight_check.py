@@ -61,13 +61,8 @@ def sha256(files: Iterable[Path], progress: Progress = silent) -> str:
 
 @contextmanager
 def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], Hashes]]:
-    """Hash weight files in a thread of its own, while something else is done.
-
-    Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
-
-    Yields:
-        a function that waits for `sha256` of all files, in the order of their names, and the facts of each.
-    """
+    """Hash weight files in a thread of its own; yields a function that waits for `sha256` of all, and their facts."""
+    # Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
     files, stop = [folder / name for name in sorted({*names})], Event()
     with ThreadPoolExecutor(1, "hashing weights") as pool:
         try:
@@ -89,15 +84,7 @@ def _hashes(files: Iterable[Path], stop: Event) -> Hashes:
 
 
 def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, progress: Progress = silent) -> None:
-    """Compare a model's weight files with what was recorded of them.
-
-    Args:
-        level: "sampled", "full" (every byte), or "none".
-
-    Raises:
-        InputError: another level.
-        ModelError: a file differs, or nothing was recorded of it and every byte is to be checked.
-    """
+    """Compare weight files with what was recorded of them: "sampled", "full" (every byte), or "none"."""
     if level not in LEVELS:
         raise InputError(f"check={level!r} must be one of {', '.join(LEVELS)}{nearest(str(level), LEVELS)}")
     if level == "none":

@@ -44,11 +44,7 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
 def describe_export(
     folder: Path, names: Iterable[str], checkpoint: Iterable[Path], progress: Progress = silent
 ) -> tuple[str, FileFacts]:
-    """Describe the weights of an export for `Metadata`.
-
-    Returns:
-        the hash of the checkpoint, empty where it is not known yet, and the files.
-    """
+    """Describe an export's weights for `Metadata`: the checkpoint's hash, "" if not known yet, and the files."""
     facts = describe(folder, names, progress)
     digests = [file_digest.known(file) for file in sorted(checkpoint)]
     return combined(filter(None, digests)) if all(digests) else "", facts
@@ -90,11 +86,7 @@ def is_pending(folder: Path, metadata: Metadata) -> bool:
 
 
 def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> FileFacts:
-    """Hash the weight files that have not been hashed, and record them.
-
-    Raises:
-        ModelError: a file is not as it was when the model was exported, or cannot be read.
-    """
+    """Hash the weight files that have not been hashed, and record them; a changed file is refused."""
     record = recorded(folder, metadata)
     pending = {name: facts for name, facts in record.items() if "sha256" not in facts}
     for name, facts in pending.items():

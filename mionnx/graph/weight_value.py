@@ -82,21 +82,9 @@ def _weight_numbers(flow: Dataflow, folder: Path, name: str) -> Matrix:
 def dequantise(
     integers: Matrix, scale: Matrix, zero: Matrix | None = None, axis: int = 1, block_size: int = 0
 ) -> Matrix:
-    """Numbers of quantised integers, (q - z) s, as ONNX' DequantizeLinear defines it.
-
-    Args:
-        integers: q, of any integer or 8-bit floating dtype.
-        scale: s: one number; [size of the axis]; or the rank of q, with an entry for each block along the axis.
-        zero: z, of the shape of s; 0 if left out.
-        axis: the axis along which s has entries.
-        block_size: entries of a block; 0 without blocks.
-
-    Returns:
-        the shape of q, the dtype of s.
-
-    Raises:
-        ModelError: shapes that do not fit together.
-    """
+    """Numbers of quantised integers, (q - z) s, as ONNX' DequantizeLinear defines it: shape of q, dtype of s."""
+    # s is one number; [size of the axis]; or of the rank of q, with an entry for each block of `block_size` along the
+    # axis. z has the shape of s, and is 0 if left out.
 
     def spread(values: Matrix) -> NDArray[np.float64]:
         numbers = np.asarray(values).astype(np.float64)
@@ -119,11 +107,7 @@ def dequantise(
 
 
 def rounded(numbers: Matrix, scale: Matrix, zero: Matrix) -> Matrix:
-    """Numbers after QuantizeLinear and DequantizeLinear of one scale.
-
-    Raises:
-        ModelError: several scales.
-    """
+    """Numbers after QuantizeLinear and DequantizeLinear of one scale."""
     if scale.size != 1 or zero.dtype.kind not in "iu":
         raise ModelError(
             f"a computed weight is rounded with scales {list(scale.shape)} to {zero.dtype}: one is expected"
@@ -188,7 +172,6 @@ def _scale_of_product(flow: Dataflow, value: str) -> str | None:
 
 
 def _input(flow: Dataflow, folder: Path, node: onnx.NodeProto, place: int) -> Matrix | None:
-    """An input that is a weight; None where it is left out."""
     name = node.input[place] if place < len(node.input) else ""
     return onnx_file.weight(flow.proto, folder, name) if name else None
 
@@ -242,7 +225,6 @@ def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
 
 
 def _dequantised(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """The output of a DequantizeLinear of weights."""
     scale, zero = onnx_file.weight(flow.proto, folder, node.input[1]), _input(flow, folder, node, 2)
     before = flow.producer(node.input[0])
     if before is not None and before.op_type == "QuantizeLinear" and zero is not None:
@@ -273,11 +255,9 @@ def _shaped(flow: Dataflow, folder: Path, node: onnx.NodeProto, array: Matrix) -
 
 
 def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
-    """Exchange operators on weights in blocks for standard ones on their numbers, in place.
-
-    MatMulNBits becomes MatMul, and Add where it has a bias; GatherBlockQuantized becomes Gather. For runtimes that have
-    standard operators only: the weights take the memory of floats.
-    """
+    """Exchange operators on weights in blocks for standard ones on their numbers, in place."""
+    # MatMulNBits becomes MatMul, and Add where it has a bias; GatherBlockQuantized becomes Gather. For runtimes that
+    # have standard operators only: the weights take the memory of floats.
     origin = onnx.ModelProto()
     origin.CopyFrom(proto)
     flow, nodes, numbers = Dataflow(origin), list[onnx.NodeProto](), dict[str, Matrix]()

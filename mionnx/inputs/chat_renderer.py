@@ -30,12 +30,7 @@ class ChatRenderer:
         self._owned: tuple[int, Process | None] = (0, None)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Render a template of jinja2, with the functions and filters that transformers gives chat templates.
-
-        Raises:
-            InputError: variables that JSON does not have.
-            TokenizerError: the template refuses the chat, fails, takes too long or too much memory.
-        """
+        """Render a template of jinja2, with the functions and filters that transformers gives chat templates."""
         try:
             line = json.dumps({"template": template, "variables": dict(variables)}, default=dict)
         except (TypeError, ValueError, RecursionError) as error:

@@ -24,13 +24,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Messages as one text.
-
-    Attributes:
-        spans: per message where its content stands in the text; none where the template leaves it out.
-    """
+    """Messages as one text."""
 
     text: str
+    # Per message where its content stands in the text; none where the template leaves it out.
     spans: tuple[tuple[Span, ...], ...]
 
 
@@ -97,10 +94,8 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Check messages.
-
-    As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
-    """
+    """Check messages."""
+    # As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
     if not messages:
         raise InputError("a chat needs at least one message, {'role': 'user', 'content': TEXT}")
     return [_as_message(i, message) for i, message in enumerate(messages)]
@@ -184,5 +179,4 @@ def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Spa
 
 
 def _shared(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -129,7 +129,6 @@ def tokenize_chat(
 
 
 def _cut(chat: RenderedChat, last: Message) -> str:
-    """The text up to the end of the last message's content."""
     if not chat.spans[-1]:
         raise TokenizerError("the chat template does not show the last message as it is, so it cannot be continued")
     end, content = chat.spans[-1][-1][1], last["content"]

@@ -40,7 +40,6 @@ class KVCache(LayerCache[Layer], Translated):
 
     @staticmethod
     def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
-        """Keys and values."""
         keys, values = parts
         return keys, values
 

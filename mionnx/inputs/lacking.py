@@ -4,13 +4,19 @@ from mionnx.errors import InputError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, NEXT_TOKEN, NORMED_STREAM
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 
 
 def refuse_without_cache(model: HookedModel, what: str) -> None:
     """Refuse what needs a cache, "generate" for one, if the graph takes no past."""
+    if model.metadata.bidirectional:
+        raise InputError(
+            f"{what} has no meaning for an encoder: {model.name} reads each text whole and in both directions, so that "
+            "nothing can be continued or kept from one call to the next. forward, fill_mask, classify, tag, embed and "
+            "the analyses run on whole texts"
+        )
     if not model.has_cache:
         raise InputError(
             f"{what} needs a cache, and the graph of {model.folder} has none: it takes no past_key_values. Single "
@@ -23,6 +29,15 @@ def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
     if ATTENDS_TO_PADDING in model.metadata.exporter and batch.padded:
         raise InputError(
             f"the graph of {model.folder} attends to padding, which its file gave no mask for: give texts of one length"
+        )
+
+
+def refuse_without_vocabulary(model: HookedModel, what: str) -> None:
+    """Refuse to read streams as tokens, "the logit lens" for one, if the head gives none."""
+    if model.metadata.head not in (NEXT_TOKEN, "masked_lm"):
+        raise InputError(
+            f"{what} reads a stream as tokens, and {model.name} has the head {model.metadata.head!r}, which gives "
+            "none: a masked language model of the same family has such a head"
         )
 
 

@@ -245,7 +245,6 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
 
 
 def _like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
-    """A value in the dtype of the one that it replaces."""
     try:
         array = to_array(value)
     except ValueError as error:
@@ -260,15 +259,7 @@ def _like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
 def fitting_feeds(
     cache: LayerCache[Any], shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[DTypeLike]
 ) -> dict[str, Value]:
-    """A cache as the inputs of a graph.
-
-    Args:
-        shapes: input -> its shape, layer by layer.
-        dtypes: one for each part of a layer.
-
-    Raises:
-        InputError: another number of layers, another shape or dtype.
-    """
+    """A cache as the inputs of a graph; another number of layers, shape or dtype is refused."""
     if cache.num_layers != (layers := len(shapes) // len(cache.PARTS)):
         raise InputError(f"the {cache.NOUN} has {cache.num_layers} layers, the model {layers}")
     feeds: dict[str, Value] = {}

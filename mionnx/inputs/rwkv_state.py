@@ -20,15 +20,11 @@ from mionnx.machine.typed import typed
 
 @dataclass(frozen=True, repr=False)
 class LayerState(Brief):
-    """One layer's state.
+    """One layer's state."""
 
-    Attributes:
-        att_shift, ffn_shift: [batch, hidden], what the next token's time mix and channel mix are mixed with.
-        wkv: [batch, n_heads, key, value], float32, what the recurrence has gathered.
-    """
-
+    # att_shift, ffn_shift: [batch, hidden], what the next token's time mix and channel mix are mixed with.
     att_shift: NDArray[Any]
-    wkv: NDArray[Any]
+    wkv: NDArray[Any]  # [batch, n_heads, key, value], float32, what the recurrence has gathered
     ffn_shift: NDArray[Any]
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
@@ -50,7 +46,6 @@ class RWKVState(LayerCache[LayerState]):
 
     @staticmethod
     def layer_of(parts: Iterable[NDArray[Any]]) -> LayerState:
-        """The three parts."""
         return LayerState(*parts)
 
     def set_layer(

@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
-from mionnx.graph.metadata import Sizes
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_rows import read_rows
+from mionnx.inputs.token_rows import read_rows, refuse_types
 
 Past: TypeAlias = KVCache | RWKVState
-Positions = str | Sequence[int | str]
+Place = int | str  # a position of a text, or MASK
+Positions = str | Sequence[Place]
+MASK = "mask"  # the position of a text's one mask token
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class TokenBatch:
             batch belong to another step and select nothing here.
         past_lengths: [batch], during generation: tokens of each row's text in the cache that it began with, which no
             step computes.
+        token_type_ids: [batch, seq]: which of two texts a token belongs to; None for one text a row.
+        both: whether tokens read those behind them too, as in an encoder.
+        mask_token: the id of the token that stands for a hidden one; None where the vocabulary has none.
     """
 
     input_ids: NDArray[np.int64]
@@ -40,6 +45,9 @@ class TokenBatch:
     prompt_lengths: NDArray[np.int64] | None = None
     final_lengths: NDArray[np.int64] | None = None
     past_lengths: NDArray[np.int64] | None = None
+    token_type_ids: NDArray[np.int64] | None = None
+    both: bool = False
+    mask_token: int | None = None
 
     @property
     def batch(self) -> int:
@@ -76,12 +84,19 @@ class TokenBatch:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         return np.where(self.real, self.position_ids, -1)
 
-    def absolute(self, position: int, row: int) -> int:
+    def masks(self, row: int) -> list[int]:
+        """The positions of a row's mask tokens in its text."""
+        there = self.real[row] & (self.input_ids[row] == self.mask_token)
+        return [int(at) for at in self.position_ids[row][there]]
+
+    def absolute(self, position: Place, row: int) -> int:
         """A position of a row's text, counted from its start; negative ones come from the end of the prompt.
 
         Raises:
             LookupError: the row has no such position, or it lies in the past.
         """
+        if isinstance(position, str):
+            return self._one_mask(position, row)
         # in a generation the text has its final length from the beginning: later steps have the positions not yet
         # computed
         length = int((self.lengths if self.final_lengths is None else self.final_lengths)[row])
@@ -99,6 +114,17 @@ class TokenBatch:
             )
         return column
 
+    def _one_mask(self, position: str, row: int) -> int:
+        if position != MASK:
+            raise LookupError(f"position {position!r} is no number, and not {MASK!r}")
+        places = self.masks(row)
+        if len(places) != 1:
+            raise LookupError(
+                f"position {MASK!r}: row {row} has {len(places) or 'no'} mask tokens"
+                + (f", at {places}; give the position of one" if places else "; put one into the text")
+            )
+        return places[0]
+
     def _first_computed(self, row: int) -> int:
         """The first position of a row that this call computes, in any step of a generation."""
         if self.final_lengths is None:
@@ -109,7 +135,9 @@ class TokenBatch:
         """Positions of a row's text, counted from its start; for a phase, those in this batch."""
         absolutes: dict[int, None] = {}  # in the order given, each once
         for position in [positions] if isinstance(positions, str) else positions:
-            if isinstance(position, str):
+            if isinstance(position, str) and position == MASK:
+                absolutes |= dict.fromkeys(self.masks(row))
+            elif isinstance(position, str):
                 absolutes |= dict.fromkeys(self._phase(position, row))
             else:
                 absolutes[self.absolute(position, row)] = None
@@ -135,22 +163,25 @@ class TokenBatch:
         return replace(self, input_ids=ids[:, None].copy(), attention_mask=mask, position_ids=self.lengths[:, None])
 
     def feeds(self) -> dict[str, NDArray[np.int64]]:
-        """The inputs of the graph."""
-        return {name: getattr(self, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        """The inputs of the graph; engines leave out what it does not read."""
+        feeds = {name: getattr(self, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        types = np.zeros_like(self.input_ids) if self.token_type_ids is None else self.token_type_ids
+        return feeds | {"token_type_ids": types}
 
 
 def make_token_batch(
     tokens: Any,
     attention_mask: ArrayLike | None,
     cache: Past | None,
-    sizes: Sizes,
+    model: HookedModel,
     prompt_length: int | Sequence[int] | None = None,
 ) -> TokenBatch:
     """Check and complete the token inputs of a forward pass.
 
     Args:
         tokens: ids [seq] or [batch, seq], `Tokens`, an encoding or dictionary of a tokenizer, or a list of these; lists
-            of unequal length are padded left. See `mionnx.inputs.token_rows`.
+            of unequal length are padded on the left, those of an encoder on the right, since its head may read the
+            first column. See `mionnx.inputs.token_rows`.
         attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for
             padding.
         cache: what came before.
@@ -159,11 +190,14 @@ def make_token_batch(
     Raises:
         InputError: more positions than were learned, or a cache of other rows.
     """
-    rows = read_rows(tokens)
+    sizes, both = model.metadata.sizes, model.metadata.bidirectional
+    rows = read_rows(tokens, right=both)
+    if not model.has_token_types:
+        refuse_types(rows.types)
     ids, mask, own_mask = rows.ids, rows.mask, rows.chosen_mask(attention_mask)
     if own_mask is not None:
         mask = _mask(rows.mask_array(own_mask), ids, cache)
-        _refuse_our_padding(mask[:, -ids.shape[1] :] > rows.mask)
+        _refuse_our_padding(mask[:, -ids.shape[1] :] > rows.mask, rows.right)
     if cache is not None and mask.shape[1] == ids.shape[1]:  # a mask of the new tokens alone
         if len(cache.attention_mask) != len(ids):
             raise InputError(f"the cache holds {len(cache.attention_mask)} rows, the tokens are {len(ids)}")
@@ -175,7 +209,8 @@ def make_token_batch(
         raise InputError(
             f"a text of {int(positions.max()) + 1} tokens, but the model has positions for {sizes.max_positions} only"
         )
-    call = TokenBatch(ids, mask, np.ascontiguousarray(positions))
+    facts = {"token_type_ids": rows.types, "both": both, "mask_token": model.mask_token if both else None}
+    call = TokenBatch(ids, mask, np.ascontiguousarray(positions), **facts)  # type: ignore[arg-type]
     return call if prompt_length is None else replace(call, prompt_lengths=_prompt_lengths(prompt_length, call))
 
 
@@ -211,13 +246,13 @@ def _mask(mask: NDArray[Any], ids: NDArray[np.int64], cache: Past | None) -> NDA
     return np.ascontiguousarray(mask)
 
 
-def _refuse_our_padding(counted: NDArray[np.bool_]) -> None:
+def _refuse_our_padding(counted: NDArray[np.bool_], right: bool) -> None:
     """Refuse a mask with tokens at the padding of a shorter row."""
     if counted.any():
         row, column = np.argwhere(counted)[0].tolist()
         raise InputError(
             f"attention_mask has 1 at row {row}, column {column}, which is padding: the rows have unequal lengths and "
-            "are padded on the left; give a mask of each row's own length, or none"
+            f"are padded on the {'right' if right else 'left'}; give a mask of each row's own length, or none"
         )
 
 

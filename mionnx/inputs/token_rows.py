@@ -5,7 +5,7 @@ imported here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,32 +22,33 @@ ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of ids as they were given, padded on the left where they have unequal lengths.
+    """Rows of ids as they were given, padded where they have unequal lengths.
 
     Attributes:
         ids: [batch, seq], int64; a copy.
-        widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
+        widths: [batch]: number of ids that were given for each row; the others are padding of ours.
         own_mask: attention mask that came with the ids, as it was given.
+        types: [batch, seq], int64: token types that came with the ids; None for one text a row.
+        right: whether our padding is on the right.
     """
 
     ids: NDArray[np.int64]
     widths: tuple[int, ...]
     own_mask: Any = None
+    types: NDArray[np.int64] | None = None
+    right: bool = False
 
     @property
     def mask(self) -> NDArray[np.int64]:
         """[batch, seq]: 1 for what was given, 0 for padding of ours."""
         if min(self.widths, default=0) == self.ids.shape[1]:  # nothing was padded
             return np.ones(self.ids.shape, np.int64)
-        columns = np.arange(self.ids.shape[1])
-        return (columns >= self.ids.shape[1] - np.array(self.widths)[:, None]).astype(np.int64)
+        columns, widths = np.arange(self.ids.shape[1]), np.array(self.widths)[:, None]
+        real = columns < widths if self.right else columns >= self.ids.shape[1] - widths
+        return real.astype(np.int64)
 
     def chosen_mask(self, attention_mask: Any) -> Any:
-        """The attention mask to use: the parameter, or the one that came with the ids.
-
-        Raises:
-            InputError: both, and they differ.
-        """
+        """The attention mask to use: the parameter, or the one that came with the ids; two that differ are refused."""
         if attention_mask is None or self.own_mask is None:
             return self.own_mask if attention_mask is None else attention_mask
         if not np.array_equal(self.mask_array(attention_mask), self.mask_array(self.own_mask)):
@@ -57,18 +58,22 @@ class TokenRows:
     def mask_array(self, attention_mask: Any) -> NDArray[Any]:
         """A mask [batch, seq or total]; rows of unequal length are padded as the ids are."""
         if _is_ragged(attention_mask) and tuple(map(len, attention_mask)) == self.widths:
-            return _padded([read_array("a row of attention_mask", row) for row in attention_mask])
+            return _padded([read_array("a row of attention_mask", row) for row in attention_mask], self.right)
         return np.atleast_2d(read_array("attention_mask", attention_mask))
 
 
-def read_rows(tokens: Any) -> TokenRows:
-    """Rows of ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these."""
+def read_rows(tokens: Any, right: bool = False) -> TokenRows:
+    """Rows of ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these.
+
+    Args:
+        right: whether rows of unequal length are padded on the right, rather than on the left.
+    """
     if isinstance(tokens, Mapping):
-        return _of_dictionary(tokens)
+        return _of_dictionary(tokens, right)
     if _is_encoding(tokens):
         return _of_encoding(tokens)
     if (entries := entries_of(tokens)) is not None:
-        return _of_rows([read_row(row) for row in entries])
+        return _of_rows([read_row(row) for row in entries], right)
     ids = read_array("tokens", tokens)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2:
@@ -101,15 +106,18 @@ def read_row(prompt: Any) -> TokenRows:
     return TokenRows(_integers(ids)[None], (len(ids),))
 
 
-def _of_rows(rows: list[TokenRows]) -> TokenRows:
+def _of_rows(rows: list[TokenRows], right: bool) -> TokenRows:
     masked = any(row.own_mask is not None for row in rows)
     # where one row brings a mask all need one
     own = [row.mask_array(np.ones(row.widths) if row.own_mask is None else row.own_mask)[0] for row in rows]
-    ids = _padded([row.ids[0] for row in rows]).astype(np.int64)
-    return TokenRows(ids, tuple(row.widths[0] for row in rows), own if masked else None)
+    ids = _padded([row.ids[0] for row in rows], right).astype(np.int64)
+    typed = any(row.types is not None for row in rows)
+    types = [np.zeros(row.ids.shape[1], np.int64) if row.types is None else row.types[0] for row in rows]
+    widths = tuple(row.widths[0] for row in rows)
+    return TokenRows(ids, widths, own if masked else None, _padded(types, right) if typed else None, right)
 
 
-def _of_dictionary(dictionary: Mapping[Any, Any]) -> TokenRows:
+def _of_dictionary(dictionary: Mapping[Any, Any], right: bool) -> TokenRows:
     if IDS not in dictionary:
         if "role" in dictionary:
             raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
@@ -119,16 +127,27 @@ def _of_dictionary(dictionary: Mapping[Any, Any]) -> TokenRows:
         if key not in (*keys, *ASIDE) and dictionary[key] is not None:
             choice = nearest(str(key), keys) or f"; it may have {', '.join(keys)}"
             raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
-    rows = read_rows(dictionary[IDS])
-    refuse_types(dictionary.get(TYPES))
+    rows = read_rows(dictionary[IDS], right)
     own = dictionary.get(ATTENTION_MASK)
-    return rows if own is None else TokenRows(rows.ids, rows.widths, rows.chosen_mask(own))
+    types = _types(rows, dictionary.get(TYPES))
+    return replace(rows, own_mask=rows.own_mask if own is None else rows.chosen_mask(own), types=types)
 
 
-def refuse_types(types: Any) -> None:
+def _types(rows: TokenRows, types: Any) -> NDArray[np.int64] | None:
+    """Token types [batch, seq] beside rows of ids; None where all are 0, as those of one text."""
+    if types is None:
+        return rows.types
+    array = rows.mask_array(types)
+    if array.shape != rows.ids.shape:
+        raise InputError(f"{TYPES} is {list(array.shape)}, the ids are {list(rows.ids.shape)}")
+    if array.dtype.kind not in "iub" or (array < 0).any():
+        raise InputError(f"{TYPES} holds whole numbers from 0, got {array.dtype}")
+    return array.astype(np.int64) if array.any() else None
+
+
+def refuse_types(types: NDArray[np.int64] | None) -> None:
     """Refuse token types other than the zeros that tokenizers write for one text: the graph has no input for them."""
-    parts = [] if types is None else types if _is_ragged(types) else [types]
-    if any(read_array(TYPES, part).astype(bool).any() for part in parts):
+    if types is not None and types.any():
         raise InputError(f"{TYPES} holds other numbers than 0, and the model has no such input: leave it out")
 
 
@@ -145,12 +164,11 @@ def _is_encoding(value: Any) -> bool:
 
 def _of_encoding(encoding: Any) -> TokenRows:
     row = read_row(encoding.ids)
-    mask = getattr(encoding, ATTENTION_MASK, None)
-    return row if mask is None else TokenRows(row.ids, row.widths, mask)
+    types = getattr(encoding, "type_ids", None)
+    return replace(row, own_mask=getattr(encoding, ATTENTION_MASK, None), types=_types(row, types))
 
 
 def _is_row(entry: Any) -> bool:
-    """Whether an entry of a list is a row, rather than an id."""
     return _is_encoding(entry) or (hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0)
 
 
@@ -172,7 +190,8 @@ def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
     return np.array(ids, np.int64)  # a copy: impossible ids of padding are overwritten later
 
 
-def _padded(rows: list[NDArray[Any]]) -> NDArray[Any]:
-    """[batch, longest]: rows with zeros on their left."""
+def _padded(rows: list[NDArray[Any]], right: bool) -> NDArray[Any]:
+    """[batch, longest]: rows with zeros on one side."""
     width = max(len(row) for row in rows)
-    return np.stack([np.pad(row, (width - len(row), 0)) for row in rows])
+    sides = ((0, width - len(row)) if right else (width - len(row), 0) for row in rows)
+    return np.stack([np.pad(row, side) for row, side in zip(rows, sides, strict=True)])

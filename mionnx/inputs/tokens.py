@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -49,12 +49,15 @@ class Tokens(Brief):
         ids: [seq], int64.
         offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
         pieces: per token its text as it is decoded, " capital".
+        type_ids: [seq], of a pair of texts: 0 for tokens of the first, 1 for those of the second; None for one text.
+            The text is then that of both, a line each.
     """
 
     text: str
     ids: NDArray[np.int64]
     offsets: list[tuple[int, int]]
     pieces: list[str]
+    type_ids: NDArray[np.int64] | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -247,15 +250,37 @@ def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
     return int(ids[0])
 
 
-def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True) -> Tokens:
-    """Tokenise one text that has tokens, with the special tokens that the tokenizer adds or without them."""
-    encoding = encode(tokenizer, text, add_special_tokens)
+def encode_pair(tokenizer: Tokenizer | WorldTokenizer, first: str, second: str) -> Encoding:
+    """Tokenise two texts as one input, with the special tokens between them."""
+    if isinstance(tokenizer, WorldTokenizer):
+        raise TokenizerError("this tokenizer has no pairs of texts")
+    with boundary(TokenizerError, f"the tokenizer fails on the texts {spelled(first)} and {spelled(second)}"):
+        return tokenizer.encode(first, second)
+
+
+def _offsets(encoding: Encoding | WorldEncoding, second: int) -> list[tuple[int, int]]:
+    """Offsets of each token in both texts together, of which the second begins at a character."""
+    texts = getattr(encoding, "sequence_ids", None)
+    if texts is None or not second:
+        return list(encoding.offsets)
+    places = zip(encoding.offsets, texts, strict=True)
+    return [(start + second, end + second) if text == 1 else (start, end) for (start, end), text in places]
+
+
+def tokenize(
+    tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True, pair: str | None = None
+) -> Tokens:
+    """Tokenise a text, or two as one input, with the special tokens that the tokenizer adds or without them."""
+    whole = text if pair is None else f"{text}\n{pair}"
+    encoding = encode(tokenizer, text, add_special_tokens) if pair is None else encode_pair(tokenizer, text, pair)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {spelled(text)} is empty: it has no tokens")
     # each distinct token once: long texts repeat theirs
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
     pieces = [texts[token] for token in encoding.ids]
-    return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), pieces)
+    types = None if pair is None else np.array(encoding.type_ids, np.int64)  # type: ignore[union-attr]
+    offsets = _offsets(encoding, len(whole) - len(pair) if pair is not None else 0)
+    return Tokens(whole, np.array(encoding.ids, np.int64), offsets, pieces, type_ids=types)
 
 
 class UnknownWordWarning(UserWarning):

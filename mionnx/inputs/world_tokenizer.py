@@ -19,16 +19,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Encoding:
-    r"""A tokenised text; the names are those of the `tokenizers` library.
-
-    Attributes:
-        offsets: per token (start, end) in characters; a token of a part of a character covers that character.
-        tokens: each as text, bytes that are no text by themselves as \x escapes.
-    """
+    """A tokenised text; the names are those of the `tokenizers` library."""
 
     ids: list[int]
+    # Per token (start, end) in characters; a token of a part of a character covers that character.
     offsets: list[tuple[int, int]]
-    tokens: list[str]
+    tokens: list[str]  # each as text, bytes that are no text by themselves as \x escapes
 
 
 @dataclass

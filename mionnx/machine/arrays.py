@@ -15,14 +15,9 @@ LARGE_ARRAY = 2**26  # bytes for which nobody needs to ask how much memory is le
 
 
 def to_array(given: Any) -> NDArray[Any]:
-    """Convert numbers, nested lists, arrays and tensors to a numpy array.
-
-    A torch tensor may be of any dtype, on any device, and part of a gradient's graph; so may those in a list. The
-    dtypes that numpy lacks (bfloat16, float8) become float32, which holds their numbers exactly.
-
-    Raises:
-        ValueError: what numpy cannot read: rows of unequal length, a tensor without data.
-    """
+    """Convert numbers, nested lists, arrays and tensors to a numpy array; what numpy cannot read is a ValueError."""
+    # A torch tensor may be of any dtype, on any device, and part of a gradient's graph; so may those in a list. The
+    # dtypes that numpy lacks (bfloat16, float8) become float32, which holds their numbers exactly.
     try:
         return np.asarray(_plain(given))
     except Exception as error:  # torch raises RuntimeError, NotImplementedError and TypeError
@@ -30,11 +25,7 @@ def to_array(given: Any) -> NDArray[Any]:
 
 
 def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -> NDArray[Any]:
-    """Make an array of zeros of a shape and dtype that come from outside.
-
-    Raises:
-        MIError: a negative size, a dtype that is none, or more than the free memory.
-    """
+    """Make zeros of a shape and dtype that come from outside; more than the free memory is refused."""
     kind = read_dtype(dtype, error)
     if any(size < 0 for size in shape):
         raise error(f"sizes are 0 or above, got {list(shape)}")
@@ -44,11 +35,7 @@ def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -
 
 
 def read_dtype(given: Any, error: type[MIError] = InputError) -> "np.dtype[Any]":
-    """A dtype by its name or class.
-
-    Raises:
-        MIError: there is none, or it is no number's.
-    """
+    """A dtype of numbers by its name or class."""
     try:
         kind = None if given is None else np.dtype(given)
     except (TypeError, ValueError):
@@ -70,17 +57,14 @@ def _is_tensors(kind: type) -> bool:
 
 
 def scalar(given: Any) -> Any:
-    """The number that an array or a tensor without axes holds; anything else as it is.
-
-    Such arrays look like something to go through, and are nothing of the kind.
-    """
+    """The number that an array or a tensor without axes holds; anything else as it is."""
+    # Such arrays look like something to go through, and are nothing of the kind.
     array = type(given) is np.ndarray or _is_tensors(type(given))  # type: ignore[arg-type]  # a type has a hash
     alone = array and getattr(given, "ndim", 1) == 0 and not getattr(given, "is_meta", False)
     return to_array(given)[()] if alone else given
 
 
 def _plain(given: Any) -> Any:
-    """The same without tensors."""
     if is_tensor(given):
         # numpy refuses a tensor that is part of a gradient's graph, or on another device
         tensor = given.detach().cpu()

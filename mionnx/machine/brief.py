@@ -18,7 +18,6 @@ class Brief:
     """
 
     def _facts(self) -> Iterable[str]:
-        """Pieces of the first line."""
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and value is not None}
         return [f"{name.rstrip('_')}={spelled(value)}" for name, value in shown.items()]
 

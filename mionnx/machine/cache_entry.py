@@ -90,10 +90,8 @@ class CacheEntry:
 
     @property
     def shared(self) -> int:
-        """Bytes of files with a name elsewhere.
-
-        An exported model's weights are often the checkpoint's own files.
-        """
+        """Bytes of files with a name elsewhere."""
+        # An exported model's weights are often the checkpoint's own files.
         return sum(status.st_size for status in self.stats) - self.size
 
     @property
@@ -134,13 +132,7 @@ class CacheEntry:
         os.utime(self.path)  # the time of use, by which entries are removed
 
     def faults(self, thorough: bool = False) -> list[str]:
-        """Check its files against the manifest, and list the faults.
-
-        Exported models and sweeps have no manifest: they carry checksums of their own.
-
-        Args:
-            thorough: hash large files too, even if their size and time of change are as they were.
-        """
+        """The faults of its files against the manifest; entries of models and sweeps carry checksums of their own."""
         if self.kind in (MODELS, SWEEPS):
             return [] if self.made_for == self.address else [f"it was made for {self.made_for}"]
         try:
@@ -186,10 +178,8 @@ class CacheEntry:
 
 
 def bytes_kept(stats: Iterable[os.stat_result]) -> int:
-    """Bytes that files keep on the disk, each file counted once.
-
-    One with a name outside of them counts for nothing: removing it here gives nothing back.
-    """
+    """Bytes that files keep on the disk, each file counted once."""
+    # One with a name outside of them counts for nothing: removing it here gives nothing back.
     entries = [*stats]
     names = Counter((one.st_dev, one.st_ino) for one in entries)
     sizes = {(one.st_dev, one.st_ino): one.st_size for one in entries if names[one.st_dev, one.st_ino] >= one.st_nlink}

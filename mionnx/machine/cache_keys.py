@@ -9,14 +9,7 @@ from pathlib import Path
 
 @cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 of the sources of modules and packages, read once a process.
-
-    Args:
-        modules: full names: "mionnx.rewrite".
-
-    Returns:
-        hexadecimal.
-    """
+    """SHA-256 (hexadecimal) of the sources of modules and packages by full name, read once a process."""
     digest = hashlib.sha256()
     for module in modules:
         for name, file in _sources(module):

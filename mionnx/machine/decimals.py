@@ -4,12 +4,7 @@ from typing import SupportsFloat
 
 
 def decimal(value: SupportsFloat, places: int = 2, sign: bool = False) -> str:
-    """A number with some decimal places; what rounds to zero has no sign: "0.00", never "-0.00".
-
-    Args:
-        value: the number; NaN is "nan".
-        sign: whether positive numbers have a plus; zero has none.
-    """
+    """A number with some decimal places; what rounds to zero has no sign: "0.00", never "-0.00"."""
     number = float(value)
     if number != number:
         return "nan"

@@ -19,10 +19,8 @@ THEIR_KEYWORD = re.compile(r"`(\w+)\((\w+)=\)`")
 
 @cache
 def dialect_lines() -> dict[tuple[str, str], str]:
-    """(owner, word) -> the line of the page, as an error says it.
-
-    An owner is the class of ours that would have the word as an attribute, "mionnx", or the verb whose keyword it is.
-    """
+    """(owner, word) -> the line of the page, as an error says it."""
+    # An owner is the class of ours that would have the word as an attribute, "mionnx", or the verb whose keyword it is.
     lines: dict[tuple[str, str], str] = {}
     library = ""
     for row in PAGE.read_text(encoding="utf-8").splitlines():
@@ -49,10 +47,8 @@ def unknown_keyword(verb: str, name: str, known: Iterable[str]) -> UnknownKeywor
 
 
 def unknown_import(name: str, known: Iterable[str]) -> MIError:
-    """The error of a name that the package `mionnx` does not have.
-
-    `from mionnx import NAME` drops the message of an `AttributeError`, and asks in an instruction of its own.
-    """
+    """The error of a name that the package `mionnx` does not have."""
+    # `from mionnx import NAME` drops the message of an `AttributeError`, and asks in an instruction of its own.
     message = f"mionnx has no {name!r}{_told('mionnx', name, known)}"
     caller = sys._getframe(2)
     # the caller's instruction: `from mionnx import NAME` or an attribute

@@ -63,15 +63,11 @@ class StoreWarning(UserWarning):
 
 
 class DiskCache:
-    """All entries under one root.
-
-    Attributes:
-        limit: bytes that it may hold.
-    """
+    """All entries under one root."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         self.root = root
-        self.limit = _limit() if limit is None else limit
+        self.limit = _limit() if limit is None else limit  # bytes that it may hold
         self._checked: set[Path] = set()
 
     def find(self, kind: str, key: str) -> CacheEntry | None:
@@ -87,12 +83,8 @@ class DiskCache:
             return None
 
     def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
-        """Find an entry, or build it; None if the cache cannot be written.
-
-        Args:
-            kind, key: its address; the key is a hash of everything that the result depends on.
-            build: writes the files into a folder, and returns facts for the manifest.
-        """
+        """Find the entry of a key, a hash of all that it depends on, or build it; None if it cannot be written."""
+        # `build` writes the files into a folder, and returns facts for the manifest.
         entry = CacheEntry(self.root / kind / key)
         try:
             self.kind_folder(kind)
@@ -108,16 +100,8 @@ class DiskCache:
         return entry
 
     def folder(self, kind: str, key: str, make: Callable[[Path], None], otherwise: str) -> Path | None:
-        """Folder of an entry without a manifest, made if it is not there; marked as used.
-
-        Args:
-            kind, key: its address.
-            make: writes the files into an empty folder; its errors pass through.
-            otherwise: what is done without the store, for the warning.
-
-        Returns:
-            None if it is not there, and the store cannot be written.
-        """
+        """Folder of an entry without a manifest, made if it is not there; None if the store cannot be written."""
+        # `make` writes the files into an empty folder, and its errors pass; a warning says what is done `otherwise`.
         entry, made = CacheEntry(self.root / kind / key), False
         try:
             self.kind_folder(kind)
@@ -137,10 +121,8 @@ class DiskCache:
         return entry.path
 
     def use(self, folder: Path) -> None:
-        """Mark an entry that was found by its path as used by this process.
-
-        A folder outside of this store is left as it is.
-        """
+        """Mark an entry that was found by its path as used by this process."""
+        # A folder outside of this store is left as it is.
         entry = CacheEntry(folder.resolve())
         if not self._holds(entry):
             return
@@ -148,23 +130,14 @@ class DiskCache:
             entry.mark()
 
     def say_unusable(self, error: Exception, otherwise: str, subject: str = "") -> None:
-        """Warn of a store without use, once for each reason.
-
-        Args:
-            otherwise: what is done without it.
-            subject: what cannot be stored, where it is said apart from the rest.
-        """
+        """Warn once for each reason that the store is of no use, and of what is done otherwise."""
         # by number: two messages of one reason differ in the path
         number = getattr(error, "errno", None)
         key = f"{self.root} {number} {subject}" if number else ""
         _say(f"the store {self.root} cannot be used ({error}): {otherwise}", key)
 
     def kind_folder(self, kind: str) -> Path:
-        """The folder of the entries of a kind, made if it is not there.
-
-        Raises:
-            OSError: it cannot be made, or is a link.
-        """
+        """The folder of the entries of a kind, made if it is not there; a link is refused."""
         folder = self.root / kind
         if folder.is_symlink():
             raise OSError(f"{folder} is a link, which is not followed: set MIONNX_CACHE, or link the whole store")
@@ -175,11 +148,7 @@ class DiskCache:
         return FileLock(unlinked(entry.path.with_name(f"{entry.path.name}.lock")), timeout=timeout)
 
     def _usable(self, entry: CacheEntry) -> bool:
-        """Whether the entry is there and undamaged; marks it as used.
-
-        Raises:
-            OSError: something that mionnx did not make is in its place.
-        """
+        """Whether the entry is there and undamaged; marks it as used."""
         if not os.path.lexists(entry.path):
             return False
         if entry.made_for is None:
@@ -228,13 +197,7 @@ class DiskCache:
         return bytes_kept(chain(*(entry.stats for entry in self.all())))
 
     def prune(self, limit: int | None = None) -> list[CacheEntry]:
-        """Remove the least recently used entries until the cache is within its limit.
-
-        An entry in use stays.
-
-        Returns:
-            the removed entries.
-        """
+        """Remove the least recently used entries, but for those in use, until the cache is within its limit."""
         limit = self.limit if limit is None else limit
         self.tidy()
         stats = {entry: entry.stats for entry in self.all()}
@@ -249,22 +212,12 @@ class DiskCache:
         return removed
 
     def tidy(self) -> int:
-        """Remove what killed processes left unfinished.
-
-        Returns:
-            how many folders and files.
-        """
+        """Remove what killed processes left unfinished, and count it."""
         folders = [self.root / kind for kind in (*ENTRY_KINDS, SWEEPS)]
         return sum(remove_leftovers(one, (MARK,), SWEEP_NAME) for one in folders if not one.is_symlink())
 
     def discard(self, folder: Path, reason: str) -> bool:
-        """Remove an entry that turned out to be damaged, and say so.
-
-        One of another store, or in use by another process, stays.
-
-        Returns:
-            whether it was removed.
-        """
+        """Remove a damaged entry and say so, unless it is another store's or another process uses it."""
         entry = CacheEntry(folder.resolve())
         if not self._holds(entry) or self.remove(entry, mine=True):
             return False
@@ -276,14 +229,7 @@ class DiskCache:
         return inside and entry.made_for == entry.address
 
     def remove(self, entry: CacheEntry, mine: bool = False) -> str:
-        """Remove an entry, unless a live process uses it.
-
-        Args:
-            mine: remove it even if this process uses it.
-
-        Returns:
-            why it stays; "" if it was removed.
-        """
+        """Remove an entry, unless a live process uses it (`mine`: one but this); returns why it stays, or ""."""
         try:
             if entry.kind == SWEEPS:
                 entry.path.unlink()
@@ -313,7 +259,6 @@ def _new_entry(entry: CacheEntry) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the files to disk before the entry gets its name."""
     for path in files_in(folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -323,11 +268,7 @@ def _sync(folder: Path) -> None:
 
 
 def size_of(text: str) -> int:
-    """Parse a size such as "20GB" into bytes.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Parse a size such as "20GB" into bytes."""
     number = text.strip().upper().rstrip("KMGTB ")
     unit = text.strip().upper()[len(number) :].strip()
     try:
@@ -337,7 +278,6 @@ def size_of(text: str) -> int:
 
 
 def _limit() -> int:
-    """`MIONNX_CACHE_LIMIT` in bytes."""
     text = os.environ.get("MIONNX_CACHE_LIMIT")
     return size_of(text) if text else DEFAULT_LIMIT
 

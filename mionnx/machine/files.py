@@ -12,13 +12,7 @@ from mionnx.machine.progress import Progress, silent
 
 @contextmanager
 def atomic_path(path: Path, error: type[Exception] = SpecFileError) -> Iterator[Path]:
-    """Yield a temporary path beside the target, and rename the file or folder there into place.
-
-    If the body fails, the temporary file is removed and the target is as it was.
-
-    Args:
-        error: class of the error that an `OSError` becomes.
-    """
+    """Yield a temporary path beside the target, renamed into place if the body succeeds and removed if it fails."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         _remove(partial)
@@ -47,11 +41,7 @@ def is_no_file(path: Path) -> bool:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file atomically: a temporary file is renamed into place.
-
-    Raises:
-        SpecFileError: the folder is missing, read-only or full.
-    """
+    """Write a file atomically: a temporary file is renamed into place."""
     try:
         with atomic_path(path) as partial:
             partial.write_bytes(data)
@@ -71,11 +61,7 @@ def link_or_copy(file: Path, target: Path, progress: Progress = silent) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if there is none.
-
-    Raises:
-        SpecFileError: it cannot be made.
-    """
+    """Make a folder, if there is none."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

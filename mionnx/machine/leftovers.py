@@ -32,14 +32,7 @@ A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it mak
 
 @contextmanager
 def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
-    """Yield an empty folder beside a target that is not there, and rename it into place.
-
-    If the body fails, nothing is left. If the process is killed, `remove_leftovers` removes what it left.
-
-    Args:
-        target: the folder to make; its parents are made too.
-        error: class of the error that an `OSError` becomes.
-    """
+    """Yield an empty folder beside a new target, renamed into place if the body succeeds, else removed."""
     partial = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,18 +54,10 @@ def partial_path(target: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files: re.Pattern[str] | None = None) -> int:
-    """Remove the partial folders and files in a folder that no process works on any more.
-
-    A partial file has no lock: it has to be an hour old besides.
-
-    Args:
-        folder: where they lie.
-        holding: in a folder that is not mionnx' own, names of which a partial folder without a lock has to hold one.
-        files: there, the names that files are given when they are complete; without it, they stay.
-
-    Returns:
-        how many were removed.
-    """
+    """Remove the partial folders and files that no process works on any more, and count them."""
+    # A partial file has no lock: it has to be an hour old besides. In a folder that is not mionnx' own, a partial
+    # folder without a lock has to hold one of the names `holding`, and files are removed by their complete names,
+    # `files`, alone.
     try:
         leftovers = [path for path in folder.iterdir() if PARTIAL_NAME.fullmatch(path.name) and _own(path)]
     except OSError:
@@ -136,10 +121,8 @@ _making = Lock()
 
 
 def temporary_folder() -> Path:
-    """The folder of this process for what cannot be kept; it goes away with the process.
-
-    What a killed process left in the system's temporary folder is removed by the next that needs one.
-    """
+    """The folder of this process for what cannot be kept; it goes away with the process."""
+    # What a killed process left in the system's temporary folder is removed by the next that needs one.
     with _making:
         if os.getpid() not in _temporary:
             remove_leftovers(Path(tempfile.gettempdir()), holding=())

@@ -1,7 +1,10 @@
 """Free and total memory of this machine or container, to refuse what cannot fit before it runs."""
 
 import ctypes
+import os
 import sys
+from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
+DONT_NEED = 4  # of madvise
 
 
 def available() -> int:
@@ -34,24 +38,54 @@ def total() -> int:
 
 
 def release() -> bool:
-    """Return freed memory to the system that the C library holds back.
-
-    Returns:
-        whether any was returned; False without glibc, the one C library with such a call.
-    """
+    """Return freed memory that the C library holds back; False without glibc, the one that has such a call."""
     # glibc keeps freed pages for later allocations, unless it is asked
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0))
 
 
-def anonymous() -> int:
-    """Resident bytes of this process, those of mapped files not counted on Linux."""
+def resident() -> tuple[int, int]:
+    """Resident bytes of this process, and those of mapped files among them, a page once for each mapping.
+
+    Where the system does not tell them apart, those of files are 0.
+    """
     try:
-        lines = (PROCESS / "status").read_text().splitlines()
-        # kB, which are 1024 bytes there
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-    except (OSError, StopIteration):
-        return int(psutil.Process().memory_info().rss)
+        _, pages, of_files, *_ = (PROCESS / "statm").read_text().split()
+        return int(pages) * os.sysconf("SC_PAGE_SIZE"), int(of_files) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return int(psutil.Process().memory_info().rss), 0
+
+
+Part = tuple[Path, int, int]  # of a file: where it begins, and its length in bytes
+
+
+def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
+    """Take pages of mapped files out of this process.
+
+    They stay in the system's cache of files: what is read again is there again, 64 KiB at a time (measured: 17 ms for
+    0.5 GB).
+
+    Args:
+        parts: what an engine maps, each by itself. Other mappings of these files stay: torch maps a whole file, and may
+            write into it in memory, which would be lost.
+        files: files that engines alone map, and never write to.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    real = {file: os.path.realpath(file) for file in {file for file, _, _ in parts}}
+    known = {(real[file], begin - begin % page, -(-(begin + length) // page) * page) for file, begin, length in parts}
+    whole = {os.path.realpath(file) for file in files}
+    names = {*real.values(), *whole}
+    with suppress(OSError):
+        lines = (PROCESS / "maps").read_text().splitlines()
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for line in lines:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and (name := fields[5]) in names:
+                begin, end = (int(address, 16) for address in fields[0].split("-"))
+                offset = int(fields[2], 16)
+                if name in whole or (name, offset, offset + end - begin) in known:
+                    advise(begin, end - begin, DONT_NEED)
 
 
 def format_bytes(size: int) -> str:

@@ -22,31 +22,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(eq=False)
 class Moments(Storable):
-    """Count, mean and sums of squared deviations of vectors, by class.
+    """Count, mean and sums of squared deviations of vectors, by class."""
 
-    Attributes:
-        classes: [classes], ascending numbers.
-        count: [classes].
-        mean: [classes, ...].
-        squares: [classes, ...]: sums of squared deviations from the mean.
-        products: [d, d]: sums of products of deviations, of all numbers of a vector; None if they are not wanted.
-    """
-
-    classes: Integers
-    count: Integers
-    mean: Numbers
-    squares: Numbers
+    classes: Integers  # [classes], ascending numbers
+    count: Integers  # [classes]
+    mean: Numbers  # [classes, ...]
+    squares: Numbers  # [classes, ...]: sums of squared deviations from the mean
+    # [d, d]: sums of products of deviations, of all numbers of a vector; None if they are not wanted.
     products: Numbers | None = None
 
     @classmethod
     def of(cls, values: NDArray[Any], classes: NDArray[Any] | None = None, products: bool = False) -> Moments:
-        """The moments of one batch.
-
-        Args:
-            values: [tokens, ...], at least one.
-            classes: [tokens] integers; one class, 0, if left out.
-            products: whether to sum products of deviations, which one class has.
-        """
+        """The moments of a batch [tokens, ...] of one class, 0, or by integers [tokens]; products have one class."""
         given = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
         # sorted by class, so that one `reduceat` sums every class
         order = np.argsort(given, kind="stable")
@@ -59,11 +46,7 @@ class Moments(Storable):
         return cls(present, count, mean, squares, flat.T @ flat if products else None)
 
     def merged(self, other: Moments) -> Moments:
-        """The moments of both parts together.
-
-        Raises:
-            InputError: vectors of another shape, or products in one of them only.
-        """
+        """The moments of both parts together."""
         if self.mean.shape[1:] != other.mean.shape[1:] or (self.products is None) != (other.products is None):
             raise InputError(
                 f"statistics of vectors {list(self.mean.shape[1:])} and {list(other.mean.shape[1:])}, "

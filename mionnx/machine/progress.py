@@ -96,12 +96,9 @@ def in_notebook() -> bool:
 
 
 class ProgressPlace(Protocol):
-    """A place where progress is shown.
+    """A place where progress is shown."""
 
-    Attributes:
-        first, pause: seconds before the first drawing, and between two.
-    """
-
+    # first, pause: seconds before the first drawing, and between two.
     first: float
     pause: float
 

@@ -10,47 +10,26 @@ MOST_ENTRIES = 2**20  # entries of a list of indices or prompts; more than any t
 
 
 def index_within(what: str, index: int, count: int, error: type[MIError] = InputError) -> int:
-    """An index from 0; a negative one counts from the end.
-
-    Args:
-        what: the thing that is counted, for the message: "prompt".
-        index, count: which one, and how many there are.
-        error: raised where there is none.
-
-    Raises:
-        MIError: no such index.
-    """
+    """An index from 0; a negative one counts from the end."""
     if not -count <= index < count:
         raise error(f"{what} {index} of {count} (0 to {count - 1}; negative ones count from the end)")
     return index % count
 
 
 def at_most(what: str, number: float, most: float, error: type[MIError] = InputError) -> None:
-    """Refuse a number above its largest value.
-
-    Raises:
-        MIError: naming the parameter.
-    """
+    """Refuse a number above its largest value."""
     if not number <= most:
         raise error(f"{what} must be {most:,} or below, got {number}")
 
 
 def at_least(what: str, number: float, least: float, error: type[MIError] = InputError) -> None:
-    """Refuse a number below its least value.
-
-    Raises:
-        MIError: naming the parameter.
-    """
+    """Refuse a number below its least value."""
     if not number >= least:
         raise error(f"{what} must be {least} or above, got {number}")
 
 
 def listed(what: str, given: Iterable[Any], error: type[MIError] = InputError) -> list[Any]:
-    """The entries of an iterable, of which there may be without end.
-
-    Raises:
-        MIError: more than a million.
-    """
+    """The entries of an iterable, at most a million, as it may be without end."""
     entries = list(islice(given, MOST_ENTRIES + 1))
     if len(entries) > MOST_ENTRIES:
         raise error(f"{what} has more than {MOST_ENTRIES:,} entries: give fewer")

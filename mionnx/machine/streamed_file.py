@@ -25,10 +25,8 @@ Kind = tuple["np.dtype[Any]", tuple[int, ...]]  # dtype and shape
 
 
 def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these arrays, and the place of each.
-
-    Wide numbers come first, for their alignment; arrays of one width are in the order in which they are given.
-    """
+    """The header of a file with these arrays, and the place of each."""
+    # Wide numbers come first, for their alignment; arrays of one width are in the order in which they are given.
     entries, places, at = {}, {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: -one[1][0].itemsize):
         if dtype.name not in TYPE_NAMES:
@@ -43,15 +41,10 @@ def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
 
 
 class StreamedFile:
-    """A file that is being written.
-
-    Attributes:
-        kinds: name -> dtype and shape of each array.
-        places: name -> its first byte.
-    """
+    """A file that is being written."""
 
     def __init__(self, file: BinaryIO, kinds: Mapping[str, Kind]) -> None:
-        head, self.places = header_of(kinds)
+        head, self.places = header_of(kinds)  # places: name -> its first byte
         self._file, self.kinds = file, dict(kinds)
         size = len(head) + sum(prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
         if hasattr(os, "posix_fallocate"):  # which macOS lacks: there a disk fills up while pieces are written
@@ -70,12 +63,7 @@ class StreamedFile:
 
 @contextmanager
 def streamed(path: Path, kinds: Mapping[str, Kind], error: type[Exception]) -> Iterator[StreamedFile]:
-    """Open a file to write; it is removed if the body fails.
-
-    Args:
-        kinds: name -> dtype and shape of each array.
-        error: class of the error that an `OSError` becomes: no room, or a folder that cannot be written to.
-    """
+    """Open a file of arrays (name -> dtype and shape) to write; it is removed if the body fails."""
     try:
         with path.open("w+b") as file:
             yield StreamedFile(file, kinds)

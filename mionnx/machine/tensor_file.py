@@ -36,11 +36,7 @@ OTHERS = {
 
 
 def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a file with its checksum.
-
-    Raises:
-        SpecFileError: a dtype that safetensors does not have.
-    """
+    """The bytes of a file with its checksum."""
     try:
         data = save({name: np.asarray(value, order="C") for name, value in tensors.items()}, dict(metadata or {}))
     except (SafetensorError, KeyError, ValueError) as error:
@@ -51,12 +47,7 @@ def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | 
 
 
 def sealed(header: Mapping[str, Any], values: Any) -> bytes:
-    """The beginning of a file, up to its values, with its checksum.
-
-    Args:
-        header: of safetensors: names with dtypes, shapes and offsets, and `__metadata__`.
-        values: a SHA-256 that has seen the bytes of the tensors.
-    """
+    """The beginning of a file, up to its values, with a checksum of its header and the `values` hashed so far."""
     metadata = {**header.get("__metadata__", {}), CHECKSUM: _checksum(values, header)}
     text = json.dumps({**header, "__metadata__": metadata}, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)  # so that the values begin aligned
@@ -84,15 +75,7 @@ def write_tensors(
 
 @contextmanager
 def open_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> Iterator[Any]:
-    """Open a file to read some of its tensors, its checksum checked first.
-
-    Args:
-        problem: first words of the message if it cannot be read: "x.safetensors is no saved spec".
-        error: class of that error.
-
-    Raises:
-        MIError: the file is missing or damaged, or has a dtype that numpy lacks.
-    """
+    """Open a file whose checksum holds; a refusal begins with `problem`: "x.safetensors is no saved spec"."""
     _refuse_special(path, problem, error)
     try:
         with safe_open(path, framework="np") as file:
@@ -128,15 +111,7 @@ def read_tensors(
 
 
 def values_checksum(tensors: Mapping[str, NDArray[Any]], facts: Sequence[str]) -> str:
-    """SHA-256 of arrays with names, dtypes and shapes, for a file of another format.
-
-    Args:
-        tensors: arrays by name, in any order.
-        facts: what else the file says, in an order of its format.
-
-    Returns:
-        hexadecimal.
-    """
+    """SHA-256 (hexadecimal) of arrays with names, dtypes and shapes, and of `facts`, for a file of another format."""
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name in sorted(tensors):
         value = np.asarray(tensors[name], order="C")
@@ -170,12 +145,7 @@ def _checksum(values: Any, header: Mapping[str, Any]) -> str:
 
 @contextmanager
 def told_of(path: str | Path) -> Iterator[None]:
-    """Name a file in what is raised while its contents are made into an object.
-
-    Raises:
-        MIError: of the class that the object refuses them with.
-        SpecFileError: they are damaged.
-    """
+    """Name a file in what is raised while its contents are made into an object."""
     try:
         yield
     except MIError as error:

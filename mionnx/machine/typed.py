@@ -48,16 +48,7 @@ REMEDIES = {"HookSpec": "HookSpec().capture(NAME) makes one", "Intervention": "I
 
 
 def typed(error: type[MIError] = InputError, leave: Sequence[str] = ()) -> Callable[[T], T]:
-    """Decorate a function or a class, whose arguments are then checked.
-
-    Args:
-        error: raised for an argument that does not fit.
-        leave: names of parameters that the function checks itself.
-
-    Example:
-        @typed(InputError)
-        def top(self, k: int = 5) -> list[str]: ...
-    """
+    """Decorate a function or a class, whose arguments are then checked, except those it checks itself (`leave`)."""
     return partial(_decorate, error, {*leave})
 
 
@@ -126,7 +117,6 @@ def _is_deep(value: Any) -> bool:
 
 
 def _checks(function: Any, leave: set[str]) -> dict[str, Check]:
-    """Name of a parameter -> its check."""
     checks = {name: check for name, hint in _hints(function).items() if name not in leave and (check := _check(hint))}
     return {**checks, "return": _any}  # never empty
 
@@ -172,7 +162,6 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any) -> str:
-    """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, args))

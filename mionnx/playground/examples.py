@@ -33,11 +33,7 @@ ENTRY = ("hook", "kind", "positions", "heads", "rows", "neurons", "value", "stre
 
 
 def read_examples(path: str | Path | None, model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
-    """Read a file of examples; none without a file.
-
-    Raises:
-        InputError: no such file, another form, or an example that does not fit the model; it names the example.
-    """
+    """Read a file of examples that fit the model; none without a file."""
     if path is None:
         return {"examples": []}
     try:

@@ -177,7 +177,6 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
 
 
 def _write_parts(source: Path, at: Path, name: str) -> list[str]:
-    """Copy a file in parts; their paths in the playground."""
     parts: list[str] = []
     try:
         with source.open("rb") as file:
@@ -199,12 +198,7 @@ def manifest_of(
     opened_as: tuple[str, str | None] | None = None,
     chat: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The manifest, its files left out.
-
-    Args:
-        check: logits that a browser has to find before it shows any.
-        opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
-    """
+    """The manifest without its files; `check`: logits that a browser has to reach before it shows any."""
     sizes = model.metadata.sizes
     return {
         "format": FORMAT,

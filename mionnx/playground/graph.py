@@ -43,39 +43,27 @@ SLOT_KINDS = {"affine": ("scale", "add"), "mask": ("knockout",)} | {kind: (kind,
 
 @dataclass
 class EditSite:
-    """A hook point that can be changed.
+    """A hook point that can be changed."""
 
-    Attributes:
-        axes, dims: the names of its axes, and their sizes where they are fixed.
-        slots: (kind of slot, its inputs) in their order.
-    """
-
+    # axes, dims: the names of its axes, and their sizes where they are fixed.
     axes: tuple[str, ...]
     dims: tuple[str | int, ...]
     kinds: tuple[str, ...] = AFFINE
-    slots: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    slots: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)  # (kind of slot, its inputs) in their order
 
 
 @dataclass(frozen=True)
 class PlaygroundGraph:
-    """The graph, and what the browser has to know of it.
+    """The graph, and what the browser has to know of it."""
 
-    Attributes:
-        model: the graph as bytes; its weights lie in the hooked model's files.
-        weights: file -> bytes that the graph reads of it.
-        streams: residual streams that the head can read, the last layer's last.
-        floats: of weights in blocks, the graph that unpacks them when it is opened; else None.
-        floats_bytes: the memory that these take then.
-        bits: of the weights in blocks, each number of bits once; a file's own blocks keep theirs, whatever is asked.
-    """
-
-    model: bytes
-    weights: Mapping[str, int]
+    model: bytes  # the graph as bytes; its weights lie in the hooked model's files
+    weights: Mapping[str, int]  # file -> bytes that the graph reads of it
     sites: Mapping[str, EditSite]
     patterns: Sequence[str]
-    streams: Sequence[str]
-    floats: bytes | None = None
-    floats_bytes: int = 0
+    streams: Sequence[str]  # residual streams that the head can read, the last layer's last
+    floats: bytes | None = None  # of weights in blocks, the graph that unpacks them when it is opened; else None
+    floats_bytes: int = 0  # the memory that these take then
+    # Of the weights in blocks, each number of bits once; a file's own blocks keep theirs, whatever is asked.
     bits: Sequence[int] = ()
 
 
@@ -100,7 +88,6 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
 
 
 def _refuse_model(model: HookedModel) -> None:
-    """Refuse what a page cannot run."""
     model.need_weights("a playground")
     meta = model.metadata
     if meta.recurrent:

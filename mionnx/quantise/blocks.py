@@ -26,14 +26,9 @@ Floats = NDArray[np.float32]
 def quantise_blocks(
     matrix: NDArray[Any], bits: int, block_size: int, symmetric: bool, importance: NDArray[Any] | None = None
 ) -> Blocks:
-    """Quantise a matrix.
-
-    Args:
-        matrix: [rows, columns], float32 or float16, mapped from a file or in memory; read a part at a time.
-        bits, block_size, symmetric: see `Quantisation`.
-        importance: [columns], of blocks of 4 bits, whose scales are then those of least weighted squares
-            (`weighted_scales`); 8 bits are as they are without.
-    """
+    """Quantise a matrix [rows, columns], float32 or float16, mapped from a file or in memory; a part at a time."""
+    # `importance` [columns] is of blocks of 4 bits, whose scales are then those of least weighted squares
+    # (`weighted_scales`).
     rows, columns = matrix.shape
     count = -(-columns // block_size)
     packed = np.empty((rows, count, block_size * bits // 8), np.uint8)
@@ -87,13 +82,7 @@ def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32]
 
 
 def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -> tuple[Floats, Floats]:
-    """Scales and zero points [rows, blocks] of 4-bit blocks by weighted least squares.
-
-    Args:
-        blocks: [rows, blocks, block_size].
-        importance: [blocks, block_size]: the mean square of each column's input.
-        symmetric: whether all zero points are the middle.
-    """
+    """Scales and zero points [rows, blocks] of 4-bit blocks [rows, blocks, size] by weighted least squares."""
     # A product's error is the sum of the columns' errors times the inputs: where inputs are uncorrelated, its mean
     # square is the weighted sum of squares that is made small here (llama.cpp's importance matrix, `make_qx_quants` in
     # ggml-quants.c). For each of some ranges the numbers are rounded, and the scale is the least-squares one of these.

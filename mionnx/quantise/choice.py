@@ -28,22 +28,16 @@ class FewBlocksWarning(UserWarning):
 
 @dataclass
 class Choice:
-    """The weights of a model, by what becomes of them.
-
-    Attributes:
-        stacks: weights of stacked experts, whose matrices are among `matrices`.
-        left: weight of two or more axes that stays in floats -> the reason.
-        bytes_in_blocks, bytes_left: what both take in the model of floats.
-    """
+    """The weights of a model, by what becomes of them."""
 
     matrices: dict[str, Matrix] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    stacks: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # weight of two or more axes that stays in floats -> the reason
+    stacks: list[str] = field(default_factory=list)  # weights of stacked experts, whose matrices are among `matrices`
+    # bytes_in_blocks, bytes_left: what both take in the model of floats.
     bytes_in_blocks: int = 0
     bytes_left: int = 0
 
     def to_entry(self) -> dict[str, int]:
-        """The numbers as JSON."""
         entry = {"matrices": len(self.matrices), "matrices_left": len(self.left)}
         return entry | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
 
@@ -51,11 +45,7 @@ class Choice:
 def choose(
     model: HookedModel, uses: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
 ) -> Choice:
-    """Choose the weights of blocks; warn if most of the model stays in floats.
-
-    Args:
-        given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
-    """
+    """Choose the weights of blocks beside a checkpoint's own (`given`); warn if most of the model stays in floats."""
     choice, given = Choice(), given or {}
     for product in uses.products:
         if product.weight in given:
@@ -81,7 +71,6 @@ def choose(
 
 
 def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
-    """Choose how a weight is held: by the checkpoint's own blocks, or new ones."""
     own = given.get(name)
     if own is not None:
         return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
@@ -159,7 +148,6 @@ def _count(model: HookedModel, choice: Choice) -> None:
 
 
 def _refuse_unused(uses: WeightUses, settings: Quantisation, choice: Choice) -> None:
-    """Refuse a pattern of no weight that could be blocks."""
     weights = {one.weight for one in uses.products} | {one.weight for one in uses.stacks}
     weights |= set() if uses.table is None else {uses.table}
     for what, patterns, names in (

@@ -24,40 +24,30 @@ SCAN_STEPS = [("Slice", one, "Concat", "Sub", "Min", "Gather") for one in ("Gemm
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product with a weight.
-
-    Attributes:
-        turned: whether the weight is [out, in], as MatMulNBits holds it.
-        head: whether the logits come from it.
-    """
+    """One matrix product with a weight."""
 
     node: onnx.NodeProto
     weight: str
-    turned: bool
-    head: bool = False
+    turned: bool  # whether the weight is [out, in], as MatMulNBits holds it
+    head: bool = False  # whether the logits come from it
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The products of rows with the matrices that they chose: a Scan over a stack of experts.
-
-    Attributes:
-        turned: whether the weight is [experts, out, in], not [experts, in, out].
-        rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the
-            row of zeros.
-    """
+    """The products of rows with the matrices that they chose: a Scan over a stack of experts."""
 
     node: onnx.NodeProto
     weight: str
-    turned: bool
+    turned: bool  # whether the weight is [experts, out, in], not [experts, in, out]
     count: int
+    # rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the row
+    # of zeros.
     rows: str
     slots: str
     nobody: str
 
     @property
     def experts(self) -> list[str]:
-        """The names of its matrices."""
         return [f"{self.weight}{EXPERT}{number}" for number in range(self.count)]
 
 
@@ -134,7 +124,6 @@ def _product(flow: Dataflow, node: onnx.NodeProto, floats: dict[str, onnx.Tensor
 
 
 def _products_before(flow: Dataflow, values: Iterable[str]) -> set[str]:
-    """The products that values come from."""
     producers = {name: flow.producer(name) for value in values for name in _before(flow, value)}
     return {name for name, node in producers.items() if node is not None and product_of(flow, node) is node}
 

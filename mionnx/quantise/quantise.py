@@ -1,6 +1,5 @@
 """A hooked model of floats becomes one of blocks, weight by weight: no more than one of them is in memory."""
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT, GivenBlocks
-from mionnx.graph.folder_file import files_beside
+from mionnx.graph.folder_file import copy_beside, files_beside
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
@@ -31,18 +30,9 @@ BLOCK_WEIGHTS = "quantised.safetensors"
 
 
 def quantise(model: HookedModel, target: Path, settings: Quantisation, progress: Progress = silent) -> Path:
-    """Write a hooked model whose weights are blocks.
-
-    Products with weights become `MatMulNBits`, the table of the tokens `GatherBlockQuantized`, both operators of ONNX
-    Runtime; norms, biases and routers stay as they are.
-
-    Args:
-        model: a hooked model whose weights are float32 or float16.
-        target: the folder to make, which is returned.
-
-    Raises:
-        ModelError: it exists, cannot be written, or the model is quantised already or has nothing to quantise.
-    """
+    """Write a hooked model of float32 or float16 as one whose weights are blocks, into a new folder."""
+    # Products with weights become `MatMulNBits`, the table of the tokens `GatherBlockQuantized`, both operators of ONNX
+    # Runtime; norms, biases and routers stay as they are.
     if target.exists():
         raise ModelError(f"{target} exists already")
     remove_leftovers(target.parent, holding=())
@@ -56,26 +46,23 @@ def quantise_into(
     folder: Path,
     settings: Quantisation,
     progress: Progress = silent,
+    # a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's files hold
+    # in the places of these weights is not read
     given: Mapping[str, GivenBlocks] | None = None,
+    # weight -> mean square of each of its inputs, [in]; see `quantise_blocks`
     importance: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
-    """Write the files of a quantised model into a folder; see `quantise`.
-
-    Args:
-        given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
-            files hold in the places of these weights is not read.
-        importance: weight -> mean square of each of its inputs, [in]; see `quantise_blocks`.
-    """
+    """Write the files of a quantised model into a folder; see `quantise`."""
     model.need_weights("quantising it")
     weights, given = find_weights(model), given or {}
     choice = choose(model, weights, settings, given)
     proto = with_blocks(model.proto, weights, choice.matrices, settings)
+    onnx_file.rename(proto, "logits", model.metadata.output)
     turned = {stack.weight: stack.turned for stack in weights.stacks}
     _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
-    for path in files_beside(model.folder, KEPT):
-        shutil.copyfile(path, folder / path.name)
+    copy_beside(files_beside(model.folder, KEPT), model.folder, folder)
 
 
 def _write_weights(
@@ -89,10 +76,8 @@ def _write_weights(
     importance: Mapping[str, NDArray[Any]],
     turned: Mapping[str, bool],
 ) -> None:
-    """Write all weights of the graph into one file, and point its initializers there.
-
-    `turned` says of each stack of experts whether its matrices are [out, in].
-    """
+    """Write all weights of the graph into one file, and point its initializers there."""
+    # `turned` says of each stack of experts whether its matrices are [out, in].
     outside = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in outside}
     read = {name for node in proto.graph.node for name in node.input}
@@ -123,10 +108,8 @@ def _write_weights(
 
 
 def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[str, Kind]:
-    """The same entries, parts of one kind together.
-
-    Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
-    """
+    """The same entries, parts of one kind together."""
+    # Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
     parts = [part for same in zip(*map(BlockNames.of, matrices), strict=True) for part in same if part in kinds]
     in_blocks = {*parts}
     others = [name for name in kinds if name not in in_blocks]
@@ -152,7 +135,6 @@ def _put_floats(
 def _point(
     proto: onnx.ModelProto, kept: list[onnx.TensorProto], matrices: dict[str, Matrix], file: StreamedFile
 ) -> None:
-    """Make initializers of what is in the file."""
     for tensor in kept:
         tensor.CopyFrom(_external(tensor.name, file, tensor.name))
     for name, matrix in matrices.items():
@@ -184,7 +166,6 @@ def _describe(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Write the metadata: those of the model, its new weights, and how they were made."""
     digest, files = describe_export(folder, [BLOCK_WEIGHTS], [folder / BLOCK_WEIGHTS], progress)
     attention = [
         # The hook points of heads' shares read the projection by its name and orientation, which the blocks change.

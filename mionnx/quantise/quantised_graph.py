@@ -28,21 +28,16 @@ BYTES, FLOAT, INT64_DTYPE = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(n
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that becomes blocks.
+    """A weight that becomes blocks."""
 
-    Attributes:
-        turned: whether its numbers are [out, in].
-        product, table: whether a product reads it, whether tokens pick its rows.
-        given: the checkpoint's own blocks; None where they are made of floats.
-    """
-
-    turned: bool
+    turned: bool  # whether its numbers are [out, in]
     bits: int
     block_size: int
     zero_points: bool
+    # product, table: whether a product reads it, whether tokens pick its rows.
     product: bool = True
     table: bool = False
-    given: GivenBlocks | None = None
+    given: GivenBlocks | None = None  # the checkpoint's own blocks; None where they are made of floats
 
     def places(self, columns: int) -> int:
         """The numbers of a row of its blocks, for so many inputs."""
@@ -66,7 +61,6 @@ class Matrix:
         return kinds
 
     def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
-        """Its parts, by name."""
         parts = BlockNames.of(name)
         arrays_of_node = {
             parts.packed: blocks.packed,
@@ -175,10 +169,8 @@ class _Writer:
         self._add("Add", [result, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
 
     def multiply_chosen(self, stack: ExpertStack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
-        """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
-
-        Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
-        """
+        """A Scan over experts as a MatMulNBits of each: one without rows costs nothing."""
+        # Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
         begin, end, y = stack.node.input[1], stack.node.input[2], stack.node.output[0]
         begins, ends = self._apart(begin, stack.count), self._apart(end, stack.count)
         weight = next(tensor for tensor in proto.graph.initializer if tensor.name == stack.weight)
@@ -204,7 +196,6 @@ class _Writer:
         )
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: Sequence[int], bias: str = "") -> str:
-        """A MatMulNBits with a weight of sizes [out, in]."""
         parts, level = BlockNames.of(name), self.settings.accuracy_level
         reads = [x, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
         reads += ["", bias] if bias else []
@@ -225,11 +216,9 @@ class _Writer:
         return [f"{value}.of{number}" for number in range(count)]
 
     def _places(self, begin: str, end: str, slots: str) -> str:
-        """Numbers of the joined rows at the places of each expert, [experts, places].
-
-        Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so that
-        the value is the same in both graphs.
-        """
+        """Numbers of the joined rows at the places of each expert, [experts, places]."""
+        # Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so
+        # that the value is the same in both graphs.
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")
@@ -305,6 +294,5 @@ def _drop_unread(proto: onnx.ModelProto) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
-    """The values that a node reads, in its subgraphs too."""
     inner = [name for entry in node.attribute if entry.HasField("g") for one in entry.g.node for name in _reads(one)]
     return [*node.input, *inner]

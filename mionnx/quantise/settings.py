@@ -15,28 +15,18 @@ DEFAULT_LEVEL = 0
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Settings of a model's blocks.
+    """Settings of a model's blocks."""
 
-    Attributes:
-        bits: 4 or 8.
-        block_size: how many neighbouring numbers of a row share a scale: 16, 32, 64, 128 or 256.
-        symmetric: the scale alone, and 0 is a number of the block; otherwise each block has a zero point too.
-        accuracy_level: 0: products are computed in floats; 4: ONNX Runtime's kernel rounds what it reads to 8 bits,
-            which is faster and less exact.
-        keep: names or globs of weights that stay in floats.
-        in_8_bits: names or globs of weights that take 8 bits where the others take 4.
-        embedding: whether the table of the tokens is quantised too.
-        unembedding: whether that of the logits is.
-    """
-
-    bits: int = 4
-    block_size: int = 32
-    symmetric: bool = True
+    bits: int = 4  # 4 or 8
+    block_size: int = 32  # how many neighbouring numbers of a row share a scale: 16, 32, 64, 128 or 256
+    symmetric: bool = True  # the scale alone, and 0 is a number of the block; otherwise each block has a zero point too
+    # 0: products are computed in floats; 4: ONNX Runtime's kernel rounds what it reads to 8 bits, which is faster and
+    # less exact.
     accuracy_level: int = DEFAULT_LEVEL
-    keep: tuple[str, ...] = ()
-    in_8_bits: tuple[str, ...] = ()
-    embedding: bool = True
-    unembedding: bool = True
+    keep: tuple[str, ...] = ()  # names or globs of weights that stay in floats
+    in_8_bits: tuple[str, ...] = ()  # names or globs of weights that take 8 bits where the others take 4
+    embedding: bool = True  # whether the table of the tokens is quantised too
+    unembedding: bool = True  # whether that of the logits is
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", BLOCK_BITS), ("block_size", BLOCK_SIZES), ("accuracy_level", FILE_LEVELS)):
@@ -51,7 +41,6 @@ class Quantisation:
             raise InputError(f"in_8_bits={list(self.in_8_bits)} has no effect: all weights take 8 bits")
 
     def bits_of(self, weight: str) -> int:
-        """The number of bits of a weight's numbers."""
         return 8 if any(fnmatchcase(weight, pattern) for pattern in self.in_8_bits) else self.bits
 
     def keeps(self, weight: str) -> bool:

@@ -1,5 +1,7 @@
 """Apply a plan: one rewrite after the other, on a copy of the graph."""
 
+import gc
+
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -15,7 +17,8 @@ from mionnx.rewrite.gradient.gradient_outputs import add_gradients, add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan
-from mionnx.rewrite.prune import prune
+from mionnx.rewrite.prune import prune, unscale_idle
+from mionnx.rewrite.query_blocks import in_query_blocks
 from mionnx.rewrite.restrict_outputs import restrict
 
 STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one needs
@@ -23,6 +26,17 @@ STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one n
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
     """Apply a plan to a model."""
+    # Thousands of small objects are made and all are needed to the end: looking for garbage takes a fifth of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _rewritten(origin, plan, metadata)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})
     if plan.gradients is not None:
@@ -30,6 +44,8 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     if plan.fused != NONE and metadata.fused:
         flow = Dataflow(origin)
         proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
+    if plan.blocks:
+        proto = in_query_blocks(proto, plan.blocks, metadata.sizes.num_layers)
     proto.metadata_props.extend(entry for entry in origin.metadata_props if entry.key != STOCK_KEY)
     return proto.SerializeToString(), report
 
@@ -46,14 +62,21 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
         read_out(graph, report)
     if plan.gradients is not None:
         add_metric(graph, plan.gradients, report)
+    if metadata.exponents:
+        unscale_idle(graph, metadata.exponents, _touched(plan))
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report
 
 
 def _ends(plan: Plan) -> list[str]:
-    """The values to compute in a graph that starts at a hook point."""
     return [*(want.hook for want in plan.captures), *([LOGITS] if plan.outputs.logits else [])]
+
+
+def _touched(plan: Plan) -> set[str]:
+    """Hook points that a graph is cut at, or that gradients are by or of."""
+    by = plan.gradients
+    return {*plan.starts} | ({*by.seeds, *(node.source for node in by.by)} if by else set())
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:

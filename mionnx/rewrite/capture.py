@@ -23,11 +23,7 @@ from mionnx.rewrite.rwkv_derived import effective_attention, raw_effective_atten
 
 
 def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
-    """Add the nodes of one layer's `hook_result`: [batch, seq, n_heads, hidden].
-
-    Raises:
-        ModelError: no node reads the output projection that the metadata name, or it is integers without scales.
-    """
+    """Add the nodes of one layer's `hook_result`: [batch, seq, n_heads, hidden]."""
     sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
     if attention.output_projection not in tensors:
         raise ModelError(f"no node of the graph reads {attention.output_projection}, the projection behind {point}")

@@ -23,11 +23,7 @@ INTEGERS = {**SCALE_INPUTS, "QLinearMatMul": (4, 5)}  # places of scales and zer
 
 
 def dequantised(op: Builder, weight: Tensor) -> Tensor:
-    """Add the nodes of a weight's numbers, in the shape of its use.
-
-    Raises:
-        ModelError: integers without scales, or numbers in another order than their columns.
-    """
+    """Add the nodes of a weight's numbers, in the shape of its use."""
     if _is_float(weight):
         return weight
     for node in weight.outputs:

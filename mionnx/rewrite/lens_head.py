@@ -42,14 +42,12 @@ def read_out(graph: gs.Graph, report: Report) -> None:
 
 
 def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -> None:
-    """Make a value an output."""
     value.name = f"{op.prefix}.{name}"
     value.shape = ["mionnx.entries", "mionnx.positions", *([last] if last else [])]
     op.graph.outputs.append(value)
 
 
 def _largest(op: Builder, distribution: Distribution) -> None:
-    """The k largest log-probabilities and their tokens."""
     values, ids = op.TopK(distribution.logits, op.input(LENS_K, np.int64, 1), axis=2, outputs=2)
     _output(op, "top", op.Sub(values, distribution.total), "mionnx.k")
     _output(op, "top_ids", ids, "mionnx.k")

@@ -30,11 +30,7 @@ TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
 
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
-    """Let the head read chosen rows; see the module's text.
-
-    Args:
-        streams: names of the residual streams, the one that the head reads last.
-    """
+    """Let the head read chosen rows of streams, the one that it reads last; see the module's text."""
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]
@@ -61,11 +57,7 @@ class _Head:
         self._tokens: gs.Variable | None = None
 
     def follow(self, logits: gs.Variable) -> None:
-        """Follow the logits back to the rows.
-
-        Raises:
-            ModelError: they are computed from anything else than the rows, weights, and the shape of the token ids.
-        """
+        """Follow the logits back to the rows; weights and the shape of the token ids alone may take part."""
         if not self._from_rows(logits):
             raise self._refusal()
         self._read(logits)
@@ -74,7 +66,6 @@ class _Head:
         return ModelError(f"the logits are not computed from {self.last} alone: a lens of rows cannot be built")
 
     def _from_rows(self, value: gs.Tensor) -> bool:
-        """Whether a value is computed from the rows."""
         seen, waiting = {id(value)}, [value]
         while waiting:
             one = waiting.pop()

@@ -37,29 +37,21 @@ class EditKind(Protocol):
 
 @dataclass(frozen=True)
 class Edit:
-    """One intervention, as far as it shapes the graph.
-
-    Attributes:
-        index: which of the interventions at this hook point it is, from 0.
-        at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads, rows, columns of router logits and neurons it applies, and
-            which scores are not of padding.
-        fit: the structure of a splice's fragment.
-        reads: of a splice, the hook point that it reads besides.
-        at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
-        switched: whether an input says that it applies at all.
-    """
+    """One intervention, as far as it shapes the graph."""
 
     hook: str
     kind: EditKind
-    index: int
+    index: int  # which of the interventions at this hook point it is, from 0
     axes: tuple[str, ...]
-    at_positions: bool = False
+    at_positions: bool = False  # whether an input says at which token positions it applies
+    # Whether an input says at which heads, rows, columns of router logits and neurons it applies, and which scores are
+    # not of padding.
     masked: bool = False
-    fit: FittedFragment | None = None
-    reads: str | None = None
+    fit: FittedFragment | None = None  # the structure of a splice's fragment
+    reads: str | None = None  # of a splice, the hook point that it reads besides
+    # The hook point that holds the choice, where an input says at which chosen experts it applies.
     at_experts: str | None = None
-    switched: bool = False
+    switched: bool = False  # whether an input says that it applies at all
 
     @property
     def prefix(self) -> str:
@@ -111,22 +103,15 @@ class Edit:
 
 @dataclass(frozen=True)
 class CaptureNode:
-    """One capture: a hook point, after or before its interventions, whole or in part.
-
-    Attributes:
-        before: whether what came in is meant.
-        at_positions: whether an input says of which token positions.
-        at_heads: whether an input says of which heads.
-        inner: of a hook point that a splice brings, what is known of it.
-        dtype: to which it is cast; None where it keeps its own.
-    """
+    """One capture: a hook point, after or before its interventions, whole or in part."""
 
     hook: str
-    before: bool = False
-    at_positions: bool = False
-    at_heads: bool = False
+    before: bool = False  # whether what came in is meant
+    at_positions: bool = False  # whether an input says of which token positions
+    at_heads: bool = False  # whether an input says of which heads
+    # Of a hook point that a splice brings, what is known of it.
     inner: InnerHook | None = field(default=None, compare=False, repr=False)
-    dtype: str | None = None
+    dtype: str | None = None  # to which it is cast; None where it keeps its own
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -135,7 +120,6 @@ class CaptureNode:
 
     @property
     def output(self) -> str:
-        """The name of the captured array."""
         return f"{self.hook}.before" if self.before else self.hook
 
     @property
@@ -156,7 +140,6 @@ class CaptureNode:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The inputs of its limits."""
         limits = (self.at_positions, self.columns_input), (self.at_heads, self.heads_input)
         return tuple(name for limited, name in limits if limited)
 
@@ -171,7 +154,6 @@ class GradientNode(CaptureNode):
 
     @property
     def output(self) -> str:
-        """The name of the array."""
         return gradient_name(self.source)
 
 
@@ -188,19 +170,14 @@ METRIC_ANSWER, METRIC_VERSUS = f"{METRIC}.answer", f"{METRIC}.versus"
 
 @dataclass(frozen=True)
 class Gradients:
-    """A metric of the logits, and its gradients.
-
-    Attributes:
-        by: the gradients, in execution order; none if the metric alone is wanted.
-        of: the value that the metric reads: the logits, or one at a hook point.
-        rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
-        beside: with a value at a hook point, further ones whose sums are added to its, each with numbers of its own.
-    """
+    """A metric of the logits, and its gradients."""
 
     metric: str
-    by: tuple[GradientNode, ...] = ()
+    by: tuple[GradientNode, ...] = ()  # the gradients, in execution order; none if the metric alone is wanted
+    # The name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
     rules: str = "gradient"
-    of: str = "logits"
+    of: str = "logits"  # the value that the metric reads: the logits, or one at a hook point
+    # With a value at a hook point, further ones whose sums are added to its, each with numbers of its own.
     beside: tuple[str, ...] = ()
 
     @property
@@ -217,27 +194,17 @@ NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators t
 
 @dataclass(frozen=True)
 class Outputs:
-    """The model's own outputs that a graph computes, and the part of the logits.
-
-    Attributes:
-        at_positions: of the positions in the input `LOGIT_COLUMNS`, int64 [batch, n].
-        of_tokens: of the tokens in the input `LOGIT_TOKENS`, int64 [n].
-        only_these: and the head is computed for these tokens alone, which may change the last bits.
-        ranked: the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens.
-        carried: whether keys, values and states are given, for a call that goes on.
-        begins: of the columns from the input `LOGIT_BEGIN` on, int64 [1]: 0 for all, -1 for the last.
-        readout: what a lens reads off the logits, in their place; see `mionnx.rewrite.lens_head`.
-    """
+    """The model's own outputs that a graph computes, and the part of the logits."""
 
     logits: bool = True
     last: bool = False
-    at_positions: bool = False
-    of_tokens: bool = False
-    only_these: bool = False
-    ranked: bool = False
-    carried: bool = True
-    begins: bool = False
-    readout: bool = False
+    at_positions: bool = False  # of the positions in the input `LOGIT_COLUMNS`, int64 [batch, n]
+    of_tokens: bool = False  # of the tokens in the input `LOGIT_TOKENS`, int64 [n]
+    only_these: bool = False  # and the head is computed for these tokens alone, which may change the last bits
+    ranked: bool = False  # the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens
+    carried: bool = True  # whether keys, values and states are given, for a call that goes on
+    begins: bool = False  # of the columns from the input `LOGIT_BEGIN` on, int64 [1]: 0 for all, -1 for the last
+    readout: bool = False  # what a lens reads off the logits, in their place; see `mionnx.rewrite.lens_head`
 
 
 @dataclass(frozen=True)
@@ -249,6 +216,7 @@ class Plan:
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
             asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
             graph in the place of the hooked one.
+        blocks: of queries in which attention is computed where nobody reads scores or pattern; 0 for one product.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -257,11 +225,17 @@ class Plan:
     starts: tuple[str, ...] = ()
     fused: str = NONE
     gradients: Gradients | None = None
+    blocks: int = 0
 
     @property
     def touches(self) -> bool:
         """Whether anything between tokens and outputs is changed, captured or differentiated."""
         return bool(self.edits or self.captures or self.starts or self.gradients)
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has the derivatives of something."""
+        return self.gradients is not None and bool(self.gradients.by)
 
     @property
     def empty(self) -> bool:

@@ -20,11 +20,7 @@ INTEGERS = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 
 
 def products_in_floats(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, int]:
-    """Replace the products with weights in blocks; `proto` is left alone.
-
-    Returns:
-        the model, and the bytes of floats that the weights become when it is opened.
-    """
+    """Copy a model with its products of blocks replaced; also the bytes of floats that the weights become."""
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     initializers = {tensor.name: tensor for tensor in result.graph.initializer}
@@ -92,7 +88,6 @@ class _Writer:
         return [numbers, scales, self._middle(blocks, bits)]
 
     def _as(self, name: str, ending: str, dims: list[int], dtype: int | None = None) -> str:
-        """The bytes of an initializer in another shape and dtype."""
         made = f"{name}.{ending}"
         if made not in self.held:
             tensor = self.graph.initializer.add()
@@ -115,7 +110,6 @@ class _Writer:
         return name
 
     def _list(self, numbers: list[int]) -> str:
-        """A constant list."""
         name = f"mionnx.list.{'_'.join(map(str, numbers))}"
         if name not in self.held:
             self.held[name] = self.graph.initializer.add()

@@ -45,7 +45,7 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     if wanted.of_tokens:
         tokens = op.input(LOGIT_TOKENS, np.int64, 1)
         if not (wanted.only_these and _cut_head(graph, op, tokens)):
-            _after(graph, lambda value: op.Gather(value, tokens, axis=2))
+            _after(graph, lambda value: op.Gather(value, tokens, axis=_last(graph)))
     if wanted.ranked:
         _rank(graph, op)
 
@@ -89,21 +89,21 @@ def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variabl
     part = cut(whole)
     whole.name, part.name = f"{part.name}.whole", LOGITS  # callers fetch "logits", whatever part that is
     graph.outputs[index] = part
-    part.shape = None
+    part.shape = _shape(whole)
     _forget_shape(graph)
     return part
 
 
 def _rank(graph: gs.Graph, op: Builder) -> None:
-    k, ids = op.input(LOGIT_TOP_K, np.int64, 1), []
+    k, ids, last = op.input(LOGIT_TOP_K, np.int64, 1), [], _last(graph)
 
     def largest(value: gs.Tensor) -> gs.Tensor:
-        values, tokens = op.TopK(value, k, axis=2, outputs=2, name="top")
+        values, tokens = op.TopK(value, k, axis=last, outputs=2, name="top")
         ids.append(tokens)
         return values
 
     _after(graph, largest)
-    ids[0].name, ids[0].shape = TOP_IDS, ["batch", "mionnx.seq", "mionnx.k"]
+    ids[0].name, ids[0].shape = TOP_IDS, ["batch", *["mionnx.seq"] * (last - 1), "mionnx.k"]
     graph.outputs += ids
     op.report.outputs.append(TOP_IDS)
 
@@ -112,8 +112,19 @@ def _forget_shape(graph: gs.Graph) -> None:
     """The shape that was written down for the logits is no longer theirs."""
     for output in graph.outputs:
         if output.name in (LOGITS, HOOKED):
-            output.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
+            output.shape = _shape(output)
     for name in (LOGITS, HOOKED):
         value = graph.tensors().get(name)
         if value is not None and not isinstance(value, gs.Constant):
-            value.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
+            value.shape = _shape(value)
+
+
+def _last(graph: gs.Graph) -> int:
+    """The last axis of the logits: 2, or 1 where a text has one row of them."""
+    return len(graph.tensors()[LOGITS].shape or "bsv") - 1
+
+
+def _shape(value: gs.Tensor) -> list[str]:
+    return (
+        ["batch", "mionnx.vocab"] if value.shape and len(value.shape) == 2 else ["batch", "mionnx.seq", "mionnx.vocab"]
+    )

@@ -12,6 +12,7 @@ import numpy as np
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine import memory
 from mionnx.machine.progress import shown, silence
@@ -23,6 +24,9 @@ LARGE = 2**26  # bytes of a pass for which nobody needs to ask
 SMALL_CAPTURES = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 SHARE = 0.25  # of the free memory that one batch may take
 STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
+QUERY_BLOCKS = ((4096, 32), (2048, 16), (1024, 8))  # tokens from which on attention has so many blocks of queries
+MASKS = 2  # arrays of a mask, whole and in blocks, beside them
+READ_SCORES = ("AttnScores", "AttnPattern")
 
 BatchSize = int | str | None
 Fitting = Callable[[int], int]  # tokens of the longest row of a batch -> rows that it may have
@@ -39,19 +43,9 @@ def check_batch_size(size: BatchSize) -> None:
 def batches_of(
     lengths: Sequence[int], batch_size: int | str = AUTO, padded: bool = True, *, fitting: Fitting | None = None
 ) -> Iterator[list[int]]:
-    """Group rows into batches, the shortest first.
-
-    Args:
-        batch_size: most rows of a batch; "auto": so many that a batch has some 2048 tokens.
-        padded: whether rows of unequal length may be in one batch.
-        fitting: tokens of the longest row -> rows of a batch that memory has room for; read for "auto".
-
-    Returns:
-        the indices of each batch's rows.
-
-    Example:
-        [*batches_of([3, 900, 4], 2)]  # [[0, 2], [1]]
-    """
+    """Indices of the rows of each batch, the shortest first: `batches_of([3, 900, 4], 2)` gives [0, 2], [1]."""
+    # `batch_size` is most rows of a batch; "auto": so many that a batch has some 2048 tokens, and `fitting` (tokens of
+    # the longest row -> rows that memory has room for) allows. Unless `padded`, rows of a batch have one length.
     batch: list[int] = []
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -74,28 +68,17 @@ def batches_of(
 
 def in_batches(
     lengths: Sequence[int],
-    batch_size: BatchSize,
-    run: Callable[[list[int]], Sequence[T]],
+    batch_size: BatchSize,  # most rows of a batch, or "auto"; None for one batch of all
+    run: Callable[[list[int]], Sequence[T]],  # runs the rows of these indices, and gives a result for each of them
     *,
     stage: str,
+    # padded, fitting: see `batches_of`
     padded: bool = True,
     fitting: Fitting | None = None,
-    progress: bool | None = None,
+    progress: bool | None = None,  # see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True
 ) -> list[T]:
-    """Run rows in batches of like length; an error names the rows of its batch.
-
-    Args:
-        batch_size: most rows of a batch, or "auto"; None for one batch of all.
-        run: runs the rows of these indices, and gives a result for each of them.
-        padded, fitting: see `batches_of`.
-        progress: see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True.
-
-    Returns:
-        the results, in the order of `lengths`.
-
-    Example:
-        in_batches([3, 900, 4], "auto", lambda rows: [row * 10 for row in rows], stage="tens")  # [0, 10, 20]
-    """
+    """Run rows in batches of like length; an error names the rows of its batch."""
+    # Returns the results, in the order of `lengths`.
     check_batch_size(batch_size)
     count = len(lengths)
     batches = [[*range(count)]] if batch_size is None else [*batches_of(lengths, batch_size, padded, fitting=fitting)]
@@ -146,7 +129,20 @@ def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
     """Bytes of one row's longest layer, about: streams, and the scores of all heads."""
     sizes = bound.model.metadata.sizes
     scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
+    if (blocks := query_blocks(seq)) and not _reads_scores(bound):
+        scores = scores // blocks + MASKS * total
     return 4 * seq * (STREAMS * sizes.hidden_size + scores)
+
+
+def query_blocks(tokens: int) -> int:
+    """The blocks of queries in which attention over so many tokens is computed; 0 for one product."""
+    return next((blocks for least, blocks in QUERY_BLOCKS if tokens >= least), 0)
+
+
+def _reads_scores(bound: BoundSpec) -> bool:
+    """Whether a layer has all its scores at once, as something reads them."""
+    hooks = [*(node.hook for node in bound.plan.captures), *(edit.hook for edit in bound.plan.edits)]
+    return bound.plan.differentiated or any(HookPoint.parse(hook).variant in READ_SCORES for hook in hooks)
 
 
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
@@ -157,7 +153,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     if bound.plan.outputs.logits:
         every = not bound.plan.outputs.last and (part is None or part.positions is None)
         positions = length if every else 1 if part is None else len(part.positions_)
-        size += number * positions * model.metadata.sizes.vocab_size
+        size += number * (positions if model.metadata.positional else 1) * model.metadata.columns
     if use_cache and not model.metadata.recurrent:
         size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))
     return size

@@ -18,6 +18,7 @@ from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import ALL, LOGIT_BEGIN, NONE, PADDED, STOCK, Outputs, Plan
 from mionnx.run import stock_calls
+from mionnx.run.batching import query_blocks
 from mionnx.run.every_layer import ALL_LAYERS
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.spec.hook_spec import HookSpec
@@ -42,12 +43,7 @@ def open_call(
     *,
     continues: bool = False,
 ) -> OpenGraph:
-    """The open graph of a bound spec in a call.
-
-    Args:
-        batch: the tokens; one text of several tokens if left out.
-        continues: whether calls of one token follow.
-    """
+    """The open graph of a bound spec in a call; of one text of several tokens without a batch."""
     model, options = bound.model, graphs.options
     plan = with_fused(bound.plan, model, options, batch, outputs, continues=continues)
     tokens = 0 if batch is None or continues else batch.batch * batch.seq
@@ -57,6 +53,8 @@ def open_call(
         # on there are logits; what comes before the head is not touched, so the bits are the same.
         feeds[LOGIT_BEGIN] = np.array([-1 if plan.outputs.last else 0])
         plan = replace(plan, outputs=replace(plan.outputs, last=False, begins=True))
+    if batch is not None and not continues:
+        plan = in_blocks(plan, graphs, batch.seq)
     layers = None if batch is None else graphs.every_layer(plan)
     if layers is not None and batch is not None:
         captured = bound.estimate(batch.batch, batch.seq, batch.total).total
@@ -65,6 +63,12 @@ def open_call(
             return replace(graph, feeds={**feeds, **layers.switches}, lent=layers.lent)
     graph = graphs.get(plan, tokens)
     return replace(graph, feeds=feeds) if feeds else graph
+
+
+def in_blocks(plan: Plan, graphs: OpenGraphs, tokens: int) -> Plan:
+    """The plan with attention in blocks of queries, for rows of many tokens on the CPU."""
+    one_product = plan.fused != NONE or not graphs.engine.packs(graphs.options)
+    return plan if one_product else replace(plan, blocks=query_blocks(tokens))
 
 
 def _shares(plan: Plan) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -19,10 +20,10 @@ from mionnx.inputs.past import past_inputs, present_names, present_to_past, take
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import refuse_too_large
-from mionnx.run.call_graph import open_call
+from mionnx.run.call_graph import in_blocks, open_call
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import StepFunctions
-from mionnx.run.open_graphs import OpenGraphs
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.sampling import GrowingTexts
 
 ROUND = 64  # columns of keys, past and new, are a multiple of this where steps have one shape
@@ -45,6 +46,7 @@ class Passes:
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
         self.lent: Mapping[str, str] = {}
+        self.prefill: OpenGraph | None = None  # of a long prompt, where it is another one
         cut = functions is not None and HookPoint.Logits.name in functions.names
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or cut
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
@@ -55,6 +57,9 @@ class Passes:
             self.program = program = graph.program
             self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
             self.lent = graph.lent
+            prompt = in_blocks(graph.plan, graphs, batch.seq)
+            if prompt.blocks:
+                self.prefill = replace(graphs.get(prompt), feeds=graph.feeds, lent=graph.lent)
         else:
             self.chain = graphs.chain(self.bound.plan, functions.names)
             self.weights, self.run = bound.weights, self._run_chain
@@ -82,7 +87,11 @@ class Passes:
             self.rolling = Rolling(self.program, names, inputs, self.present_to_past, self.batch)
             self.past = {}
         if self.rolling is None:
-            results = self.run(names, inputs)
+            prefill, self.prefill = self.prefill, None
+            if prefill is None:
+                results = self.run(names, inputs)
+            else:
+                results = prefill.run(names, {**inputs, **self.bound.weights})
             self.past = {name: results[present] for present, name in self.present_to_past.items()}
         else:
             results = self.rolling.step(inputs, self.batch)

@@ -28,19 +28,12 @@ Node = TypeVar("Node", Edit, CaptureNode, GradientNode)
 
 @dataclass(frozen=True)
 class EveryLayer:
-    """How the graph of every layer serves a plan.
+    """How the graph of every layer serves a plan."""
 
-    Attributes:
-        plan: the structure of that graph, with every intervention switched.
-        switches: input -> whether its intervention is on.
-        lent: input of an intervention or capture that is off -> the input whose array it is fed.
-        copies: captures and gradients for each that is asked for.
-    """
-
-    plan: Plan
-    switches: Mapping[str, NDArray[np.bool_]]
-    lent: Mapping[str, str]
-    copies: int
+    plan: Plan  # the structure of that graph, with every intervention switched
+    switches: Mapping[str, NDArray[np.bool_]]  # input -> whether its intervention is on
+    lent: Mapping[str, str]  # input of an intervention or capture that is off -> the input whose array it is fed
+    copies: int  # captures and gradients for each that is asked for
 
     def cuts(self, cuts: Iterable[str]) -> tuple[str, ...]:
         """The hook points at which a graph is cut, at every layer."""

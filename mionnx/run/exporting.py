@@ -124,12 +124,7 @@ def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
 def export(
     folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
 ) -> None:
-    """Export a checkpoint into a new folder; a temporary folder is renamed into place.
-
-    Args:
-        copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
-        graph_only: export the config alone, without weights.
-    """
+    """Export a checkpoint into a new folder; `copy` gives it weight files of its own instead of links."""
     exporter = exporter_for(folder)
     if target.exists():
         raise ExportError(f"{target} exists already")

@@ -4,16 +4,19 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
+from functools import partial as bind
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
 from typing import Any
+from zipfile import ZipFile
 
 from platformdirs import user_cache_path
 
-from mionnx.errors import ExportError, InputError, MIError, ModelError
-from mionnx.graph.folder_file import inside
+from mionnx.errors import ExportError, InputError, MIError, ModelError, boundary
+from mionnx.graph.folder_file import inside, resolve
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
@@ -29,6 +32,7 @@ from mionnx.run.exporting import MADE, NEEDED, copy_links, dtype_of, exporter_fo
 from mionnx.run.hub import download, download_file, names_file
 from mionnx.run.repository import MAIN, Repository, Version
 
+CHUNK = 2**22  # bytes of an archive that are copied at a time
 LONGEST_NAME = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
@@ -50,10 +54,8 @@ def find_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> Path:
-    """The hooked model's folder of a path, a shipped model's name or a Hub id.
-
-    `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
-    """
+    """The hooked model's folder of a path, a shipped model's name or a Hub id."""
+    # `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     folder = checkpoint_folder(source, version=version, progress=progress)
     source_path.refuse_compiled(folder)
     if not (folder / GRAPH).exists() or not source_path.is_hooked(folder / GRAPH):
@@ -76,10 +78,8 @@ def open_model(
     refuse: Callable[[Path], None] | None = None,
     version: Version = MAIN,
 ) -> HookedModel:
-    """Find a model and open it; see `find_model` and `HookedModel.open`.
-
-    An export in the store that is damaged is made again, unless another process uses it, and that is said.
-    """
+    """Find a model and open it; see `find_model` and `HookedModel.open`."""
+    # An export in the store that is damaged is made again, unless another process uses it, and that is said.
     folder = find_model(source, dtype, progress, refuse, version)
     try:
         hooked = HookedModel.open(folder, check=check, progress=progress)
@@ -94,27 +94,44 @@ def open_model(
 
 def checkpoint_folder(
     source: str | Path,
-    file: str | None = None,
-    version: Version = MAIN,
+    file: str | None = None,  # the name of the file, where the folder or repository has several models
+    version: Version = MAIN,  # a repository's of the Hub; its subfolder also a folder's here
     progress: Progress = silent,
-    weights: bool = True,
+    weights: bool = True,  # download weights; without them it is what a graph alone is made of
 ) -> Path:
-    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be.
-
-    A folder goes before a shipped model of its name.
-
-    Args:
-        file: the name of the file, where the folder or repository has several models.
-        version: a repository's of the Hub; its subfolder also a folder's here.
-        weights: download weights; without them it is what a graph alone is made of.
-    """
+    """The folder or file of a path, a shipped model's name or a Hub id; those of the Hub are downloaded if need be."""
+    # A folder goes before a shipped model of its name.
     name = str(source)
     folder = source_path.local_path(source) or source_path.shipped_models().get(name)
-    folder = folder or source_path.packaged_model(name)
+    folder = folder or _packaged(name)
     if folder is None:
         return hub_folder(name if file is None else f"{source}/{file}", None, version, progress, weights)
     folder = part_of(folder, version)
     return folder if file is None else source_path.file_in(folder, file)
+
+
+def _packaged(name: str) -> Path | None:
+    """The file of a packaged model, or its folder, unpacked into the store; None for any other name."""
+    path = source_path.packaged_model(name)
+    if path is None or path.suffix != source_path.ARCHIVE:
+        return path
+    state = path.stat()
+    unpacked = _in_store(f"{name}-{_key([str(path), state.st_size, state.st_mtime_ns])}", bind(unpack, path, name))
+    return unpacked / name  # named as the model, which is called so
+
+
+def unpack(archive: Path, name: str, target: Path) -> None:
+    """Unpack the files of an archive, of its top and of folders in it, into a folder of a name.
+
+    Raises:
+        ModelError: it is damaged, or a file in it would lie elsewhere.
+    """
+    with boundary(ModelError, f"{archive} is no intact archive"), ZipFile(archive) as file:
+        for entry in [entry for entry in file.infolist() if not entry.is_dir()]:
+            path = resolve(target, f"{name}/{entry.filename}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with file.open(entry) as source, path.open("wb") as copy:
+                shutil.copyfileobj(source, copy, CHUNK)
 
 
 def part_of(folder: Path, version: Version) -> Path:
@@ -127,12 +144,8 @@ def part_of(folder: Path, version: Version) -> Path:
 def hub_folder(
     name: str, file: str | None, version: Version = MAIN, progress: Progress = silent, weights: bool = True
 ) -> Path:
-    """The folder or single file of a model of the Hub, downloaded if need be.
-
-    Args:
-        name: USER/REPOSITORY, or that and a GGUF or `.pth` file in it.
-        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
-    """
+    """The folder or single file of USER/REPOSITORY, or of a GGUF or `.pth` file in it, downloaded if need be."""
+    # `file` is one of its ONNX files; None for a checkpoint, or else the preferred one.
     names = [*source_path.shipped_models(), *source_path.PACKAGED]
     if names_file(name):
         repository, _, single = name.rpartition("/")
@@ -152,15 +165,9 @@ def hub_folder(
 def adopt(
     source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
 ) -> Any:
-    """Write a foreign ONNX file as a hooked model.
-
-    Args:
-        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
-        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
-
-    Returns:
-        `exporters.adopt.assemble.Adopted`.
-    """
+    """Write a foreign ONNX file as a hooked model; returns `exporters.adopt.assemble.Adopted`."""
+    # The source is a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
+    # `copy` gives the folder weight files of its own, where otherwise they are the source's under another name.
     if target.exists():
         raise ExportError(f"{target} exists already")
     remove_leftovers(target.parent, holding=MADE)

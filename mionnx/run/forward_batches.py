@@ -25,7 +25,7 @@ from mionnx.run.call_graph import bind_pass, open_call
 from mionnx.run.hook_cache import HookCache, collect, joined, rows_of
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
-from mionnx.run.tokenizing import check_token, has_text, token_id, warn_of_spellings
+from mionnx.run.tokenizing import answer_id, check_answer, has_text, warn_of_spellings
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import MetricSpec
 
@@ -54,6 +54,7 @@ def run_pass(
     inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     results = open_call(model.variants, bound, batch, names).run(names, inputs)
+    model.watch_memory()
     if logits:
         results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
         _look_at_spelling(model, bound.spec.metric, feeds, results["logits"])
@@ -69,13 +70,15 @@ def metric_feeds(model: OpenModel, bound: BoundSpec, batch: TokenBatch) -> Feeds
         sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
         point = HookPoint.parse(metric.of)
         return seed_inputs(metric, shape_of(bound.hooks.dims(point), sizes), bound.hooks.axes(point), batch)
-    metric = with_ids(metric, partial(token_id, model), partial(check_token, model))
-    return metric_inputs(metric, batch, bound.logits, bound.model.metadata.sizes)
+    metric = with_ids(metric, partial(answer_id, model), partial(check_answer, model))
+    return metric_inputs(metric, batch, bound.logits, bound.model.metadata)
 
 
 def _look_at_spelling(model: OpenModel, metric: MetricSpec | None, feeds: Feeds, logits: Any) -> None:
     """Warn where the model gives more to another spelling of a metric's tokens."""
     if metric is None or METRIC_WEIGHTS not in feeds or not has_text(tokens := (metric.answer, metric.versus)):
+        return
+    if model.hooked.metadata.labels:
         return
     places = feeds[METRIC_WEIGHTS].argmax(axis=1)
     read = np.asarray(logits)[np.arange(len(places)), places]
@@ -106,8 +109,7 @@ class ListRequest:
 
     def batch(self, model: OpenModel) -> TokenBatch:
         """All prompts as one token batch."""
-        sizes = model.hooked.metadata.sizes
-        return make_token_batch(self.tokens, self.attention_mask, self.past, sizes, self.prompt_length)
+        return make_token_batch(self.tokens, self.attention_mask, self.past, model.hooked, self.prompt_length)
 
 
 # of the spec, tokens and past of some rows, whether its effects are known, and the rows' numbers
@@ -150,8 +152,8 @@ def map_rows(
     Returns:
         what `read` made, in the order given.
     """
-    bound, sizes = bound or request.bound(model), model.hooked.metadata.sizes
-    prompts, full = read_prompts(request.tokens, request.attention_mask, request.past, sizes), None
+    bound, hooked = bound or request.bound(model), model.hooked
+    prompts, full = read_prompts(request.tokens, request.attention_mask, request.past, hooked), None
     if differs_by_row(bound) or request.prompt_length is not None:
         full = request.batch(model)
         bound.check(full, request.use_cache)  # on all rows at once: a part may lack what an intervention is for
@@ -162,7 +164,7 @@ def map_rows(
     def run_rows(rows: list[int]) -> list[T]:
         ids, mask, past = prompts.part(rows)
         lengths = None if full is None or full.prompt_lengths is None else full.prompt_lengths[rows].tolist()
-        batch = make_token_batch(ids, mask, past, sizes, lengths)
+        batch = make_token_batch(ids, mask, past, hooked, lengths)
         spec = bound.spec if full is None else SpecRows(bound, full).of(rows, batch.seq)
         if run is not None:
             cache = run(spec, batch, past, full is not None, rows)

@@ -13,6 +13,7 @@ from mionnx.bind.spec_rows import SpecRows, differs_by_row
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.rwkv_state import RWKVState
@@ -167,6 +168,8 @@ def generate(
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
         model.generate("The capital of France is", steer, max_new_tokens=3).new_texts
     """
+    if model.bidirectional:
+        refuse_without_cache(model.hooked, "generate")
     stopping = Stopping(max_new_tokens, min_new_tokens, _end_tokens(model, eos_token_id), stop_texts(stop_strings))
     if stopping.strings and not model.has_tokenizer:
         raise TokenizerError(f"{model.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
@@ -232,6 +235,7 @@ def _continued(
         chosen = texts.take(logits)
         if stream is not None:
             stream.put(chosen)
+    model.watch_memory()
     if stream is not None:
         stream.end()
     axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
@@ -271,7 +275,7 @@ def _in_batches(
     past, stopping, hooked = choose_past(model.hooked, cache, None), request.growth.stopping, model.hooked
     shared = past if past is not None and past.batch == 1 else None
     ids = model.ids(tokens)
-    prompts = read_prompts(ids, attention_mask, None if shared is not None else past, hooked.metadata.sizes)
+    prompts = read_prompts(ids, attention_mask, None if shared is not None else past, hooked)
     full = None
     if differs_by_row(bound):
         full, _ = _prompts(model, ids, attention_mask, cache, stopping)
@@ -301,10 +305,10 @@ def _prompts(
 ) -> tuple[TokenBatch, Past | None]:
     """The token batch of the first pass, and what it continues from."""
     past = choose_past(model.hooked, cache, None)
-    rows, sizes = count_rows(tokens), model.hooked.metadata.sizes
+    rows = count_rows(tokens)
     if past is not None and past.batch == 1 < rows:
         past = past.repeat(rows)  # a prefix of one row serves all prompts
-    batch = make_token_batch(tokens, attention_mask, past, sizes)
+    batch = make_token_batch(tokens, attention_mask, past, model.hooked)
     if not batch.real[:, -1].all():
         row = int(np.argmin(batch.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")

@@ -3,14 +3,17 @@
 1. The graph used longest ago is closed when a pool has more than `max_graphs` or `max_bytes`.
 2. When an analysis ends, graphs that no call has used since the last one ended are closed, until all of a pool take at
    most an eighth of the weights' size.
-3. Memory that freed activations leave behind in the engine's arena and in the C library is returned then, if the
-   process has grown by more than that eighth, once no graph has been used for two seconds.
+3. Memory that freed activations leave behind in the engine's arena and in the C library is returned, if the process
+   has grown by more than that eighth, once no graph has been used for two seconds.
 
-Pages of mapped weight files stay: the system takes them back where memory is short.
+4. Each graph maps the weights' files anew, and a page counts once for each mapping that has read it. Where they are
+   more than the weights once, when a graph was opened, or in such a pause, all are let go; the next run fetches its own
+   from the system's cache.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from threading import RLock, Timer
 from typing import Generic, Protocol, TypeVar
 
@@ -98,16 +101,31 @@ def count_use() -> None:
     _uses[0] += 1
 
 
+class MappedPages:
+    """Resident pages of the files in which a model's weights lie."""
+
+    def __init__(self) -> None:
+        self._least = memory.resident()[1]  # bytes of all files when these were last let go
+
+    def limit(self, weights: int, parts: Callable[[], Collection[memory.Part]], files: Collection[Path]) -> None:
+        """Let pages go where the process holds more than the weights' bytes once."""
+        now = memory.resident()[1]
+        self._least = min(self._least, now)
+        if now > self._least + weights + idle_limit(weights):
+            memory.let_go(parts(), files)
+            self._least = memory.resident()[1]
+
+
 class IdleMemory:
     """Free memory of the process, which no value lies in."""
 
     def __init__(self) -> None:
-        self._least = memory.anonymous()  # bytes of no file when some was last returned, or the least since
+        self._least = memory.resident()[0]  # bytes when some was last returned, or the least since
         self._lock, self._since = RLock(), 0.0
         self._timer: Timer | None = None
 
     def release(self, allowed: int, release: Callable[[], None], later: bool = False) -> None:
-        """Return memory of no file if the process has grown by more than the bytes allowed.
+        """Return memory if the process has grown by more than the bytes allowed.
 
         Args:
             later: wait, in another thread, for a pause in which no graph of this process is used.
@@ -117,7 +135,7 @@ class IdleMemory:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            now = memory.anonymous()
+            now = memory.resident()[0]
             if now > self._least + allowed:
                 # The next analysis takes what the last one took: returned in between, it would be fetched again.
                 if later and waited < LONGEST_WAIT:
@@ -125,9 +143,14 @@ class IdleMemory:
                     self._wait(allowed, release)
                     return
                 release()
-                self._least = memory.anonymous()
+                self._least = memory.resident()[0]
             else:
                 self._least = min(self._least, now)
+
+    def watch(self, allowed: int, release: Callable[[], None]) -> None:
+        """Release in the next pause, if the process has grown; quick enough for every call."""
+        if self._timer is None and memory.resident()[0] > self._least + allowed:
+            self.release(allowed, release, later=True)
 
     def _wait(self, allowed: int, release: Callable[[], None]) -> None:
         """Release after a pause; where a graph was used meanwhile, after another one."""

@@ -104,6 +104,9 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
 
+        Of an encoder they are those of its head: [batch, labels] of classes, [batch, seq, labels] of tags, [batch, seq,
+        2] of a span; of an embedding model the embeddings [batch, d], of one without a head its last stream.
+
         Raises:
             HookError: there are none: `logits=False`, or `into_output` took them.
         """
@@ -283,11 +286,7 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
 
 
 def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> HookCache:
-    """Join the results of single rows as those of one batch, padded with 0.
-
-    Args:
-        rows: the results; each gives up its logits.
-    """
+    """Join the results of single rows, each of which gives up its logits, as those of one batch padded with 0."""
     places, first = [_Columns.of(batch, row) for row in range(batch.batch)], rows[0]
 
     def put(values: Sequence[Any], axes: Sequence[str]) -> NDArray[Any]:
@@ -329,8 +328,10 @@ def _arrays(cache: HookCache, captures: Sequence[BoundCapture], ending: str = ""
     return {name: (cache[name], axes) for name, axes in _axes(captures, ending)}
 
 
-def _logits_axes(bound: BoundSpec) -> tuple[str, str, str]:
+def _logits_axes(bound: BoundSpec) -> tuple[str, ...]:
     part = bound.logits
+    if not bound.model.metadata.positional:
+        return "batch", "last"
     return ("batch", "chosen" if part is not None and part.positions is not None else "seq", "last")
 
 

@@ -176,10 +176,8 @@ def _refuse_numbers(
 
 
 def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[str]) -> set[str]:
-    """Find hooked values that no returned value, and no other function's, is computed from.
-
-    If nothing is returned, functions only read, and their changes are theirs to know: none is dead.
-    """
+    """Find hooked values that no returned value, and no other function's, is computed from."""
+    # If nothing is returned, functions only read, and their changes are theirs to know: none is dead.
     ends = {str(HookPoint.parse(name).source) for name in returned}
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE_VARIANT]
     spliced = any(HookPoint.parse(name).variant == "Custom" and "hook_" in name for name in returned)

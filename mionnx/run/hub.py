@@ -28,16 +28,10 @@ Choose = Callable[[Sequence[str]], str]  # of the repository's ONNX files
 
 
 def download(repository: Repository, choose: Choose, chosen: bool, weights: bool = True) -> Path:
-    """Download what a model needs: a checkpoint goes before ONNX files, these before a `.pth` or GGUF file.
-
-    Args:
-        choose: picks one of several ONNX files, by their paths in the repository.
-        chosen: whether the caller named a file: an ONNX file is wanted then, and the choice need not be said.
-        weights: download the weights; without them it is what a graph alone is made of.
-
-    Returns:
-        the model's folder in the Hub's cache, or its `.pth` or GGUF file there.
-    """
+    """Download what a model needs, and return its folder in the Hub's cache, or its `.pth` or GGUF file there."""
+    # A checkpoint goes before ONNX files, these before a `.pth` or GGUF file. `choose` picks one of several ONNX files
+    # by their paths; where the caller named one (`chosen`), the choice need not be said. Without weights it is what a
+    # graph alone is made of.
     names = [*repository.sizes]
     checkpoint = None if chosen else checkpoint_of(names)
     graphs = [name for name in names if name.endswith(".onnx")]

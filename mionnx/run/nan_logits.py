@@ -70,15 +70,7 @@ class CheckedOnDevice:
 
 
 def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
-    """Refuse logits with NaN.
-
-    Args:
-        again: runs the same tokens with another spec, without logits.
-
-    Raises:
-        ModelError: the model gives NaN by itself; the message names the first hook point.
-        InterventionError: it does with these interventions only.
-    """
+    """Refuse logits with NaN; whether the model or the spec makes it is found by running the tokens `again`."""
     if not has_nan(logits):
         return
     plain = _first(again, HookSpec())  # one more pass, which captures every hook point

@@ -21,6 +21,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine import memory
 from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.machine.disk_cache import DiskCache
@@ -29,7 +30,7 @@ from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
 from mionnx.run.every_layer import EveryLayer, every_layer
-from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, count_use
+from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, MappedPages, count_use
 from mionnx.run.segment_chain import GraphOpening, SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -47,22 +48,18 @@ class LayerLoopWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class OpenGraph:
-    """One graph of a model, open: the untouched one, or a rewritten one.
-
-    Attributes:
-        model: the bytes that were opened, weights not included; None for the untouched graph, which is on disk.
-        cost: approximate bytes of memory.
-        feeds: inputs that say what it is used for, where calls of several kinds share it.
-        lent: input -> another whose array it is fed, where it has no effect in this call.
-    """
+    """One graph of a model, open: the untouched one, or a rewritten one."""
 
     plan: Plan
     program: Program
     report: Report
+    # The bytes that were opened, weights not included; None for the untouched graph, which is on disk.
     model: bytes | None
-    cost: int
+    cost: int  # approximate bytes of memory
     options: Options
+    # Inputs that say what it is used for, where calls of several kinds share it.
     feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # Input -> another whose array it is fed, where it has no effect in this call.
     lent: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -92,8 +89,10 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self.model, self.options, self.engine = model, options, ready_engine(options)
         if model.in_blocks and self.engine.packs(options):
             self.options = replace(options, prepack=True)  # unpacked, products make floats of all blocks first
+        self._asked = options.prepack
         self._stock = replace(options, fast=True)  # as the engine opens a file by itself
         self.base: prepacked.PrepackedModel | None = None
+        self._pages = MappedPages()
         self._opening: KeyedLocks[Plan | Cut | str] = KeyedLocks()
         self._unbased = 0  # rewritten graphs that were opened without a base
         self._loops: dict[str, set[str]] | None = defaultdict(set)  # plan without the layer -> with it; None once said
@@ -102,19 +101,19 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     @once_property
     def weights(self) -> int:
-        """Bytes of the weights."""
         return sum(onnx_file.locations(self.model.proto).values())
+
+    @property
+    def packs_gradients(self) -> bool:
+        """Whether a graph with gradients has weights of its own: packed as they are, and once more turned."""
+        return bool(self._asked) or self.model.in_blocks or self.weights < prepacked.WORTHWHILE
 
     @once_property
     def _entries(self) -> DiskCache:
         return DiskCache(find_model.cache_folder())
 
     def get(self, plan: Plan, tokens: int = 0) -> OpenGraph:
-        """The open graph of a plan; rewritten and opened on first use.
-
-        Args:
-            tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
-        """
+        """The open graph of a plan, opened on first use; `tokens` of a single call, 0 if more will follow."""
         return self._of(plan, lambda: self._open_graph(plan), tokens)
 
     def every_layer(self, plan: Plan, cuts: tuple[str, ...] = ()) -> EveryLayer | None:
@@ -160,10 +159,24 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
                 return graph
             if self.model.in_blocks and self.base is None and self.weights >= prepacked.WORTHWHILE:
                 self.engine.release()  # packing blocks is when a process holds most
+            self._pages.limit(self.weights // 2, lambda: self._parts, self._base_files)  # opening maps them once more
             graph = make()
             self.keep(key, graph)
+            self.limit_pages()
         self._warn_of_layer_loop(*(key if isinstance(key, tuple) else (key, ())))
         return graph
+
+    def limit_pages(self) -> None:
+        """Let pages of the weights' files go where more graphs than one hold them."""
+        self._pages.limit(self.weights, lambda: self._parts, self._base_files)
+
+    @property
+    def _base_files(self) -> list[Path]:
+        return [] if self.base is None else [self.base.data]
+
+    @once_property
+    def _parts(self) -> set[memory.Part]:
+        return onnx_file.external_parts(self.model.proto, self.model.folder)
 
     def _refuse_dtype(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten."""
@@ -184,8 +197,22 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     def packs(self, tokens: int) -> bool:
         """Whether a graph that a call of so many tokens opens has its weights packed."""
-        chosen = self.options.prepack
-        return self.engine.packs(self.options) and (tokens < UNPACKED if chosen is None else chosen)
+        if not self.engine.packs(self.options) or self.options.prepack is not None:
+            return self.engine.packs(self.options) and bool(self.options.prepack)
+        return tokens < UNPACKED and self._has_room
+
+    @once_property
+    def _has_room(self) -> bool:
+        """Whether packed weights can lie in the store; else each graph would hold a copy of its own."""
+        if not self.options.base or self.weights < prepacked.WORTHWHILE or not prepacked.possible(self.options):
+            return True
+        try:
+            if prepacked.find(self.model, self.options, self._entries) is None:
+                prepacked.refuse_without_room(self.model, self._entries)
+        except OSError as error:
+            self._entries.say_unusable(error, "reading its weights as they are, which is slower on few tokens")
+            return False
+        return True
 
     def prepare(self) -> bool:
         """Make the base now, and close graphs with weights of their own; tell whether there is one."""
@@ -225,11 +252,15 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
             assert self.model.stock is not None  # as the plan says
             proto, options, plan = self.model.stock.proto, self._stock, replace(plan, fused=NONE)
         if plan.empty:
-            own = proto is self.model.proto and options.accuracy_level is None
+            own = self.model.as_on_disk and proto is self.model.proto and options.accuracy_level is None
             untouched = folder / GRAPH if own else proto.SerializeToString()
             return GraphOpening(untouched, folder, options, Report(), self.weights)
         model, report = rewrite(proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
+        if plan.differentiated and not self.packs_gradients:
+            options = replace(options, prepack=False)
+        if options.prepack is False and self.engine.packs(options):  # weights are pages of their file
+            cost = SESSION + NODE * len(onnx_file.parse(model).graph.node)
         return GraphOpening(model, folder, options, report, cost)
 
     def _open_graph(self, plan: Plan) -> OpenGraph:

@@ -25,7 +25,7 @@ from mionnx.machine.once import Once, once_property
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.run.find_model import cache_folder
-from mionnx.run.graph_memory import IdleMemory
+from mionnx.run.graph_memory import IdleMemory, idle_limit
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 T = TypeVar("T")
@@ -33,20 +33,17 @@ T = TypeVar("T")
 
 @typed(InputError)
 class OpenModel:
-    """A hooked model with its open graphs: what verbs of models are functions of.
-
-    Attributes:
-        variants: the open graphs; specs that differ in values only share one.
-        source: what `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
-    """
+    """A hooked model with its open graphs: what verbs of models are functions of."""
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.options = options or Options()
         refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
         self.hooked = at_level(hooked, self.options.accuracy_level)
+        # The open graphs; specs that differ in values only share one.
         self.variants = OpenGraphs(self.hooked, self.options)
         self.binder = Binder(self.hooked)
         self.idle = IdleMemory()
+        # What `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
         self.source: tuple[str, str | None] | None = None
         self._opened: Once[Any, Any] = Once()
 
@@ -91,6 +88,11 @@ class OpenModel:
         return self.hooked.metadata.sizes.hidden_size
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether tokens read those behind them too, as in an encoder."""
+        return self.hooked.metadata.bidirectional
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary."""
         return self.hooked.metadata.sizes.vocab_size
@@ -121,6 +123,22 @@ class OpenModel:
     def parts(self) -> list[Any]:
         """The instances that `opened` made."""
         return self._opened.values()
+
+    @property
+    def pools(self) -> list[OpenGraphs]:
+        """The open graphs of this model and of its parts."""
+        parts = [getattr(part, "variants", None) for part in self.parts]
+        return [self.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
+
+    def release_memory(self) -> None:
+        """Return free memory now, and pages of weights that several graphs hold."""
+        self.variants.engine.release()
+        for pool in self.pools:
+            pool.limit_pages()
+
+    def watch_memory(self) -> None:
+        """Return memory in the next pause, if the process has grown: at the end of every pass."""
+        self.idle.watch(idle_limit(self.variants.weights), self.release_memory)
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
@@ -182,11 +200,9 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
 
 
 def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
-    """The same model with all products of blocks at one accuracy level; as it is for None.
-
-    ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks:
-    some 1.5 times as fast in decoding.
-    """
+    """The same model with all products of blocks at one accuracy level; as it is for None."""
+    # ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks:
+    # some 1.5 times as fast in decoding.
     # A sum of attention over padding, or over a past, has other last bits. At level 4 a value between two steps is then
     # rounded to the other one: the logits of SmolLM2 move by up to 0.9 of 17 for a change of 1e-7 in its stream, as
     # much as the rounding costs. At level 0 batches and pasts change last bits alone.

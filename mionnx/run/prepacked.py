@@ -7,6 +7,7 @@ same. What a base lacks (a weight under its own name, for `hook_result`) is open
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from mionnx.machine import memory
 from mionnx.machine.cache_keys import instruction_sets, processor_name, source_digest
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import once_property
+from mionnx.machine.progress import shown
 from mionnx.rewrite import Plan
 
 BASE_GRAPH, DATA = "base.onnx", "base.data"
@@ -58,7 +60,7 @@ class PrepackedModel:
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name."""
-        if plan.gradients is not None and plan.gradients.by:
+        if plan.differentiated:
             return False  # a base has operators of its engine, for which there are no rules
         return {*_needed(plan, model)} - plan.inner <= self._values
 
@@ -116,22 +118,42 @@ def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
         return None
 
     def build(folder: Path) -> dict[str, Any]:
-        needed = int(ROOM * sum(onnx_file.locations(model.proto).values()))
-        free = min(shutil.disk_usage(folder).free, entries.limit)
-        if needed > free:
-            room = f"needs {memory.format_bytes(needed)}, and there is room for {memory.format_bytes(free)}"
-            raise OSError(f"a base of {model.folder.name} {room}")
+        refuse_without_room(model, entries)
         # Every hook point is an output, so that nothing that can be hooked is fused away.
         names = [name for name in model.metadata.hooks if name not in _outputs(model)]
         proto = onnx_file.with_outputs(model.proto, {name: model.dtype(HookPoint.parse(name)) for name in names})
+        room = memory.format_bytes(_bytes(model))
+        stage = f"packing the weights of {model.folder.name}, once on this machine ({room} in the store)"
         try:
-            engine_of(options).write_optimised(proto, model.folder, folder / BASE_GRAPH, DATA, options, packed=True)
+            with shown() as show:
+                show(stage, 0, 1)
+                engine_of(options).write_optimised(proto, model.folder, folder / BASE_GRAPH, DATA, options, packed=True)
+                show(stage, 1, 1)
         except ModelError as error:  # a disk that fills up comes as one too; the plain way is still open
             raise OSError(str(error)) from error
         return {"model": model.folder.name, "family": model.metadata.family, **_engine_facts(options)}
 
     entry = entries.get("bases", key_of(model, options), build)
     return PrepackedModel(entry.path, _outputs(model)) if entry else None
+
+
+def refuse_without_room(model: HookedModel, entries: DiskCache) -> None:
+    """Refuse a base that the store cannot hold.
+
+    Raises:
+        OSError: with the bytes that it needs, and those that are free.
+    """
+    folder = next(folder for folder in (entries.root, *entries.root.absolute().parents) if folder.is_dir())
+    needed, free = _bytes(model), min(shutil.disk_usage(folder).free, entries.limit)
+    if not os.access(folder, os.W_OK):
+        raise OSError(f"{folder} cannot be written to")
+    if needed > free:
+        room = f"needs {memory.format_bytes(needed)}, and there is room for {memory.format_bytes(free)}"
+        raise OSError(f"a base of {model.folder.name} {room}")
+
+
+def _bytes(model: HookedModel) -> int:
+    return int(ROOM * sum(onnx_file.locations(model.proto).values()))
 
 
 def _outputs(model: HookedModel) -> tuple[str, ...]:

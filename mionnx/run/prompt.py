@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError, nearest
-from mionnx.inputs.prompt_list import read_prompts
+from mionnx.inputs.prompt_list import read_prompts, real_ids, real_types
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.inputs.token_rows import entries_of
 from mionnx.inputs.tokens import decode
@@ -41,8 +41,20 @@ class PromptText:
 
 def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
     """Tokenise prompts: [seq] each, without padding."""
-    batch = make_token_batch(model.ids(prompts), None, None, model.hooked.metadata.sizes)
-    return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
+    rows = typed_prompts(model, prompts)
+    if any(types is not None for _, types in rows):
+        raise InputError(
+            "this reads single texts, and a pair of texts was given: forward, classify and sweeps take pairs"
+        )
+    return [ids for ids, _ in rows]
+
+
+def typed_prompts(model: Runner, prompts: Prompt) -> list[tuple[Ids, Ids | None]]:
+    """Tokenise prompts: ids and token types [seq] of each, without padding; no types of a single text."""
+    batch = make_token_batch(model.ids(prompts), None, None, model.hooked)
+    ids = real_ids(batch)
+    types = real_types(batch) or [None] * len(ids)
+    return [(own, None if kinds is None or not kinds.any() else kinds) for own, kinds in zip(ids, types, strict=True)]
 
 
 def one_prompt(model: Runner, prompt: Prompt) -> Ids:
@@ -66,7 +78,7 @@ def texts_of(model: Runner, prompts: Prompt) -> list[PromptText]:
     """Tokenise a list of prompts, with the text of each token; one prompt is a list of one."""
     words: dict[int, str] = {}
     texts = []
-    for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:
+    for ids in read_prompts(model.ids(prompts), None, None, model.hooked).ids:
         words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
         texts.append(PromptText(ids, [words[token] for token in ids.tolist()]))
     return texts

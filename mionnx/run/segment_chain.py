@@ -44,7 +44,6 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All that it makes."""
         return (*self.hooks, *self.others)
 
 
@@ -58,26 +57,18 @@ class OpenSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """A graph cut at hook points, open.
-
-    Attributes:
-        acting: hooked values that a call changes; None for all.
-        feeds, lent: see `OpenGraph`.
-    """
+    """A graph cut at hook points, open."""
 
     plan: Plan
     segments: tuple[OpenSegment, ...]
     cost: int
-    acting: frozenset[str] | None = None
+    acting: frozenset[str] | None = None  # hooked values that a call changes; None for all
+    # feeds, lent: see `OpenGraph`.
     feeds: Mapping[str, Value] = field(default_factory=dict)
     lent: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, outputs: Collection[str], feeds: Mapping[str, Value], between: Between) -> dict[str, NDArray[Any]]:
-        """Run all segments in order.
-
-        Args:
-            between: called for each hooked value when it is there; what it returns is what later nodes read.
-        """
+        """Run all segments in order; what `between` makes of a hooked value is what later nodes read."""
         values: dict[str, Any] = {**self.feeds, **{name: feeds[source] for name, source in self.lent.items()}, **feeds}
         results: dict[str, Any] = {}
         for segment, program, done in self.segments:
@@ -125,10 +116,8 @@ def open_segments(opening: GraphOpening, plan: Plan, hooks: tuple[str, ...], eng
 
 
 def cut(model: onnx_file.ModelProto, hooks: Sequence[str]) -> list[Segment]:
-    """Cut a graph at values that its outputs are, or depend on, in execution order.
-
-    The last segment makes no hooked value, and is left out if no output is left for it.
-    """
+    """Cut a graph at values that its outputs are, or depend on, in execution order."""
+    # The last segment makes no hooked value, and is left out if no output is left for it.
     flow = Dataflow(model)
     groups = _groups(flow, hooks)
     weights = {tensor.name for tensor in model.graph.initializer}

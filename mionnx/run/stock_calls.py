@@ -59,11 +59,7 @@ def serves(model: HookedModel, kind: int) -> bool:
 
 
 def try_all(model: HookedModel) -> dict[str, str]:
-    """Try every kind of call, before the first call of a kind.
-
-    Returns:
-        a kind in words -> what speaks against it, "" if nothing does; empty if the model has no stock graph.
-    """
+    """Try every kind of call before its first; returns a kind in words -> what speaks against it, "" if nothing."""
     if model.stock is None:
         return {}
     trial = Trial(model, model.stock)
@@ -73,11 +69,7 @@ def try_all(model: HookedModel) -> dict[str, str]:
 
 
 def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
-    """What speaks against the file's own graph in a kind of call; "" if nothing does.
-
-    Args:
-        trial: the two graphs, where several kinds are tried; nothing is said then but by the result.
-    """
+    """What speaks against the file's own graph in a kind of call; "" if nothing does."""
     return _verdicts.get((model.folder, model.digest, kind), lambda: _judged(model, kind, trial))
 
 
@@ -142,7 +134,7 @@ class Trial:
         ids = (np.arange(rows * seq).reshape(rows, seq) * 7 % 97 + 3) % sizes.vocab_size
         mask = np.ones((rows, seq), np.int64)
         mask[0, 0] = past is not None or not kind & PADDED_BIT
-        return make_token_batch(ids, mask, past, sizes)
+        return make_token_batch(ids, mask, past, self._model)
 
 
 def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:

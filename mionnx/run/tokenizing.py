@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from tokenizers import Encoding
 
-from mionnx.errors import InputError, TokenizerError
+from mionnx.errors import InputError, TokenizerError, nearest
 from mionnx.inputs import chat_tokens, tokens
 from mionnx.inputs.chat_template import Message, load_chat_template
 from mionnx.inputs.token_rows import IDS, TYPES
@@ -27,15 +27,18 @@ Result = TypeVar("Result")
 
 
 @typed()
-def tokenize(model: OpenModel, text: str) -> tokens.Tokens:
+def tokenize(model: OpenModel, text: str, pair: str | None = None) -> tokens.Tokens:
     """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
 
     Words that become `<unk>` are warned about once for a model (`UnknownWordWarning`).
 
+    Args:
+        pair: a second text, of an encoder that reads two: a question's context, a query's document.
+
     Example:
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
-    encoded = tokens.tokenize(model.tokenizer, text)
+    encoded = tokens.tokenize(model.tokenizer, text, pair=pair)
     model.unknown_words.look(encoded)
     return encoded
 
@@ -95,7 +98,14 @@ def ids(model: OpenModel, prompt: Prompt) -> Any:
         return tokenize(model, prompt)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(entry, str) for entry in prompt):
         return [tokenize(model, str(text)) for text in prompt]
+    if isinstance(prompt, list) and prompt and all(map(is_pair, prompt)):
+        return [tokenize(model, *pair) for pair in prompt]
     return prompt
+
+
+def is_pair(entry: Any) -> bool:
+    """Whether an entry of a list of prompts is two texts that are read together."""
+    return isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(text, str) for text in entry)
 
 
 @typed()
@@ -105,6 +115,24 @@ def check_token(model: OpenModel, token: int) -> int:
     if not 0 <= token < size:
         raise InputError(f"token {token}; the vocabulary is 0 to {size - 1}")
     return int(token)
+
+
+def answer_id(model: OpenModel, answer: str) -> int:
+    """The column of an answer in the main output: of a label by its name, else of a token."""
+    labels = model.hooked.metadata.labels
+    if not labels:
+        return token_id(model, answer)
+    if answer not in labels:
+        raise InputError(f"no label {answer!r}; there are {', '.join(labels)}{nearest(answer, labels)}")
+    return labels.index(answer)
+
+
+def check_answer(model: OpenModel, column: int) -> int:
+    """Check the number of an answer: of a label, or of a token."""
+    labels = model.hooked.metadata.labels
+    if labels and not 0 <= column < len(labels):
+        raise InputError(f"label {column}; there are 0 to {len(labels) - 1}: {', '.join(labels)}")
+    return int(column) if labels else check_token(model, column)
 
 
 def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -150,6 +178,8 @@ def has_text(tokens: Any) -> bool:
 
 def warn_of_spelling(model: OpenModel, what: str, token: Any, logits: NDArray[Any]) -> None:
     """Warn if the other spelling of a token, the argument `what`, has the larger of the logits [vocab]."""
+    if model.hooked.metadata.labels:  # names, which have one spelling
+        return
     other = other_spelling(model, token) if isinstance(token, str) else None
     if other is not None and logits[other[1]] > logits[token_id(model, token)]:
         warnings.warn(

@@ -86,7 +86,8 @@ class KnockoutSpec(LayerTargets, HeadTargets):
 
     Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
     `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
-    0 in a row's own text; negative ones from the end of the text that the mask is made for.
+    0 in a row's own text; negative ones from the end of the text that the mask is made for. In an encoder a query reads
+    later keys too: `create_knockout_mask(..., both=True)`.
     """
 
     heads_: list[int] | None = None
@@ -108,20 +109,20 @@ class KnockoutSpec(LayerTargets, HeadTargets):
         return self
 
     def to_position(self, key: int) -> Self:
-        """Cut later queries off from the key at a position; the position still reads itself."""
+        """Cut the other queries off from the key at a position; the position still reads itself."""
         self.edges.append((None, whole("position", key)))
         return self
 
-    def length_of_any_text(self) -> int:
-        """Number of positions of the mask for texts of any length."""
+    def length_of_any_text(self, both: bool = False) -> int:
+        """Number of positions of the mask for texts of any length; `both` for an encoder."""
         for query, key in self.edges:
             # From the end, or from every query on, an edge depends on the text's length.
-            if query is None or min(query, key or 0) < 0:
+            if query is None or (both and key is None) or min(query, key or 0) < 0:
                 raise InterventionError(
                     f"edge {'*' if query is None else query}>{'*' if key is None else key} is another one in each "
                     "text, and here are texts of any length: write edges between positions from 0, as 4>2"
                 )
-        return 1 + max(query for query, _ in self.edges if query is not None)
+        return 1 + max(max(query, key or 0) for query, key in self.edges if query is not None)
 
 
 def whole(what: str, value: int) -> int:
@@ -159,7 +160,12 @@ def _parsed(number: str, text: str) -> int | None:
 
 @typed(InterventionError)
 def create_knockout_mask(
-    spec: KnockoutSpec, n_heads: int, seq_len: int | Sequence[int], dtype: DTypeLike = np.float32
+    spec: KnockoutSpec,
+    n_heads: int,
+    seq_len: int | Sequence[int],
+    dtype: DTypeLike = np.float32,
+    *,
+    both: bool = False,
 ) -> NDArray:
     """Build the mask of a knockout, to be added to attention scores.
 
@@ -171,6 +177,8 @@ def create_knockout_mask(
         seq_len: length of the text, past included; or one length for each row of a batch, from whose end that row's
             negative positions then count.
         dtype: a floating dtype.
+        both: whether queries read later keys too, as in an encoder (`model.bidirectional`): edges to later positions
+            exist then, and `from_position` and `to_position` cut on both sides.
 
     Returns:
         [1 or rows, n_heads, seq_len, seq_len] (query, key): 0 to keep, -inf to knock out; of several lengths the
@@ -196,7 +204,7 @@ def create_knockout_mask(
     mask = zeros((len(lengths), n_heads, max(lengths), max(lengths)), kind, InterventionError)
     for row, length in zip(mask, lengths, strict=True):
         # Behind its own length a row's mask stays 0: a shorter row takes its part.
-        row[heads, :length, :length] = np.where(_blocked(spec, length), -np.inf, 0)
+        row[heads, :length, :length] = np.where(_blocked(spec, length, both), -np.inf, 0)
     return mask
 
 
@@ -217,25 +225,28 @@ def _lengths(seq_len: int | Sequence[int]) -> list[int]:
     return lengths
 
 
-def _blocked(spec: KnockoutSpec, length: int) -> NDArray[np.bool_]:
+def _blocked(spec: KnockoutSpec, length: int, both: bool) -> NDArray[np.bool_]:
     """[length, length]: the edges of a text that are cut."""
-    blocked = np.zeros((length, length), bool)
+    blocked, places = np.zeros((length, length), bool), np.arange(length)
     for edge in spec.edges:
         query, key = (_index(position, length) for position in edge)
         if query is not None and key is not None:
-            if key > query:
+            if key > query and not both:
                 raise InterventionError(
-                    f"edge({query}, {key}): a query never reads a later key, so there is nothing to knock out"
+                    f"edge({query}, {key}): a query never reads a later key, so there is nothing to knock out; in an "
+                    "encoder it does: both=True"
                 )
             blocked[query, key] = True
         elif query is not None:
-            if query == 0:
+            if query == 0 and not both:
                 raise InterventionError("from_position(0): the first position reads only itself")
-            blocked[query, :query] = True
+            blocked[query] |= places != query if both else places < query
         elif key is not None:
-            if key == length - 1:
+            if key == length - 1 and not both:
                 raise InterventionError(f"to_position({key}): no later position reads the last one")
-            blocked[key + 1 :, key] = True
+            blocked[:, key] |= places != key if both else places > key
+    if not blocked.any():
+        raise InterventionError("a text of one token has no edge but that to itself: nothing would be knocked out")
     return blocked
 
 

@@ -109,7 +109,7 @@ class HookSpec(Brief, Storable, Translated):
         *,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int | None = None,
+        position: int | str | None = None,
         reference: ArrayLike | None = None,
         cotangent: ArrayLike | None = None,
         of: Hook | None = None,
@@ -150,7 +150,6 @@ class HookSpec(Brief, Storable, Translated):
         Args:
             hook: a hook point, its name, a glob ("blocks.*.attn.hook_z"), a function of the name, or a list of these,
                 which registers one after the other.
-            intervention: what is done there.
 
         Raises:
             HookError: an empty list, something else than an `Intervention`, or more than 2,000 at one place.

@@ -21,8 +21,11 @@ READS: Mapping[str, tuple[str, ...]] = {
     "probability": ("answer",),
     "kl": ("reference",),
     "loss": (),
+    "cosine": ("reference",),
+    "dot": ("reference",),
     "cotangent": ("cotangent",),
 }
+OF_VECTORS = ("cosine", "dot")  # those of embeddings
 READS_ALL = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
 # sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`
@@ -35,8 +38,9 @@ class MetricSpec:
     Attributes:
         name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
             the mean of the negative log-probabilities of a row's own next tokens, or "cotangent", the sum of logits
-            times numbers.
-        position: at which the logits are read; None where all are ("loss", a cotangent for all logits) or none (`of`).
+            times numbers. Of an embedding, "cosine" and "dot" with a reference [d] or [batch, d].
+        position: at which the logits are read, "mask" for that of the text's one mask token; None where all are
+            ("loss", a cotangent for all logits) or none (`of`).
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class MetricSpec:
         name: str,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int | None = None,
+        position: int | str | None = None,
         reference: ArrayLike | None = None,
         cotangent: ArrayLike | None = None,
         of: Hook | None = None,
@@ -97,7 +101,6 @@ def check_rules(rules: str) -> None:
 
 
 def _plain(tokens: Tokens) -> Any:
-    """Tokens as JSON holds them."""
     if tokens is None or isinstance(tokens, str):
         return tokens
     if isinstance(tokens, Sequence | np.ndarray):
@@ -106,7 +109,6 @@ def _plain(tokens: Tokens) -> Any:
 
 
 def _check_read(name: str, parts: Mapping[str, Any]) -> None:
-    """Check the parts of a metric against those that it reads."""
     for part, value in parts.items():
         if value is None and part in READS[name]:
             raise GradientError(f"metric {name!r} needs {part}=")
@@ -114,7 +116,7 @@ def _check_read(name: str, parts: Mapping[str, Any]) -> None:
             raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
 
 
-def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: str | None) -> int | None:
+def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: str | None) -> int | str | None:
     """The position of the logits to read; None for all of them, or none."""
     read = "the loss reads every position" if name in READS_ALL else None
     if of is not None:
@@ -125,6 +127,8 @@ def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: s
         raise GradientError(f"position={position} has no effect: {read}")
     if read:
         return None
+    if position == "mask":
+        return position
     try:
         return -1 if position is None else operator.index(position)  # type: ignore[arg-type]
     except TypeError:

@@ -61,7 +61,6 @@ class StateTargets(LayerTargets):
 
     @property
     def title(self) -> str:
-        """Name in messages."""
         return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
 
     def to_entry(self) -> dict[str, Any]:
@@ -69,7 +68,6 @@ class StateTargets(LayerTargets):
         return {"positions": self.positions_, "layers": self.layers_, "terms": self.terms}
 
     def _targeting(self, entry: dict[str, Any]) -> Self:
-        """Take positions, layers and terms from an entry."""
         terms = entry["terms"]
         if not isinstance(terms, list) or not {*terms} <= {*TERMS}:
             raise ValueError(f"terms must be among {', '.join(TERMS)}, got {terms!r}")
@@ -152,7 +150,6 @@ class StateSteeringSpec(StateTargets, HeadTargets):
         self.heads_ = None
 
     def to_entry(self) -> dict[str, Any]:
-        """The entry of the steering in a spec file."""
         return {**super().to_entry(), "scale": self.scale, "heads": self.heads_}
 
     @classmethod

@@ -136,8 +136,7 @@ def bisect(
         hooks: interventions, in force in both.
         other: a second model instead of a second runtime.
         tolerance: see `verify`; 0 finds the first node that does not give the same bits.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         InputError: a runtime that cannot run a part of a graph, or not two sides.
@@ -176,7 +175,6 @@ def bisect(
 
 
 def _sides(models: Sequence[HookedModel], call: TokenBatch, titles: Sequence[str], spec: HookSpec) -> tuple[Side, Side]:
-    """Two runtimes, or two models in one or two runtimes."""
     if len(titles) not in ((1, 2) if len(models) > 1 else (2,)):
         raise InputError(f"bisect compares two runtimes, or two models in one: got {len(titles)} runtimes")
     names = [name for name in names_of(models[0], COARSE, spec) if name in models[-1].order]
@@ -227,7 +225,6 @@ def _write_report(folder: Path, summary: str, part: StepPart, first: Side, secon
 
 
 def _standing(graph: GraphUnderTest, part: StepPart) -> onnx.ModelProto:
-    """Extract the part, weights included."""
     outputs = {name for node in graph.dataflow.nodes for name in node.output}
     # the first model may lack some of the start values
     proto = graph.part([name for name in part.starts if name in outputs], [part.value])

@@ -26,22 +26,14 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """Settings of a comparison.
+    """Settings of a comparison."""
 
-    Attributes:
-        tolerance: largest relative difference that is agreement.
-        local: whether to measure what each step adds by itself.
-        greedy: number of tokens to choose after each prompt.
-        positions: those of each prompt that are compared; None for all.
-        notes: what a reader of the result has to know.
-    """
-
-    tolerance: float
-    local: bool = False
-    greedy: int = 0
-    positions: Sequence[int] | None = None
+    tolerance: float  # largest relative difference that is agreement
+    local: bool = False  # whether to measure what each step adds by itself
+    greedy: int = 0  # number of tokens to choose after each prompt
+    positions: Sequence[int] | None = None  # those of each prompt that are compared; None for all
     progress: Progress = silent
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a reader of the result has to know
 
 
 def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
@@ -89,7 +81,6 @@ def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) 
 
 
 def _choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
-    """Continue each prompt greedily."""
     if not settings.greedy:
         return []
     assert side.runtime is not None

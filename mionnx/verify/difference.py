@@ -47,28 +47,21 @@ class HookDifference(Storable):
 
 @dataclass
 class Difference:
-    """Difference of two values over all prompts so far.
-
-    Attributes:
-        max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
-        scale: the largest absolute value of the first array.
-        max_ulp, sum_ulp: distances in units in the last place of `unit`, the coarser of the two models' dtypes.
-        error: sum of the squared differences, where both are numbers.
-        identical: whether all bits are the same (0 and -0 are, and NaN and NaN).
-        finite: whether the first array has numbers only, except for what is masked.
-    """
+    """Difference of two values over all prompts so far."""
 
     count: int = 0
+    # max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
     max_abs: float = 0.0
     sum_abs: float = 0.0
-    scale: float = 0.0
+    scale: float = 0.0  # the largest absolute value of the first array
+    # max_ulp, sum_ulp: distances in units in the last place of `unit`, the coarser of the two models' dtypes.
     max_ulp: float = 0.0
     sum_ulp: float = 0.0
-    identical: bool = True
-    finite: bool = True
+    identical: bool = True  # whether all bits are the same (0 and -0 are, and NaN and NaN)
+    finite: bool = True  # whether the first array has numbers only, except for what is masked
     dot: float = 0.0
     squares: tuple[float, float] = (0.0, 0.0)
-    error: float = 0.0
+    error: float = 0.0  # sum of the squared differences, where both are numbers
     unit: str = "float32"
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
@@ -177,22 +170,17 @@ def _divergence(
 
 @dataclass
 class LogitDifference:
-    """Difference of two models' next-token distributions over all positions of all prompts.
-
-    Attributes:
-        sum_kl, max_kl: KL(first || second), in nats.
-        sum_back, max_back: KL(second || first), in nats.
-        same_first: positions with the same top token.
-        shared: number of tokens among both top `TOP`, over all positions.
-    """
+    """Difference of two models' next-token distributions over all positions of all prompts."""
 
     positions: int = 0
+    # sum_kl, max_kl: KL(first || second), in nats.
     sum_kl: float = 0.0
     max_kl: float = 0.0
+    # sum_back, max_back: KL(second || first), in nats.
     sum_back: float = 0.0
     max_back: float = 0.0
-    same_first: int = 0
-    shared: int = 0
+    same_first: int = 0  # positions with the same top token
+    shared: int = 0  # number of tokens among both top `TOP`, over all positions
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Compare logits [batch, seq, vocab]."""

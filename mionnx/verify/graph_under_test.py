@@ -127,7 +127,7 @@ class GraphUnderTest:
     def longer(self, call: TokenBatch, ids: NDArray[np.int64]) -> TokenBatch:
         """A call with tokens [batch, n] after its prompt [batch, seq]."""
         both = np.concatenate([call.input_ids, ids], axis=1)
-        batch = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        batch = make_token_batch(both, None, None, self.model, [call.seq] * call.batch)
         # `make_token_batch` knows no generation: how far the text will go is that of the first call.
         return replace(batch, final_lengths=call.final_lengths)
 

@@ -31,15 +31,11 @@ FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "
 
 
 class RecordedValues:
-    """Values by prompt and hook point, in one file.
-
-    Attributes:
-        facts: those of the run, `FACTS`; empty until it is kept.
-    """
+    """Values by prompt and hook point, in one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}  # those of the run, `FACTS`; empty until it is kept
         self._places: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._end = 0
         self._hash = sha256()
@@ -80,11 +76,7 @@ class RecordedValues:
 
     @classmethod
     def open(cls, path: Path) -> "RecordedValues":
-        """Open what `keep` wrote, every byte of it checked.
-
-        Raises:
-            SpecFileError: missing, damaged, or no recorded run.
-        """
+        """Open what `keep` wrote, every byte of it checked."""
         with open_tensors(path, f"{path} is no recorded run") as file:
             metadata = file.metadata() or {}
         if metadata.get(RUN_KEY) != RUN_VERSION:

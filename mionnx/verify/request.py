@@ -10,6 +10,7 @@ from mionnx.bind.bound_spec import bind
 from mionnx.errors import HookError, InputError, RuntimeMissingError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.metadata import HEAD_POINTS
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.ranges import at_least
 from mionnx.spec.hook_spec import HookSpec
@@ -122,7 +123,8 @@ def _globs(points: Points) -> list[str]:
 def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
     """The hook points that are compared, in execution order, `hook_logits` last."""
     captures, globs = HookSpec().extend(spec), _globs(points)
-    for glob in (*globs, LOGITS_POINT):
+    output = HEAD_POINTS.get(model.metadata.head, LOGITS_POINT)
+    for glob in (*globs, output):
         captures.capture(glob)
     named = {*globs, *(str(request.what) for request in spec.captures)}
     values = [
@@ -135,7 +137,7 @@ def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")
     chosen = {want.hook for want in values}
-    if globs and chosen <= {LOGITS_POINT} and LOGITS_POINT not in named:
+    if globs and chosen <= {output} and output not in named:
         raise HookError(f"{globs[0]!r} means derived hook points only: give them by their full names")
     return sorted(chosen, key=lambda name: model.order[name])
 
@@ -163,7 +165,6 @@ def as_recorded(
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
     if settings.positions is not None and list(settings.positions) != positions:
         raise InputError(f"{path} has positions {positions or 'all'}: leave them out to use the recorded ones")
-    sizes = model.metadata.sizes
-    batches = [make_token_batch(np.array(ids, np.int64), None, None, sizes) for ids in facts["prompts"]]
+    batches = [make_token_batch(np.array(ids, np.int64), None, None, model) for ids in facts["prompts"]]
     chosen = [name for name in facts["names"] if name in names]
     return batches, chosen, replace(settings, greedy=greedy, positions=positions)

@@ -154,7 +154,6 @@ class Verification(Shown):
         return besides[title]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
         least = self.tolerance
         besides = [
             {**asdict(one), "worst": one.worst.name, "agrees": one.agrees(least), "trouble": one.trouble(least)}

@@ -18,12 +18,7 @@ GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in thi
 
 
 def verification_table(rows: list[dict[str, str]], titles: Mapping[str, str], title: str) -> Table:
-    """The table of all numbers; a narrow terminal shows the most of them for which it has room.
-
-    Args:
-        rows: heading -> cell, a row a runtime; the cells of "at" are hook points.
-        titles: further runtimes, which have a verdict only.
-    """
+    """The table of all numbers; a narrow terminal shows the most of them for which it has room."""
     heads = [*rows[0]] if rows else ["runtime", ""]
     # hook points are shortened first, then ever more numbers go
     fewer = [[head for head in heads if head not in GOING[:gone]] for gone in range(len(GOING) + 1)]

@@ -219,16 +219,7 @@ def _as_model_errors() -> Iterator[None]:
 
 
 def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
-    """The runtime of a name.
-
-    Args:
-        title: one of `RUNTIME_NAMES`, or an execution provider's full name; then, after colons, an optimisation level
-            of ONNX Runtime ("none", "basic", "extended", "all") and "threads=N".
-        checkpoint: where "torch" finds the weights, if not in the hooked model's folder.
-
-    Raises:
-        InputError: no such runtime, level or setting.
-    """
+    """The runtime of a name with an optimisation level and "threads=N" after colons; "torch" reads `checkpoint`."""
     name, *settings = title.split(":")
     providers = known_providers()
     if name not in (*RUNTIME_NAMES, *providers, *installed_providers()):
@@ -247,7 +238,7 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
 
 def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    ort = name.startswith("ort-") or name.endswith(PROVIDER)
+    ort = name not in OTHER_ENGINES and (name.startswith("ort-") or name.endswith(PROVIDER))
     threads = ort or name in WITH_THREADS
     for setting in settings:
         key, _, value = setting.partition("=")

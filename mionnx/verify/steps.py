@@ -21,19 +21,14 @@ from mionnx.verify.runtimes import GraphRuntime, Piece, Runtime
 
 @dataclass
 class Side:
-    """One side of a comparison: a graph in a runtime, or a recorded run.
-
-    Attributes:
-        runtime: what runs it; None for a recorded run.
-        greedy: the continuation of each prompt, [batch, n] each; none where no tokens were chosen.
-        recorded: title of a recorded run.
-    """
+    """One side of a comparison: a graph in a runtime, or a recorded run."""
 
     graph: GraphUnderTest
-    runtime: Runtime | None
+    runtime: Runtime | None  # what runs it; None for a recorded run
     recording: RecordedValues | None = None
+    # The continuation of each prompt, [batch, n] each; none where no tokens were chosen.
     greedy: list[NDArray[np.int64]] = field(default_factory=list)
-    recorded: str = ""
+    recorded: str = ""  # title of a recorded run
 
     @property
     def dtype(self) -> str:
@@ -64,11 +59,7 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def local_difference(side: Side, recording: RecordedValues, before: Sequence[str], end: str, unit: str) -> Difference:
-    """Measure the difference that one step adds, run by a side on the recorded values of the other.
-
-    Args:
-        before: the hook points before the step, all on the recording.
-    """
+    """Measure the difference that one step adds, run by a side on the recorded values of the other."""
     difference, graph = Difference(unit=unit), side.graph
     starts = graph.dataflow.needed(before, [end])
     with side.opened(starts, [end]) as piece:
@@ -81,33 +72,20 @@ def local_difference(side: Side, recording: RecordedValues, before: Sequence[str
 
 @dataclass
 class StepPart:
-    """The smallest part of a step with equal inputs and a different output.
-
-    Attributes:
-        starts: values that it starts from, besides the tokens.
-        nodes: `name (operator)`, in the order in which they run.
-        feeds: the first runtime's values, and the tokens.
-        expected, other: the first runtime's value at the end, and what the second one makes of the feeds.
-    """
+    """The smallest part of a step with equal inputs and a different output."""
 
     value: str
-    starts: list[str]
-    nodes: list[str]
-    feeds: Arrays
+    starts: list[str]  # values that it starts from, besides the tokens
+    nodes: list[str]  # `name (operator)`, in the order in which they run
+    feeds: Arrays  # the first runtime's values, and the tokens
+    # expected, other: the first runtime's value at the end, and what the second one makes of the feeds.
     expected: Arrays
     other: Arrays
     difference: Difference
 
 
 def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tolerance: float) -> StepPart:
-    """Find the part of a step that differs, each value computed from the first runtime's values before it.
-
-    Args:
-        inputs: the first side's values at the hook points before the step.
-
-    Returns:
-        the part; the whole step, if nothing inside differs by more than the tolerance.
-    """
+    """The part of a step that differs, each value computed from the first runtime's before it; else the whole step."""
     values = _shared(first.graph, second.graph, [*inputs], end)
     starts = first.graph.dataflow.needed([*inputs], values)
     with first.opened(starts, values) as piece:
@@ -136,7 +114,6 @@ def narrow(first: Side, second: Side, inputs: Arrays, end: str, prompt: int, tol
 
 
 def _run(side: Side, inputs: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str) -> StepPart:
-    """One value computed from others."""
     graph = side.graph
     starts = graph.dataflow.needed([*inputs], [value])
     feeds = graph.feeds(graph.calls[prompt]) | {name: inputs[name] for name in starts}

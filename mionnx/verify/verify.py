@@ -92,8 +92,7 @@ def verify(
             a batch, at all positions.
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
         texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
             `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
@@ -142,7 +141,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 def call_of(model: Runner, prompt: Prompt) -> TokenBatch:
     """A prompt as the inputs of a forward pass, without padding."""
-    call = make_token_batch(model.ids(prompt), None, None, model.hooked.metadata.sizes)
+    call = make_token_batch(model.ids(prompt), None, None, model.hooked)
     if not call.real.all():
         raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
     return call
@@ -350,4 +349,13 @@ def _doubled(call: TokenBatch) -> TokenBatch:
     """Add the reversed text as a second row: of one length, it needs no padding, and it differs."""
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
     ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
-    return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
+    return replace(
+        call,
+        input_ids=ids,
+        attention_mask=np.ones_like(ids),
+        position_ids=positions,
+        prompt_lengths=ends[0],
+        final_lengths=ends[1],
+        token_type_ids=None if call.token_type_ids is None else np.tile(call.token_type_ids, (2, 1)),
+    )

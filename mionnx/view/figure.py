@@ -34,12 +34,7 @@ def to_png(figure: "Figure") -> bytes:
 
 
 def write_numbers(axes: "Axes", values: NDArray[Any], limit: float, size: float = 7) -> None:
-    """Write its number into each cell of a heat map.
-
-    Args:
-        values: [rows, columns].
-        limit: the size of the number whose colour is the darkest.
-    """
+    """Write its number into each cell [rows, columns] of a heat map; the darkest colour stands for `limit`."""
     places = 2 if limit >= 0.1 else 3 if limit >= 0.01 else 4
     for row, column in np.ndindex(*values.shape):
         # Beyond 0.6 of the darkest colour black is hard to read.
@@ -49,11 +44,7 @@ def write_numbers(axes: "Axes", values: NDArray[Any], limit: float, size: float 
 
 
 def token_label(token: str, most: int | None = None) -> str:
-    """A token as a label: white space made visible, and `$` escaped against mathtext.
-
-    Args:
-        most: characters; a longer label is cut and ends in "…".
-    """
+    """A token as a label of at most so many characters: white space made visible, `$` escaped against mathtext."""
     label = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
     label = label if label.strip() else "␣" * len(label)
     return label if most is None or len(label) <= most else label[: most - 1] + "…"

@@ -43,11 +43,7 @@ def render_view(view: View) -> str:
 
 
 def card(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """A small table for a notebook, without scripts.
-
-    Args:
-        rows: (name, text, text in bold) each.
-    """
+    """A small table of (name, text, text in bold) for a notebook, without scripts."""
     return _environment().get_template("card.html").render(title=title, rows=rows)
 
 
@@ -65,12 +61,7 @@ def _embedded(data: Any) -> Markup:
 
 
 def plain(data: Any, digits: int | None = DIGITS) -> Any:
-    """Data as JSON can hold it.
-
-    Args:
-        data: lists, dictionaries, numbers, texts, numpy arrays and panels; NaN and infinities become null.
-        digits: significant digits of floats; None for all.
-    """
+    """Data as JSON can hold it, floats with so many significant digits; NaN and infinities become null."""
     if isinstance(data, dict):
         return {str(key): plain(value, digits) for key, value in data.items()}
     if isinstance(data, np.ndarray):

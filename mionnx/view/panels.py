@@ -17,15 +17,11 @@ class Table(rich.table.Table):
     """A table of rich; as text it is the table itself, as wide as the terminal at most.
 
     It may be a panel of a page.
-
-    Attributes:
-        narrower: shown instead where this one would have to fold its cells.
-        on_page: "heading" and "note" above it on a page; "chooses": whether a click on a row chooses it for the whole
-            page; "most": rows shown at first; "styles": heading of a column -> "token", "share" (coloured from 0 to 1)
-            or "bar".
     """
 
-    narrower: Self | None = None
+    narrower: Self | None = None  # shown instead where this one would have to fold its cells
+    # "heading" and "note" above it on a page; "chooses": whether a click on a row chooses it for the whole page;
+    # "most": rows shown at first; "styles": heading of a column -> "token", "share" (coloured from 0 to 1) or "bar".
     on_page: Mapping[str, Any]
 
     def __init__(self, *headers: Any, on_page: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -67,155 +63,101 @@ class HeatMap(Panel):
     """Coloured cells; further axes stand between rows and columns.
 
     A page lets choose the entry of each further axis; a picture draws a map of each entry.
-
-    Attributes:
-        axes: name -> labels of its entries; rows first, columns last.
-        colours: name -> numbers in the shape of the axes; a page lets choose the one that colours the cells.
-        limits: name -> the number of the full colour; the largest in size where none is named.
-        logarithmic: names of numbers that are coloured by log(1 + number).
-        diverging: blue below zero, white at zero, red above; False: from white at zero to blue.
-        hover: further numbers, in the shape of the axes or one for all, that a page shows under the pointer.
-        errors: standard errors of the first colours, which a picture draws beside them.
-        marked: cells with an outline, (row, column).
-        words: texts that `ids` refer to; cells show words then, numbers otherwise.
-        ids: [rows, columns, k]: the words of each cell, the first one in it, all under the pointer.
-        shares: [rows, columns, k]: the number of each of these words.
-        numbers: one for each column, below its label.
-        chooses: a click on a column chooses it for the whole page.
     """
 
-    axes: Mapping[str, Sequence[str]]
+    axes: Mapping[str, Sequence[str]]  # name -> labels of its entries; rows first, columns last
+    # Name -> numbers in the shape of the axes; a page lets choose the one that colours the cells.
     colours: Mapping[str, Array]
+    # Name -> the number of the full colour; the largest in size where none is named.
     limits: Mapping[str, float] = field(default_factory=dict)
-    logarithmic: Sequence[str] = ()
-    diverging: bool = True
+    logarithmic: Sequence[str] = ()  # names of numbers that are coloured by log(1 + number)
+    diverging: bool = True  # blue below zero, white at zero, red above; False: from white at zero to blue
+    # Further numbers, in the shape of the axes or one for all, that a page shows under the pointer.
     hover: Mapping[str, Any] = field(default_factory=dict)
-    errors: Array | None = None
-    marked: Sequence[tuple[int, int]] = ()
-    words: Sequence[str] = ()
-    ids: Array | None = None
-    shares: Array | None = None
-    numbers: Sequence[int] = ()
-    chooses: bool = False
+    errors: Array | None = None  # standard errors of the first colours, which a picture draws beside them
+    marked: Sequence[tuple[int, int]] = ()  # cells with an outline, (row, column)
+    words: Sequence[str] = ()  # texts that `ids` refer to; cells show words then, numbers otherwise
+    ids: Array | None = None  # [rows, columns, k]: the words of each cell, the first one in it, all under the pointer
+    shares: Array | None = None  # [rows, columns, k]: the number of each of these words
+    numbers: Sequence[int] = ()  # one for each column, below its label
+    chooses: bool = False  # a click on a column chooses it for the whole page
 
 
 @dataclass
 class Bars(Panel):
-    """A bar for each label: red above zero, blue below.
-
-    Attributes:
-        unit: label of the axis.
-        errors: standard errors.
-        upright: a picture draws all, in their order and without labels; False: the largest, from top to bottom.
-        level: number at which a picture draws a dotted line.
-        order: their order, in words.
-    """
+    """A bar for each label: red above zero, blue below."""
 
     labels: Sequence[str]
     values: Array
-    unit: str
-    errors: Array | None = None
+    unit: str  # label of the axis
+    errors: Array | None = None  # standard errors
+    # A picture draws all, in their order and without labels; False: the largest, from top to bottom.
     upright: bool = False
-    level: float = 0.0
-    order: str = "in the order of the layers"
+    level: float = 0.0  # number at which a picture draws a dotted line
+    order: str = "in the order of the layers"  # their order, in words
 
 
 @dataclass
 class Series:
-    """One line of `Lines`.
-
-    Attributes:
-        values: [points]; NaN where there is none.
-        dotted: without points.
-        errors: [points], of a picture's error bars.
-        marks: places on the horizontal axis with a dotted line down to it.
-        notes: [points], texts under the pointer.
-    """
+    """One line of `Lines`."""
 
     name: str
-    values: Any
-    dotted: bool = False
-    errors: Any = None
-    marks: Sequence[float] = ()
-    notes: Sequence[str] = ()
+    values: Any  # [points]; NaN where there is none
+    dotted: bool = False  # without points
+    errors: Any = None  # [points], of a picture's error bars
+    marks: Sequence[float] = ()  # places on the horizontal axis with a dotted line down to it
+    notes: Sequence[str] = ()  # [points], texts under the pointer
 
 
 @dataclass
 class Lines(Panel):
-    """Curves over numbers or names.
+    """Curves over numbers or names."""
 
-    Attributes:
-        across: numbers of the horizontal axis, or names of its points.
-        unit, vertical: labels of the horizontal and of the vertical axis.
-        low, high: ends of the vertical axis; those of the numbers where they are None.
-        scale: "linear" or "log", of the vertical axis; `low` is its end, and what is smaller lies there.
-        spaced: "linear", or "log": log(1 + number) on the horizontal axis.
-        levels: name -> height of a horizontal dashed line.
-        chooses: "series" or "points": what a click chooses for the whole page; all other series are faint.
-        legend: whether one names the series, and hides them; a table that chooses a series is a page's legend.
-    """
-
-    across: Sequence[Any] | Array
+    across: Sequence[Any] | Array  # numbers of the horizontal axis, or names of its points
     series: Sequence[Series]
+    # unit, vertical: labels of the horizontal and of the vertical axis.
     unit: str
     vertical: str
+    # low, high: ends of the vertical axis; those of the numbers where they are None.
     low: float | None = None
     high: float | None = None
-    scale: str = "linear"
-    spaced: str = "linear"
-    levels: Mapping[str, float] = field(default_factory=dict)
-    chooses: str = ""
+    scale: str = "linear"  # "linear" or "log", of the vertical axis; `low` is its end, and what is smaller lies there
+    spaced: str = "linear"  # "linear", or "log": log(1 + number) on the horizontal axis
+    levels: Mapping[str, float] = field(default_factory=dict)  # name -> height of a horizontal dashed line
+    chooses: str = ""  # "series" or "points": what a click chooses for the whole page; all other series are faint
+    # Whether one names the series, and hides them; a table that chooses a series is a page's legend.
     legend: bool = True
 
 
 @dataclass
 class Text(Panel):
-    """Tokens, coloured by scores.
+    """Tokens, coloured by scores."""
 
-    Attributes:
-        tokens: [seq].
-        scores: for each option of the page, or for the one that there is: numbers by position.
-        limit: the size of score with the full colour; the largest of the option where it is None.
-        diverging: as in `HeatMap`.
-        facts: a line on the scores, for each option.
-        chips: [seq], (option, score) of what is largest at each token; a click chooses the option.
-        chooses: the scores are those of the page's option.
-        here: position with an outline.
-        legend: whether a scale of the colours stands below.
-    """
-
-    tokens: Sequence[str]
-    scores: Sequence[Any] = ()
-    limit: float | None = None
-    diverging: bool = True
-    facts: Sequence[str] = ()
+    tokens: Sequence[str]  # [seq]
+    scores: Sequence[Any] = ()  # for each option of the page, or for the one that there is: numbers by position
+    limit: float | None = None  # the size of score with the full colour; the largest of the option where it is None
+    diverging: bool = True  # as in `HeatMap`
+    facts: Sequence[str] = ()  # a line on the scores, for each option
+    # [seq], (option, score) of what is largest at each token; a click chooses the option.
     chips: Sequence[Sequence[tuple[int, float]]] = ()
-    chooses: bool = False
-    here: int | None = None
+    chooses: bool = False  # the scores are those of the page's option
+    here: int | None = None  # position with an outline
     unit: str = ""
-    legend: bool = False
+    legend: bool = False  # whether a scale of the colours stands below
 
 
 @dataclass
 class Graph(Panel):
-    """Edges between nodes: the page's options are so many leading edges.
+    """Edges between nodes: the page's options are so many leading edges."""
 
-    Attributes:
-        edges: (sender, receiver, score), the leading first; labels are `node` or `node<input>`.
-        places: node -> (horizontal, vertical).
-        shared: pairs of nodes that a dotted line joins.
-        sizes: of the circuits, one for each option of the page.
-        most: number of all edges.
-        drawn: edges of a picture.
-    """
-
+    # (sender, receiver, score), the leading first; labels are `node` or `node<input>`.
     edges: Sequence[tuple[str, str, float]]
-    places: Mapping[str, tuple[float, float]]
-    shared: Sequence[tuple[str, str]]
-    sizes: Sequence[int] | Array
-    most: int
+    places: Mapping[str, tuple[float, float]]  # node -> (horizontal, vertical)
+    shared: Sequence[tuple[str, str]]  # pairs of nodes that a dotted line joins
+    sizes: Sequence[int] | Array  # of the circuits, one for each option of the page
+    most: int  # number of all edges
     unit: str
-    drawn: int
+    drawn: int  # edges of a picture
 
 
 @dataclass
@@ -237,20 +179,15 @@ class Each(Panel):
 
 @dataclass
 class View:
-    """Lines and panels of a result's picture and page.
+    """Lines and panels of a result's picture and page."""
 
-    Attributes:
-        title, about, facts, meaning: lines above; a picture has the first two.
-        panels: below one another; a list is a row, a list in it a column.
-        choice, options: a page's list to choose from, its label and entries; none without a label.
-        chosen: the option with which a page opens.
-    """
-
+    # title, about, facts, meaning: lines above; a picture has the first two.
     title: str
-    panels: Sequence[Any]
+    panels: Sequence[Any]  # below one another; a list is a row, a list in it a column
     about: str = ""
     facts: str = ""
     meaning: str = ""
+    # choice, options: a page's list to choose from, its label and entries; none without a label.
     choice: str = ""
     options: Sequence[str] = ()
-    chosen: int = 0
+    chosen: int = 0  # the option with which a page opens

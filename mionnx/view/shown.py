@@ -88,7 +88,8 @@ class Shown(Brief, Stored, ABC):
     def to_dict(self) -> dict[str, Any]:
         """The result as lists, dictionaries, numbers and texts; arrays are allowed."""
         names = self.IN_JSON or [one.name for one in fields(cast(Any, self))]
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value.to_dict() if isinstance(value, Shown) else value for name, value in values.items()}
 
     def to_json(self) -> str:
         """The result as JSON; what is not finite is null."""
@@ -129,12 +130,7 @@ def _told(cell: Any) -> str:
 
 
 def long_form(axes: Mapping[str, Sequence[Any]], numbers: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Columns of a row for each cell.
-
-    Args:
-        axes: name -> entries; `"position, token"` -> pairs for two columns of one axis.
-        numbers: name -> array with these axes.
-    """
+    """Columns of a row for each cell of axes; `"position, token"` -> pairs gives two columns of one axis."""
     places = np.indices([len(entries) for entries in axes.values()]).reshape(len(axes), -1).tolist()
     columns: dict[str, Any] = {}
     for (name, entries), indices in zip(axes.items(), places, strict=True):

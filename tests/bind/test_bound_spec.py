@@ -15,7 +15,7 @@ ALONE = Outputs(carried=False)
 
 
 def batch_of(ids: np.ndarray = IDS):
-    return make_token_batch(ids, None, None, toy().metadata.sizes)
+    return make_token_batch(ids, None, None, toy())
 
 
 def computed(spec: HookSpec, *outputs: str) -> list[np.ndarray]:

@@ -11,12 +11,12 @@ from mionnx.bind.bound_spec import bind
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, TOP_IDS
 
-SIZES = toy().metadata.sizes
+METADATA = toy().metadata
 
 
 def computed(part: Logits, *outputs: str) -> list[np.ndarray]:
     plan = bind(HookSpec(), toy(), part.outputs(carried=False)).plan
-    return run(plan, outputs, **part.feeds(make_token_batch(IDS, None, None, SIZES), SIZES))
+    return run(plan, outputs, **part.feeds(make_token_batch(IDS, None, None, toy()), METADATA))
 
 
 def test_every_part_is_a_part_of_the_whole():
@@ -37,8 +37,8 @@ def test_the_structure_does_not_depend_on_which_part():
 
 def test_positions_are_columns_of_the_batch():
     ids, mask = [[0, 1, 2], [3, 4, 1]], [[0, 1, 1], [1, 1, 1]]
-    batch = make_token_batch(ids, mask, None, SIZES)
-    feeds = Logits(positions=[0, -1], token_ids=2, k=1).feeds(batch, SIZES)
+    batch = make_token_batch(ids, mask, None, toy())
+    feeds = Logits(positions=[0, -1], token_ids=2, k=1).feeds(batch, METADATA)
     assert feeds[LOGIT_COLUMNS].tolist() == [[1, 2], [0, 2]]
     assert feeds[LOGIT_TOKENS].tolist() == [2]
     assert feeds[LOGIT_TOP_K].tolist() == [1]
@@ -55,11 +55,11 @@ def test_positions_are_columns_of_the_batch():
 def test_the_last_logits_are_those_of_each_rows_own_text(mask, prompts, columns):
     """FINDINGS, part 1, defect 6; where that is the last column, the head is computed for it alone, as ever."""
     part, whole = Logits(positions=-1), reference()["hook_logits"]
-    batch = make_token_batch(IDS, mask, None, SIZES, prompts)
+    batch = make_token_batch(IDS, mask, None, toy(), prompts)
     bound = replace(bind(HookSpec(), toy(), part.outputs(carried=False)), logits=part).on(batch)
     assert bound.plan.outputs.last == (columns == [2, 2])
     assert np.array_equal(
-        run(bound.plan, ["logits"], **part.feeds(batch, SIZES))[0][:, 0], whole[np.arange(2), columns]
+        run(bound.plan, ["logits"], **part.feeds(batch, METADATA))[0][:, 0], whole[np.arange(2), columns]
     )
 
 
@@ -75,4 +75,4 @@ def test_the_last_logits_are_those_of_each_rows_own_text(mask, prompts, columns)
 )
 def test_what_is_no_part_is_refused(part, error, message):
     with pytest.raises(error, match=message):
-        part.feeds(make_token_batch(IDS, None, None, SIZES), SIZES)
+        part.feeds(make_token_batch(IDS, None, None, toy()), METADATA)

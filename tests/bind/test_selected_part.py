@@ -22,7 +22,7 @@ law = settings(max_examples=150, deadline=None, derandomize=True, suppress_healt
 
 
 def batch_of(ids: np.ndarray, mask: np.ndarray | None = None) -> TokenBatch:
-    return make_token_batch(ids, mask, None, toy().metadata.sizes)
+    return make_token_batch(ids, mask, None, toy())
 
 
 def computed(batch: TokenBatch, name: str, edit: Intervention) -> np.ndarray:

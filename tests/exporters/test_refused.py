@@ -4,7 +4,7 @@ import pytest
 from tiny_configs import tiny_config
 from transformers import AutoConfig
 
-from exporters.transformers.families import REASONS, refuse
+from exporters.transformers.refused import REASONS, refuse
 from mionnx import ExportError
 
 

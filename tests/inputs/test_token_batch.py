@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from toy import toy
 
 from mionnx import InputError
 from mionnx.graph.metadata import Sizes
@@ -59,12 +60,13 @@ def test_more_tokens_than_learned_positions(models, family):
 
 
 SIZES = Sizes(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, vocab_size=99)
+MODEL = replace(toy(), metadata=replace(toy().metadata, sizes=SIZES))
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
 
 
 def call(**changes: object) -> TokenBatch:
     """Texts of 6, 4 and 3 tokens, padded on either side."""
-    return replace(make_token_batch(np.full((3, 6), 7), MASK, None, SIZES), **changes)
+    return replace(make_token_batch(np.full((3, 6), 7), MASK, None, MODEL), **changes)
 
 
 def test_positions_are_counted_in_each_rows_own_text():
@@ -96,4 +98,4 @@ def test_a_generation_counts_from_its_prompt_at_every_step():
 def test_it_is_known_whether_there_is_padding():
     assert call().padded
     assert call().next_step(np.array([5, 5, 5])).padded
-    assert not make_token_batch([[3, 4]], None, None, SIZES).padded
+    assert not make_token_batch([[3, 4]], None, None, MODEL).padded

@@ -15,7 +15,7 @@ from mionnx.quantise.choice import choose
 def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, models):
     model = models(family)
     ids = np.random.default_rng(0).integers(3, model.vocab_size, (2, 9))
-    calls = [make_token_batch(one[None], None, None, model.hooked.metadata.sizes) for one in ids]
+    calls = [make_token_batch(one[None], None, None, model.hooked) for one in ids]
     floats = FloatModel(model.hooked, Options(threads=1, prepack=False))
     expected = [model.forward(call.input_ids).output() for call in calls]
     found = [*floats.chain.logits_of([*map(Stage.first, calls)])]

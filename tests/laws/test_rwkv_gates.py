@@ -40,7 +40,7 @@ def model() -> HookedModel:
 
 def prompts() -> TokenBatch:
     """Two prompts of unequal length."""
-    return make_token_batch([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14]], None, None, model().metadata.sizes)
+    return make_token_batch([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14]], None, None, model())
 
 
 def from_nodes(spec: HookSpec, batch: TokenBatch) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ MEANS = {
     "hooks": r"HookSpec( \| None)?",
     "points": r"Hooks( \| None)?|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*"
     r"|(list|Sequence)\[str\] \| None",
-    "position": r"int( \| None)?|int \| str",
+    "position": r"int( \| None)?|int \| str( \| None)?|Place \| None",
     "patching": r"str",
     "linearize_at": r"str",
     "rules": r"str",
@@ -52,6 +52,7 @@ SPECIFIED = {
 SEVERAL = {"prompts", "texts", "tokens"}
 # each prompt runs by itself, or is cut into windows of one length, or nothing runs
 NO_ROWS = {"ablation_sweep", "verify", "quantise", "to_string", "to_str_tokens"}
+NO_ROWS |= {"check_range", "forecast", "narrow", "doctor"}
 
 
 def verbs() -> Iterator[tuple[str, Any]]:

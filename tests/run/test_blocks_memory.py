@@ -65,11 +65,11 @@ def test_a_compiled_graph_is_the_one_of_passes_and_runs_by_itself(blocks):
         graph, made = model.compile_graph(spec), model.forward(IDS, spec)
         assert len(model.report(spec).inputs) == len(graph.report.inputs)
         bound = model.binder.bind(spec)
-        feeds = bound.inputs(make_token_batch(IDS, None, None, blocks.metadata.sizes))
+        feeds = bound.inputs(make_token_batch(IDS, None, None, blocks))
         np.testing.assert_array_equal(graph.run(["logits"], feeds)["logits"], made.output())
     assert len(model.compiled) == 2
     last = model.compile_graph(outputs=Outputs(last=True))
-    feeds = model.binder.bind(HookSpec()).inputs(make_token_batch(IDS, None, None, blocks.metadata.sizes))
+    feeds = model.binder.bind(HookSpec()).inputs(make_token_batch(IDS, None, None, blocks))
     np.testing.assert_array_equal(last.run(["logits"], feeds)["logits"], model.forward(IDS).output()[:, -1:])
     assert len(model.compiled) == 2
 

@@ -103,10 +103,10 @@ def test_a_list_of_one_kind_has_the_bits_of_one_pass_unless_told_otherwise(shipp
 
 def test_a_long_text_among_many_short_ones_runs_apart(shipped):
     bound = shipped.binder.bind(HookSpec())
-    batch = make_token_batch([[3]] * 99 + [[3] * 50], None, None, shipped.hooked.metadata.sizes)
+    batch = make_token_batch([[3]] * 99 + [[3] * 50], None, None, shipped.hooked)
     assert not in_one_pass(bound, batch, "auto")
     assert in_one_pass(bound, batch, None)
-    assert in_one_pass(bound, make_token_batch([[3] * 40] * 100, None, None, shipped.hooked.metadata.sizes), "auto")
+    assert in_one_pass(bound, make_token_batch([[3] * 40] * 100, None, None, shipped.hooked), "auto")
 
 
 def rows_apart(call: Call, past: np.ndarray, whole: HookCache) -> list[HookCache]:

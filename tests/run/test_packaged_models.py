@@ -67,7 +67,7 @@ def test_a_folder_goes_before_a_package(without, monkeypatch):
     (without / "smollm2").mkdir()
     monkeypatch.chdir(without)
     assert checkpoint_folder("smollm2").name == "smollm2"
-    assert {*PACKAGED} == {"smollm2"}
+    assert {*PACKAGED} == {"minilm", "smollm2"}
 
 
 @pytest.fixture(scope="module")

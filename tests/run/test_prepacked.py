@@ -213,6 +213,19 @@ def test_a_base_that_has_no_room_is_not_begun(models, own_store, monkeypatch):
         assert not MIModel(plain.hooked, Options()).prepare()
 
 
+def test_a_model_whose_base_has_no_room_reads_its_weights_as_they_are(models, own_store, monkeypatch):
+    """Each structure would hold packed weights of its own; the null law holds among unpacked ones."""
+    monkeypatch.setattr(prepacked, "WORTHWHILE", 1)
+    monkeypatch.setenv("MIONNX_CACHE_LIMIT", "100KB")
+    model, ids = MIModel(models("llama").hooked, Options(threads=1)), np.arange(10, 15)[None]
+    with pytest.warns(StoreWarning, match="there is room for 100.*reading its weights as they are"):
+        plain = model.forward(ids).output()
+    assert np.array_equal(model.forward(ids, HookSpec().capture("*")).output(), plain)
+    np.testing.assert_allclose(plain, models("llama").forward(ids).output(), rtol=1e-4, atol=1e-5)
+    assert [graph.options.prepack for graph in model.compiled.values()] == [False, False]
+    assert not (own_store / "bases").exists()
+
+
 def test_the_second_structure_of_a_large_model_makes_a_base(models, own_store, monkeypatch):
     monkeypatch.setattr(prepacked, "WORTHWHILE", 1)
     model, ids = MIModel(models("llama").hooked, Options(threads=1)), np.arange(10, 15)[None]

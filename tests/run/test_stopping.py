@@ -24,7 +24,7 @@ def test_more_tokens_than_memory_holds_are_refused_before_any_work(request, name
 def test_as_many_tokens_as_the_refusal_names_fit(shipped, monkeypatch, rows):
     monkeypatch.setattr(memory, "total", lambda: 10**6)
     metadata = shipped.hooked.metadata
-    batch = make_token_batch(np.ones((rows, 4), np.int64), None, None, metadata.sizes)
+    batch = make_token_batch(np.ones((rows, 4), np.int64), None, None, shipped.hooked)
     with pytest.raises(InputError) as refusal:
         refuse_too_long("new", 10**6, batch, metadata)
     most = int(re.search(r"at most (\d+) tokens fit", str(refusal.value))[1])

@@ -469,6 +469,11 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     losses = model.verify(PROMPT, ["ort-cpu"], points="*.hook_resid_p*", greedy=0, other=other)
     yield from _methods("Verification", lambda: losses, {"loss_table": {}, "matrix_table": {}})
     yield from _stored(folder, compared)
+    ranges, forecast, diagnosis = model.check_range(PROMPT), model.forecast(PROMPT), model.doctor(PROMPT)
+    yield from _methods("RangeReport", lambda: ranges, {"over": {}, "table": {}, "line": {}})
+    yield from _methods("Forecast", lambda: forecast, {"table": {}, "line": {}})
+    yield from _methods("Diagnosis", lambda: diagnosis, {"table": {}, "line": {}})
+    yield from _stored(folder, ranges, forecast, diagnosis)
 
 
 def _stored(folder: Path, *results: Any) -> Iterator[Call]:
@@ -529,6 +534,10 @@ def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[C
     texts, tiny = {"texts": [PROMPT], "points": "hook_embed", "folder": "written"}, {"folder": "written"}
     yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "points": "hook_embed"})
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
+    yield Call("MIModel.narrow", lambda: _anew(model.narrow), {**tiny, "texts": PROMPT}, slow=True)
+    yield Call("MIModel.check_range", lambda: model.check_range, {"texts": PROMPT})
+    yield Call("MIModel.forecast", lambda: model.forecast, {"texts": PROMPT, "alone": False})
+    yield Call("MIModel.doctor", lambda: _anew(model.doctor), {**tiny, "texts": PROMPT}, slow=True)
     yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
     yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})
     yield Call("Comparison.on", lambda: Comparison(PROMPT, OTHER).on, {"model": model})

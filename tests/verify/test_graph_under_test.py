@@ -26,7 +26,7 @@ CPU = GraphRuntime("ort-cpu", Options(level="none"))
 
 
 def graph_of(model: MIModel, spec: HookSpec | None = None, names: Sequence[str] = NAMES) -> GraphUnderTest:
-    calls = [make_token_batch(np.array([ids]), None, None, model.hooked.metadata.sizes) for ids in ([3, 4, 5], [6, 7])]
+    calls = [make_token_batch(np.array([ids]), None, None, model.hooked) for ids in ([3, 4, 5], [6, 7])]
     return GraphUnderTest(model.hooked, spec or HookSpec(), names, calls)
 
 

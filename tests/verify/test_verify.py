@@ -415,7 +415,7 @@ from mionnx.verify.runtimes import runtime_of
 model = MIModel.from_pretrained(sys.argv[1])
 ids = np.random.default_rng(0).integers(3, 100, (1, 640))
 if sys.argv[2] == "alone":
-    call = make_token_batch(ids, None, None, model.hooked.metadata.sizes)
+    call = make_token_batch(ids, None, None, model.hooked)
     subject = GraphUnderTest(model.hooked, HookSpec(), ["hook_logits"], [call])
     with runtime_of("ort-cpu:none").passes(subject, ["hook_logits"]) as run:
         run(call, lambda name, value: None)

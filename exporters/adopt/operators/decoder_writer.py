@@ -11,11 +11,7 @@ TOKEN_INPUT, MASK_INPUT, POSITIONS = "input_ids", "attention_mask", "position_id
 
 
 class DecoderWriter(OpWriter):
-    """Writes nodes of a decoder.
-
-    Attributes:
-        nodes: those since `begin`, to be placed before the operator that they stand for.
-    """
+    """Writes nodes of a decoder: those since `begin` are placed before the operator that they stand for."""
 
     prefix, shapes = "adopted.constant", False
 

@@ -23,14 +23,7 @@ def named(function: str) -> Any:
 
 
 def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
-    """Expand fused operators in place; returns operator -> how many of it were expanded.
-
-    Args:
-        record: takes each operator as it was, and what reads its inputs now.
-
-    Raises:
-        ExportError: one whose sizes are unknown, or of which an output is read that standard operators do not make.
-    """
+    """Expand fused operators in place and `record` each as it was; returns operator -> how many were expanded."""
     passes.CommonSubexpressionEliminationPass()(model)  # sessions duplicate a DequantizeLinear for every reader
     op, done, fused = DecoderWriter(model), Counter[str](), list[Fused]()
     for node in list(model.graph):

@@ -15,30 +15,20 @@ Read = tuple[ir.Node, int]  # a node, and the place of an input of it
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused operator.
-
-    Attributes:
-        inputs: the values that it read.
-        reads: for each of these, what reads it among the nodes that stand for the operator. Hook points may be put
-            between the two, so that the operator has to read what these nodes read in the end.
-        outputs: the values that it made, as the nodes make them that stand for it.
-    """
+    """A fused operator."""
 
     domain: str
     name: str
     attributes: tuple[ir.Attr, ...]
-    inputs: tuple[ir.Value | None, ...]
+    inputs: tuple[ir.Value | None, ...]  # the values that it read
+    # For each of these, what reads it among the nodes that stand for the operator. Hook points may be put between the
+    # two, so that the operator has to read what these nodes read in the end.
     reads: tuple[tuple[Read, ...], ...]
-    outputs: tuple[ir.Value | None, ...]
+    outputs: tuple[ir.Value | None, ...]  # the values that it made, as the nodes make them that stand for it
 
     @classmethod
     def of(cls, node: ir.Node, replacements: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":
-        """Take down a node that other nodes will stand for.
-
-        Args:
-            replacements: place of an output -> the value in its stead.
-            nodes: those that stand for it.
-        """
+        """Take down a node, `replacements` of whose outputs (place -> value) are made by others, `nodes`."""
         places = [
             (one, place) for one in nodes if one.op_type not in SIZE_OPERATORS for place in range(len(one.inputs))
         ]
@@ -81,7 +71,6 @@ class Fused:
 
 
 def _stands(value: ir.Value) -> bool:
-    """Whether a value is one of the graph."""
     node = value.producer()
     return node.graph is not None if node is not None else value.is_graph_input() or value.is_initializer()
 

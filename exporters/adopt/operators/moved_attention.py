@@ -17,10 +17,8 @@ BIAS = 5  # place of the added mask in MultiHeadAttention
 
 
 def moved(fused: Fused) -> Fused:
-    """An operator with the present inputs of its nodes; itself where it stands, or where its nodes are others.
-
-    Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
-    """
+    """An operator with the present inputs of its nodes; itself where it stands, or where its nodes are others."""
+    # Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
     expansion = expansion_of((fused.domain, fused.name))
     stays = fused.proto() is not None or expansion is None or expansion.moved is None
     return fused if stays else named(expansion.moved)(fused)

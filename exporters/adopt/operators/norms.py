@@ -21,10 +21,8 @@ def simplified_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def skip_norm(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """SkipLayerNormalization and its simplified form: the norm of x + skip, and the sum.
-
-    The bias is one of the branch, not of the stream: it is added to the summand that a matrix product makes.
-    """
+    """SkipLayerNormalization and its simplified form: the norm of x + skip, and the sum."""
+    # The bias is one of the branch, not of the stream: it is added to the summand that a matrix product makes.
     x, skip, weight = node.inputs[:3]
     simplified = node.op_type == "SkipSimplifiedLayerNormalization"
     bias, epsilon = input_at(node, 3 if simplified else 4), node.attributes.get_float("epsilon", EPSILON)

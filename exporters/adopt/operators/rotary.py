@@ -10,12 +10,7 @@ from mionnx.errors import ExportError
 def rotate(
     op: DecoderWriter, x: ir.Value, cos: ir.Value, sin: ir.Value, width: int, part: int, interleaved: bool
 ) -> ir.Value:
-    """Rotate the first `part` of each head [batch, heads, seq, width].
-
-    Args:
-        cos, sin: [batch, 1, seq, part / 2].
-        interleaved: whether pairs are neighbours; else halves.
-    """
+    """Rotate the first `part` of each head [batch, heads, seq, width]; cos, sin are [batch, 1, seq, part / 2]."""
     rest = None
     if part < width:
         x, rest = op.split(x, [part, width - part])

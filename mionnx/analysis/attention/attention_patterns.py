@@ -126,8 +126,7 @@ def attention(
         prompt: one text, or ids; or a list of them, which gives a list of results.
         layers, heads: numbers of layers and heads; by default all.
         hooks: interventions to run the prompt with.
-        batch_size: most texts of a pass, those of like length together; "auto": as many as run well and fit into
-            memory; None: all at once.
+        batch_size: as for `forward`.
 
     Raises:
         InputError: no such layer or head, or captures among the hooks.

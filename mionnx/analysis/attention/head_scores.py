@@ -7,6 +7,9 @@ them:
 * previous_token: attends to i - 1;
 * duplicate_token: attends to i - period, where the same token stood;
 * induction: attends to i - period + 1, to what followed it there.
+
+Heads of an encoder read both sides, and what follows a token tells nothing new: next_token attends to i + 1,
+first_token to the first position ([CLS]), separator to the last ([SEP]); induction is no kind of theirs.
 """
 
 from __future__ import annotations
@@ -36,13 +39,24 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form, readable
 
-TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
+TITLES = {
+    "previous_token": "Previous token",
+    "duplicate_token": "Duplicate token",
+    "induction": "Induction",
+    "next_token": "Next token",
+    "first_token": "First token",
+    "separator": "Separator",
+}
 TARGETS = {
     "previous_token": "the token before",
     "duplicate_token": "the same token, a period ago",
     "induction": "what followed the same token",
+    "next_token": "the token behind",
+    "first_token": "the first position",
+    "separator": "the last position",
 }
-HEAD_KINDS = tuple(TITLES)
+HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
+ENCODER_KINDS = ("previous_token", "next_token", "duplicate_token", "first_token", "separator")
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
@@ -161,14 +175,13 @@ def head_scores(
     in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
 
     Args:
-        kinds: kinds of heads, in the order of the result.
+        kinds: kinds of heads, in the order of the result; by default all that the model can have.
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
         seed: a number that determines the sequences.
         token_ids: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         InterventionError: `hooks` means some of the rows, or has another value for each.
@@ -179,7 +192,9 @@ def head_scores(
         scores = model.head_scores(batch=4)
         scores.top("induction", 3)  # [(layer, head, score)]
     """
-    chosen, sequences = check_kinds(kinds), _draw(model, token_ids, batch, period, seed)
+    valid = ENCODER_KINDS if model.bidirectional else HEAD_KINDS
+    chosen = check_kinds(valid if tuple(kinds) == HEAD_KINDS else kinds, valid)
+    sequences = _draw(model, token_ids, batch, period, seed)
     points = _pattern_hooks(model)
     spec = HookSpec().extend(hooks or HookSpec())
     _refuse_row_hooks(model, spec)
@@ -231,6 +246,7 @@ def _pattern_hooks(model: Runner) -> list[HookPoint]:
 
 def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, seed: int) -> RepeatedSequences:
     prefix, special = special_tokens(model)
+    suffix = _behind(model) if model.bidirectional else []
     if tokens is None:
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
@@ -240,7 +256,7 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InputError(f"token_ids={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model.check_token(token) for token in ids]).astype(np.int64)
-    sequences = repeat_sequences(candidates, prefix, batch, period, seed)
+    sequences = repeat_sequences(candidates, prefix, batch, period, seed, suffix, both=model.bidirectional)
     limit = model.hooked.metadata.sizes.max_positions
     if limit is not None and sequences.ids.shape[1] > limit:
         length = sequences.ids.shape[1]
@@ -261,19 +277,30 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
     return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)
 
 
+def _behind(model: Runner) -> list[int]:
+    """Ids that the tokenizer puts behind every text."""
+    if not model.has_tokenizer:
+        return []
+    encoded = encode(model.tokenizer, "a")
+    marked = [*zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)]
+    return [token for token, _ in takewhile(itemgetter(1), reversed(marked))][::-1]
+
+
 @dataclass(frozen=True)
 class RepeatedSequences:
     """Random sequences, each repeated once, behind a prefix.
 
     Attributes:
-        ids: [batch, prefix + 2 period].
+        ids: [batch, prefix + 2 period + suffix].
         period: tokens of one sequence, all different.
         prefix: number of tokens before the first.
+        both: whether queries read keys behind them too.
     """
 
     ids: NDArray[np.int64]
     period: int
     prefix: int
+    both: bool = False
 
     @property
     def queries(self) -> range:
@@ -283,14 +310,22 @@ class RepeatedSequences:
     @property
     def chance(self) -> float:
         """Score of uniform attention to all positions."""
+        if self.both:
+            return 1 / self.ids.shape[1]
         # A query at position p sees p + 1 keys.
         return float(np.mean([1 / (position + 1) for position in self.queries]))
 
 
 def repeat_sequences(
-    candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int
+    candidates: NDArray[np.int64],
+    prefix: Sequence[int],
+    batch: int,
+    period: int,
+    seed: int,
+    suffix: Sequence[int] = (),
+    both: bool = False,
 ) -> RepeatedSequences:
-    """Draw random sequences and repeat each of them once, behind the ids of a prefix."""
+    """Draw random sequences and repeat each of them once, between the ids of a prefix and of a suffix."""
     for name, value, least in (("batch", batch, 1), ("period", period, 2), ("seed", seed, 0)):
         at_least(name, value, least)
     if period > len(candidates):
@@ -302,19 +337,18 @@ def repeat_sequences(
     # No token twice in a period, so that each has one earlier place.
     once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
     start = np.tile(np.array(prefix, np.int64), (batch, 1))
-    return RepeatedSequences(np.concatenate([start, once, once], axis=1), period, len(prefix))
+    end = np.tile(np.array(suffix, np.int64), (batch, 1))
+    return RepeatedSequences(np.concatenate([start, once, once, end], axis=1), period, len(prefix), both)
 
 
-def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+def check_kinds(kinds: Sequence[str], valid: Sequence[str] = HEAD_KINDS) -> tuple[str, ...]:
     """Check names of kinds."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in names:
-        if kind not in HEAD_KINDS:
-            raise InputError(
-                f"no kind of head {kind!r}; the kinds are {', '.join(HEAD_KINDS)}{nearest(kind, HEAD_KINDS)}"
-            )
+        if kind not in valid:
+            raise InputError(f"no kind of head {kind!r}; the kinds are {', '.join(valid)}{nearest(kind, valid)}")
     if not names or len({*names}) != len(names):
-        raise InputError(f"kinds of heads must be different ones of {', '.join(HEAD_KINDS)}, got {list(names)}")
+        raise InputError(f"kinds of heads must be different ones of {', '.join(valid)}, got {list(names)}")
     return names
 
 
@@ -324,8 +358,14 @@ def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSe
     Args:
         pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
     """
-    # a kind's distance from the query back to its target
-    back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
-    at = np.arange(sequences.period)
-    seen = pattern[:, :, at, np.array(sequences.queries) - back]  # [batch, n_heads, period]
+    last, queries, at = sequences.ids.shape[1] - 1, np.array(sequences.queries), np.arange(sequences.period)
+    targets = {
+        "previous_token": queries - 1,
+        "duplicate_token": queries - sequences.period,
+        "induction": queries - sequences.period + 1,
+        "next_token": np.minimum(queries + 1, last),
+        "first_token": 0 * queries,
+        "separator": 0 * queries + last,
+    }
+    seen = pattern[:, :, at, targets[kind]]  # [batch, n_heads, period]
     return seen.mean(axis=-1, dtype=np.float64).sum(axis=0)

@@ -224,7 +224,6 @@ class Attributions(Shown, Sequence[Attribution]):
             yield f"{decimal(value, 3, sign=True):>9}±{decimal(errors[label], 3)}  {label}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything."""
         facts = ("tokens", "position", "answer", "versus", "logit")
         names = ("n", "labels", "values", "std", "sem", "heads", "by_pair")
         values = {name: getattr(self, name) for name in names}

@@ -29,16 +29,12 @@ class LinearNorm:
     A norm is y = w (x - c mean x) / s(x) + b, with c 0 (RMSNorm) or 1 (LayerNorm) and one scale s for each position.
     With s held at what the actual stream gave, a part of the stream contributes w (part - c mean part) / s to y (Elhage
     et al., "A Mathematical Framework for Transformer Circuits", 2021; TransformerLens' `apply_ln_to_stack`).
-
-    Attributes:
-        centred: c, whether the mean is taken out.
-        scale: s, [..., 1], one for each position of the actual stream.
     """
 
     weight: Array
     bias: Array
-    centred: bool
-    scale: Array
+    centred: bool  # c, whether the mean is taken out
+    scale: Array  # s, [..., 1], one for each position of the actual stream
 
     def apply(self, stack: NDArray[Any], weighted: bool = True) -> Array:
         """Contributions of parts of the stream, [component, ..., hidden], to the norm's output, its bias aside."""
@@ -118,7 +114,6 @@ class LinearParts(Segments):
 
     @once_property
     def output_norms(self) -> dict[int, Part]:
-        """See `output_norms`."""
         return output_norms(self.model)
 
     def norm(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:

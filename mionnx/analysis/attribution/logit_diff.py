@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import part_read, values_read
 from mionnx.run.prompt import each_of, is_list, prompt_text, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
-from mionnx.run.tokenizing import Prompt, warn_of_spelling
+from mionnx.run.tokenizing import Prompt, answer_id, warn_of_spelling
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import Tokens
 from mionnx.view import Bars, Columns, Shown, Table, View
@@ -122,7 +124,7 @@ def get_logit_diff(
     answer: Tokens,
     versus: Tokens,
     *,
-    position: int = -1,
+    position: Place | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Any:
@@ -131,7 +133,8 @@ def get_logit_diff(
     Args:
         prompt: a text, or ids; or a list of them.
         answer, versus: tokens, as ids or texts, one for all prompts or one a prompt.
-        position: at which the next token is predicted; negative from the end.
+        position: at which the next token is predicted, negative from the end; the last if left out, and of a masked
+            language model that of the one "mask". Of an encoder's labels `answer` and `versus` are names.
         hooks: interventions to run the prompts with.
         batch_size: prompts of one pass; "auto": as many as run well and fit into memory.
 
@@ -148,21 +151,23 @@ def get_logit_diff(
     """
     texts = texts_of(model, prompt)
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
-    pairs = np.array([[token_of(model, token) for token in tokens] for tokens in sides]).T
+    labels, part = model.hooked.metadata.labels, part_read(model.hooked, position)
+    column = answer_id if labels else token_of
+    pairs = np.array([[column(model, token) for token in tokens] for tokens in sides]).T
 
     def read(row: int, cache: HookCache) -> NDArray[np.float64]:
-        logits = cache.output()[0, 0]
+        logits = values_read(model.hooked, cache.output())[0]
         for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], logits)
         return np.asarray(logits[pairs[row]].astype(np.float64))
 
-    places = [text.place(position) for text in texts]
-    request = ListRequest(
-        [text.ids for text in texts], hooks or HookSpec(), batch_size, logits=Logits(positions=position)
-    )
+    at = part.positions
+    places = [text.place(at) if isinstance(at, int) else len(text) - 1 for text in texts]
+    request = ListRequest([text.ids for text in texts], hooks or HookSpec(), batch_size, logits=part)
     logits = np.stack(map_rows(model, request, read, "logits"))
     if not is_list(model, prompt):
         return float(logits[0, 0] - logits[0, 1])
-    answers, others = (tuple(token_text(model, token) for token in column) for column in pairs.T.tolist())
+    name = labels.__getitem__ if labels else partial(token_text, model)
+    answers, others = (tuple(name(token) for token in side) for side in pairs.T.tolist())
     shown = tuple(prompt_text(model, text.ids[: place + 1]) for text, place in zip(texts, places, strict=True))
     return LogitDiffs(shown, answers, others, logits)

@@ -20,6 +20,7 @@ from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine import memory
 from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
@@ -45,7 +46,7 @@ def circuit(
     versus: Tokens = None,
     steps: int = 5,
     rules: str = "gradient",
-    position: int = -1,
+    position: Place | None = None,
     cotangent: ArrayLike | Seed | None = None,
     scores: EdgeAttribution | None = None,
 ) -> Circuit:
@@ -100,7 +101,6 @@ def circuit(
 
 
 def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
-    """The numbers of kept edges, ascending."""
     if edges is None:
         return ladder(most)
     entries = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
@@ -155,16 +155,13 @@ class CircuitRun:
 
     A row is one circuit. Each receiver reads the corrupted stream, plus, for each kept edge into it, what the sender
     writes now minus what it wrote on the corrupted prompt; the embedding writes that of the clean prompt.
-
-    Attributes:
-        values: what nodes write on the clean prompt, and on the corrupted one.
-        masks: [circuits, senders, receivers]: the kept edges.
-        writes: the senders that have written, and a function: circuit, which of them are kept [masks, these senders]
-            -> their change of the stream beside the corrupted prompt, [masks, seq, hidden].
     """
 
     def __init__(self, parts: Parts, values: NodeValues, masks: Masks) -> None:
+        # What nodes write on either prompt; the kept edges [circuits, senders, receivers].
         self.parts, self.nodes, self.values, self.masks = parts, parts.nodes, values, masks
+        # The senders that have written, and a function: circuit, which of them are kept [masks, these senders] -> their
+        # change of the stream beside the corrupted prompt, [masks, seq, hidden].
         self.writes: list[tuple[list[int], Sums]] = []
 
     def logits(self, tokens: Sequence[int] | None) -> Floats:
@@ -195,11 +192,7 @@ class CircuitRun:
         self.writes.append((senders, sums))
 
     def _streams(self, receivers: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
-        """Compute the streams for receivers of one stage.
-
-        Returns:
-            [streams, seq, hidden], the different ones; and [circuits, receivers], which of them each reads.
-        """
+        """The different streams that a stage reads, [streams, seq, hidden], and which one [circuits, receivers]."""
         base = self.values.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
         streams: list[Floats] = []
         which = np.empty((len(self.masks), len(receivers)), np.int64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,8 @@ class Circuit(Shown):
     about: str
     cost: dict[str, float] = field(default_factory=dict)
     INSIDE: ClassVar = (EdgeAttribution,)
+    IN_JSON = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost", "faithfulness",
+               "attribution")  # fmt: skip
 
     @property
     def faithfulness(self) -> NDArray[np.float64]:
@@ -91,14 +93,7 @@ class Circuit(Shown):
             "the clean run, 0 the corrupted one."
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
-        names = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost")
-        numbers = {name: getattr(self, name) for name in names}
-        return {**numbers, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
-
     def _columns(self) -> Columns:
-        """One row for each pair and circuit."""
         pairs, circuits = self.by_pair.shape
         pair, edges = np.repeat(np.arange(pairs), circuits), np.tile(self.sizes, pairs)
         return {"pair": pair, "edges": edges, "value": self.by_pair.ravel()}

@@ -22,6 +22,7 @@ from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.analysis.sweep.receivers import Receiver
 from mionnx.errors import GradientError, InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
@@ -53,7 +54,7 @@ def edge_attribution(
     steps: int = 1,
     patching: str = "noising",
     rules: str = "gradient",
-    position: int = -1,
+    position: Place | None = None,
     cotangent: ArrayLike | Seed | None = None,
 ) -> EdgeAttribution:
     """Edge attribution patching: `path_patch` of every edge to first order, from a few passes.

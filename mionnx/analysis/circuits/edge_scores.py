@@ -54,6 +54,8 @@ class EdgeAttribution(Shown):
     steps: int
     about: str
     cost: dict[str, float] = field(default_factory=dict)
+    IN_JSON = ("title", "senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "patching",
+               "rules", "steps", "about", "cost", "edges", "scores")  # fmt: skip
 
     @property
     def count(self) -> int:
@@ -120,10 +122,7 @@ class EdgeAttribution(Shown):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
-        names = ("senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "patching", "rules")
-        attributes = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
-        return {"title": self.title, **attributes, "top": self.top(50)}
+        return {**super().to_dict(), "top": self.top(50)}
 
     def view(self) -> View:
         """Heat map of senders and receivers; if more than 128, those of the leading edges."""
@@ -147,7 +146,6 @@ class EdgeAttribution(Shown):
         )
 
     def _columns(self) -> Columns:
-        """One row for each edge, the largest score by size first."""
         senders, receivers = self.ranked().T.tolist()
         columns: dict[str, Any] = {}
         for end, chosen, labels, hooks in (

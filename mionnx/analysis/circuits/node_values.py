@@ -22,15 +22,10 @@ OFF = 1e-3  # by which a stream may differ from its sum, as a share of its large
 
 @dataclass(frozen=True)
 class NodeValues:
-    """Values of two prompts.
+    """Values of two prompts."""
 
-    Attributes:
-        values: hook point -> [2, ...]: the base, and the other.
-        logits: [2, vocab], at the last position.
-    """
-
-    values: HookCache
-    logits: NDArray[Any]
+    values: HookCache  # hook point -> [2, ...]: the base, and the other
+    logits: NDArray[Any]  # [2, vocab], at the last position
 
     def of(self, name: str, row: int) -> Floats:
         """A value of one of the two prompts, without the batch axis."""
@@ -38,10 +33,8 @@ class NodeValues:
         return value
 
     def changes(self, parts: Parts) -> Floats:
-        """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden].
-
-        A head's change is that of its attention's output when this head alone has the other's value.
-        """
+        """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden]."""
+        # A head's change is that of its attention's output when this head alone has the other's value.
         mixed, changes = {}, []
         for layer in range(parts.nodes.layers):
             base, other = (self.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))

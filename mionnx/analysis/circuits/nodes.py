@@ -30,20 +30,14 @@ POINTS = ("ResidPre", "ResidMid", "ResidPost", *INTO_ATTENTION, "AttnZ", "AttnOu
 
 @dataclass(frozen=True)
 class Node:
-    """A sender or a receiver.
+    """A sender or a receiver."""
 
-    Attributes:
-        label: "embed", "a2.h3", "m1"; of receivers "a2.h3<q>", "m1", "logits"; keys and values of grouped heads are
-            called "a2.kv1<k>".
-        hook: the hook point of its value.
-        head: which head of it; None where a value has no heads.
-        stage: at which it reads, or from which on it is read.
-    """
-
+    # "embed", "a2.h3", "m1"; of receivers "a2.h3<q>", "m1", "logits"; keys and values of grouped heads are called
+    # "a2.kv1<k>".
     label: str
-    hook: str
-    head: int | None
-    stage: int
+    hook: str  # the hook point of its value
+    head: int | None  # which head of it; None where a value has no heads
+    stage: int  # at which it reads, or from which on it is read
 
     @property
     def layer(self) -> int | None:
@@ -53,16 +47,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a model, in execution order.
-
-    Attributes:
-        parallel: whether attention and MLP of a layer read the same stream.
-    """
+    """The nodes of a model, in execution order."""
 
     senders: tuple[Node, ...]
     receivers: tuple[Node, ...]
     layers: int
-    parallel: bool
+    parallel: bool  # whether attention and MLP of a layer read the same stream
 
     @cached_property
     def edges(self) -> NDArray[np.bool_]:

@@ -57,12 +57,7 @@ class Parts:
         return np.concatenate([self.segments.logits(rows, feeds, tokens=ids)[:, -1] for rows, feeds in chunks])
 
     def gradients(self, of: Sequence[str], by: Sequence[str], streams: Arrays, seeds: Arrays, rules: str) -> Arrays:
-        """The sum of values times numbers, differentiated by the streams that they are read from.
-
-        Args:
-            of: names of the values; each depends on one of the streams.
-            seeds: value -> the numbers, of its shape.
-        """
+        """The sum of values times `seeds` of their shapes, differentiated by the streams that they are read from."""
         # A cotangent for each value: the request's metric is their sum of products.
         request = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
         piece = self.segments.open(by, of, gradients=request)

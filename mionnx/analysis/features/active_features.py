@@ -40,11 +40,9 @@ def features(
 
     Args:
         prompt: a text; `harvest(texts, None, folder, sae=sae)` ranks the features of a list, in batches, on disk.
-        sae: the SAE or transcoder.
         k: number of features at each token.
         follow: features whose activations are wanted at every token; if left out, the largest among the k of any
             token.
-        hooks: interventions that are in force.
 
     Raises:
         InputError: k is not between 1 and the number of features, or the prompt is not one text.

@@ -30,32 +30,20 @@ NORMALISATIONS = ("none", "expected_average_only_in", "layer_norm", "constant_no
 
 @dataclass(frozen=True)
 class Config:
-    """The kind of computation.
+    """The kind of computation."""
 
-    Attributes:
-        activation: "standard" (ReLU), "jumprelu", "topk" or "gated".
-        transcoder: whether it gives another value than it reads.
-        skip: whether a linear map of its input is added to what it gives.
-        normalisation: of what goes in: "none", "layer_norm" or "constant_norm_rescale".
-            SAELens' "expected_average_only_in" is "none" here and there: its factor is folded into the weights.
-        subtracts_bias: whether b_dec is taken from what goes in.
-        k: of "topk", how many features are kept.
-        by_decoder_norm: of "topk", whether features are ranked by how long what they add is.
-        by_head: whether the value is [batch, seq, n_heads, head_dim], read as one vector a token (`hook_z`).
-        hook: the hook point that it was trained on, as its file says; empty if it does not.
-        hook_out: of a transcoder, the hook point whose value it gives.
-    """
-
-    activation: str
-    transcoder: bool = False
-    skip: bool = False
+    activation: str  # "standard" (ReLU), "jumprelu", "topk" or "gated"
+    transcoder: bool = False  # whether it gives another value than it reads
+    skip: bool = False  # whether a linear map of its input is added to what it gives
+    # Of what goes in: "none", "layer_norm" or "constant_norm_rescale". SAELens' "expected_average_only_in" is "none"
+    # here and there: its factor is folded into the weights.
     normalisation: str = "none"
-    subtracts_bias: bool = False
-    k: int = 0
-    by_decoder_norm: bool = False
-    by_head: bool = False
-    hook: str = ""
-    hook_out: str = ""
+    subtracts_bias: bool = False  # whether b_dec is taken from what goes in
+    k: int = 0  # of "topk", how many features are kept
+    by_decoder_norm: bool = False  # of "topk", whether features are ranked by how long what they add is
+    by_head: bool = False  # whether the value is [batch, seq, n_heads, head_dim], read as one vector a token (`hook_z`)
+    hook: str = ""  # the hook point that it was trained on, as its file says; empty if it does not
+    hook_out: str = ""  # of a transcoder, the hook point whose value it gives
 
 
 def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:

@@ -36,11 +36,9 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
 
 
 def ranking(config: Config, weights: Weights, inputs: Mapping[str, NDArray[np.int64]]) -> Fragment:
-    """A fragment that ranks features and leaves the value unchanged.
-
-    Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n]. The inputs are
-    "k", int64 [1], how many are ranked, and "followed", int64 [n], whose activations leave the graph.
-    """
+    """A fragment that ranks features and leaves the value unchanged."""
+    # Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n]. The inputs are
+    # "k", int64 [1], how many are ranked, and "followed", int64 [n], whose activations leave the graph.
     # A weight that no node reads would be held in memory for nothing.
     unread = {"W_skip", "W_dec"} if config.subtracts_bias else {"W_skip", "W_dec", "b_dec"}
     tensors = {name: array for name, array in _tensors(config, weights).items() if name not in unread}

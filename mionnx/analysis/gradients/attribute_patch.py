@@ -23,6 +23,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import GradientError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.brief import Brief
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least, at_most, listed
@@ -58,7 +59,7 @@ def attribute_patch(
     rules: str = "gradient",
     confirm: int = 0,
     layers: Iterable[int] | None = None,
-    position: int = -1,
+    position: Place | None = None,
     positions: Positions | None = None,
     cotangent: ArrayLike | Seed | None = None,
 ) -> AttributedSweep | dict[str, AttributedSweep]:
@@ -106,7 +107,8 @@ def attribute_patch(
         sweeps[grid.template] = sweep
         hooks += [grid.hook(layer) for layer in grid.layers]
     # Refuses hook points without a gradient before anything runs.
-    model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=rules), differentiated=True)
+    trial = HookSpec().gradient(hooks).set_metric("cotangent", cotangent=[0.0], rules=rules)
+    model.binder.bind(trial, differentiated=True)
     results = _results(sweeps, FirstOrder(model, hooks, compared, cotangent, rules, linearize_at, steps), confirm)
     return results if several else next(iter(results.values()))
 
@@ -237,7 +239,6 @@ class AttributedSweep(SweepResult):
 
     @property
     def meaning(self) -> str:
-        """A sentence on what 1 and 0 mean in pictures."""
         return f"Estimated to first order, by {self.how}. {super().meaning}"
 
     @property
@@ -297,7 +298,6 @@ class AttributedSweep(SweepResult):
         yield self.how
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
         own = {"rules": self.rules, "linearize_at": self.linearize_at, "steps": self.steps}
         return {**super().to_dict(), **own, "exact": self.exact if self.exact.size else None}
 

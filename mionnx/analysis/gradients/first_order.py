@@ -16,7 +16,9 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import IDS, TYPES
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import values_read
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -38,31 +40,38 @@ class FirstOrder:
     steps: int
 
     def of(self, number: int) -> tuple[Arrays, tuple[float, float]]:
-        """The effect of each number at each hook point, on one pair.
-
-        Returns:
-            hook point -> (clean value - corrupted value) * gradient, float64, without the batch axis; and the metric
-            of the corrupted and of the clean prompt.
-        """
+        """Hook point -> (clean - corrupted) * gradient on one pair; and the metric of corrupted and clean prompt."""
         pair, compared = self.compared.pairs[number], self.compared
+        part = Logits() if self.whole else part_of(pair, self.model)
         # Row 0 is the corrupted prompt, which is patched; row 1 the clean one.
-        ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
+        ids = rows_of(pair, [pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
         # Top tokens, and the reference of "kl", are known only from logits, and the graph needs them as its inputs.
         if compared.metric.needs_logits:
-            both = self.model.forward(ids, _corrupted(pair, [0]), logits=LAST_LOGITS).output()[:, 0]
+            both = self._read(self.model.forward(ids, _corrupted(pair, [0]), logits=part))
         reads = compared.reads(self.model, number, *both)
         spec = _corrupted(pair, [0]).capture([*self.hooks]).gradient([*self.hooks])
-        cache = self.model.forward(ids, self._with_metric(spec, reads, ids), logits=LAST_LOGITS)
+        cache = self.model.forward(ids, self._with_metric(spec, reads, ids, pair), logits=part)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
         gradients = self._along(pair, differences, reads) if self.steps > 1 else self._at(cache.grad or {})
-        last = cache.output()[:, 0]
+        last = self._read(cache)
         base, other = compared.bind(self.model, number, *last).measure(last).tolist()
         return {hook: differences[hook] * gradients[hook] for hook in self.hooks}, (base, other)
 
-    def _with_metric(self, spec: HookSpec, reads: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
-        return with_metric(self.model, spec, self.compared.metric.measure, self.cotangent, reads, self.rules, ids)
+    @property
+    def whole(self) -> bool:
+        """Whether the metric reads all of the main output."""
+        return self.compared.metric.measure == "span"
+
+    def _read(self, cache: HookCache) -> NDArray[Any]:
+        return values_read(self.model.hooked, cache.output())
+
+    def _with_metric(self, spec: HookSpec, reads: Mapping[str, Any], ids: Any, pair: Pair) -> HookSpec:
+        measure = self.compared.metric.measure
+        if self.whole:
+            return spec.set_metric("cotangent", cotangent=_ends(reads["answer"], pair), rules=self.rules)
+        return with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids, pair)
 
     def _at(self, gradients: Mapping[str, NDArray[Any]]) -> Arrays:
         """Gradients [...] of one row, or the mean of both."""
@@ -77,15 +86,16 @@ class FirstOrder:
         gradients: Arrays = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
         for hook, begin in product(self.hooks, range(0, self.steps, most)):
             shares = path[begin : begin + most]
-            ids = np.repeat(pair.base[None], len(shares), axis=0)
+            ids = rows_of(pair, [pair.base] * len(shares))
             spec = _corrupted(pair, range(len(shares)))
             for other in self.hooks:
                 # Nothing is added at the other hook points, but the interventions are there: one graph serves all
                 # paths.
                 added = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
                 spec.intervene(other, Intervention.Add(added.astype(np.float32)))
-            spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids)
-            grad = cast(HookCache, self.model.forward(ids, spec, logits=LAST_LOGITS).grad)[hook]
+            spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids, pair)
+            part = Logits() if self.whole else part_of(pair, self.model)
+            grad = cast(HookCache, self.model.forward(ids, spec, logits=part).grad)[hook]
             gradients[hook] += grad.sum(axis=0, dtype=np.float64) / self.steps
         return gradients
 
@@ -120,7 +130,7 @@ def check_metric(metric: Measure, cotangent: ArrayLike | Seed | None, estimated:
         return
     if cotangent is not None:
         raise GradientError(f"cotangent= is the derivative of a metric that is a function; {metric!r} has its own")
-    if metric_name(metric) in ("logit", "loss"):
+    if metric != "span" and metric_name(metric) == "loss":
         raise InputError(f"metric {metric!r} is none of `{estimated}`, which this estimates: give logit_diff")
 
 
@@ -131,14 +141,37 @@ def with_metric(
     cotangent: ArrayLike | Seed | None,
     reads: Mapping[str, Any],
     rules: str,
-    ids: NDArray[np.int64],
+    ids: Any,
+    pair: Pair | None = None,
 ) -> HookSpec:
     """Set the metric; a cotangent that is a function is called with the logits of these rows."""
+    at = None if pair is None else pair.at
     if not callable(metric):
-        return spec.set_metric(metric, **reads, rules=rules)
+        return spec.set_metric(metric, **reads, position=at, rules=rules)
     if callable(cotangent):
         # Interventions alone: the metric that gradients need is made of these logits.
         plain = HookSpec()
         plain.interventions += spec.interventions
-        cotangent = cast(Seed, cotangent)(model.forward(ids, plain, logits=LAST_LOGITS).output()[:, 0])
-    return spec.set_metric("cotangent", cotangent=np.asarray(cotangent), rules=rules)
+        part = LAST_LOGITS if pair is None else part_of(pair, model)
+        cotangent = cast(Seed, cotangent)(values_read(model.hooked, model.forward(ids, plain, logits=part).output()))
+    return spec.set_metric("cotangent", cotangent=np.asarray(cotangent), position=at, rules=rules)
+
+
+def part_of(pair: Pair, model: Runner) -> Logits:
+    """The part of the main output that the metric of a pair reads."""
+    if pair.at is not None:
+        return Logits(positions=pair.at)
+    return LAST_LOGITS if model.hooked.metadata.positional else Logits()
+
+
+def rows_of(pair: Pair, texts: Sequence[NDArray[np.int64]]) -> Any:
+    """Texts of a pair's length as rows, with its token types."""
+    ids = np.stack(texts)
+    return ids if pair.types is None else {IDS: ids, TYPES: np.repeat(pair.types[None], len(ids), axis=0)}
+
+
+def _ends(ends: tuple[int, int], pair: Pair) -> NDArray[np.float32]:
+    """[1, seq, 2]: 1 at the start and the end of a span."""
+    seed = np.zeros((1, len(pair.base), 2), np.float32)
+    seed[0, ends[0], 0] = seed[0, ends[1], 1] = 1
+    return seed

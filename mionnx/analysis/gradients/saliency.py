@@ -17,12 +17,15 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.gradients.gradients import copy_of, gradients, metric_name
+from mionnx.analysis.gradients.gradients import copy_of, gradients, metric_name, vectors_of
+from mionnx.analysis.sweep.metric import MetricRequest
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.prompt_list import read_prompts
+from mionnx.inputs.token_batch import Place
+from mionnx.inputs.token_rows import IDS, TYPES
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.progress import shown
@@ -31,17 +34,18 @@ from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize, batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Ids, each_of, prompt_ids, token_of, token_text
+from mionnx.run.metric_place import values_read
+from mionnx.run.prompt import Ids, each_of, prompt_ids, token_of, token_text, typed_prompts
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.spec.metric import READS, Tokens
+from mionnx.spec.metric import OF_VECTORS, READS
 from mionnx.view import Columns, Shown, Text, View, readable
 
 MOST_STEPS = 10_000  # of a path; a few tens do
-OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "cotangent"} & {*reads})
+OF_SALIENCY = tuple(name for name in READS if name not in ("kl", "cotangent"))
 Values = NDArray[np.float32]
 
 
@@ -52,13 +56,13 @@ def integrated_gradients(
     tokens: Prompt,
     baseline: ArrayLike | str = "mean",
     hook: Hook = "hook_embed",
-    metric: str = "logit",
-    answer: Tokens = None,
-    versus: Tokens = None,
+    metric: str | None = None,
+    answer: Any = None,
+    versus: Any = None,
     hooks: HookSpec | None = None,
     *,
     steps: int = 50,
-    position: int | None = None,
+    position: Place | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Saliency:
     """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
@@ -69,12 +73,14 @@ def integrated_gradients(
             another text of as many tokens, or an array of fractions that broadcasts to the value. A norm is singular at
             zero: of models that norm their embeddings, a path from "zero" needs many more steps.
         hook: the hook point whose values are attributed; it has positions.
-        metric: "logit", "logit_diff", "log_probability", "probability" or "loss".
-        answer, versus: tokens, as ids or texts, one for all texts or one a text; the answer is the most probable one if
-            left out.
+        metric: "logit" (if nothing is said), "logit_diff", "log_probability", "probability" or "loss"; of an embedding
+            model "cosine" (if nothing is said) or "dot" with `versus`; of a span head "span".
+        answer, versus: tokens or labels, as numbers or texts, one for all texts or one a text; the answer is the most
+            probable one if left out. Of a cosine, versus is a text or an embedding; of a span, answer is a part of the
+            text, or (first, last) of its tokens.
         hooks: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
-        position: of each text, at which the logits are read; the last if left out. "loss" reads all.
+        position: of each text, at which the logits are read; if left out the last, or the one "mask". "loss" reads all.
         batch_size: points of a text's path in one pass; "auto": as many as run well; None: all. Texts never share a
             pass.
 
@@ -93,15 +99,20 @@ def integrated_gradients(
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
     check_batch_size(batch_size)
+    metric = _usual(model, metric)
     point, spec = _checked(hook, metric), copy_of(hooks)
     spec.captures = []
-    texts, results = prompt_ids(model, tokens), []
+    texts, results = typed_prompts(model, tokens), []
+    if metric in OF_VECTORS:
+        versus = [*np.broadcast_to(vectors_of(model, versus), (len(texts), model.hooked.metadata.columns))]
+    if metric == "span":
+        answer = MetricRequest("span", answer).resolved(model, tokens, len(texts)).answer
     answers, others = each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")
     with shown() as show:
-        for n, ids in enumerate(texts):
+        for n, row in enumerate(texts):
             show("integrated gradients", n, len(texts))
             request = {"metric": metric, "position": position, "answer": answers[n], "versus": others[n]}
-            results.append(_integrated(model, ids, point, spec, request, baseline, steps, batch_size))
+            results.append(_integrated(model, row, point, spec, request, baseline, steps, batch_size))
     return Saliency("integrated gradients", point.name, metric, tuple(results), steps)
 
 
@@ -111,12 +122,12 @@ def gradient_times_input(
     model: Runner,
     tokens: Prompt,
     hook: Hook = "hook_embed",
-    metric: str = "logit",
-    answer: Tokens = None,
-    versus: Tokens = None,
+    metric: str | None = None,
+    answer: Any = None,
+    versus: Any = None,
     hooks: HookSpec | None = None,
     *,
-    position: int | None = None,
+    position: Place | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Saliency:
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
@@ -131,23 +142,38 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
+    metric = _usual(model, metric)
     point, spec = _checked(hook, metric), copy_of(hooks)
     spec.captures = []
-    texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    prompts = read_prompts(model.ids(tokens), None, None, model.hooked)
+    texts, rows = prompts.ids, [prompts.row(n) for n in range(len(prompts))]
+    if metric in OF_VECTORS:
+        versus = [*np.broadcast_to(vectors_of(model, versus), (len(texts), model.hooked.metadata.columns))]
+    if metric == "span":
+        answer = MetricRequest("span", answer).resolved(model, tokens, len(texts)).answer
     sides = ((answer, "answer"), (versus, "versus"))
     answers, others = (None if side is None else each_of(side, len(texts), name) for side, name in sides)
     spec.capture(point)
-    cache = gradients(model, texts, point, metric, answers, others, spec, position=position, batch_size=batch_size)
+    other = np.stack(others) if metric in OF_VECTORS and others is not None else others
+    cache = gradients(model, rows, point, metric, answers, other, spec, position=position, batch_size=batch_size)
     grad, numbers = _gradient(cache, point)
     scores = _by_position(grad * cache[point.name], point)
     each = zip(texts, scores, numbers, strict=True)
-    # Rows are padded on the left.
-    results = [SalientText(_words(model, ids), score[-len(ids) :], float(number)) for ids, score, number in each]
+    # Rows are padded on one side, those of an encoder on the right.
+    results = [
+        SalientText(_words(model, ids), score[: len(ids)] if model.bidirectional else score[-len(ids) :], float(number))
+        for ids, score, number in each
+    ]
     return Saliency("gradient x input", point.name, metric, tuple(results))
 
 
+def _usual(model: Runner, metric: str | None) -> str:
+    """The metric that is meant where none is said."""
+    return metric or ("cosine" if model.hooked.metadata.head == "embedding" else "logit")
+
+
 def _checked(hook: Hook, metric: str) -> HookPoint:
-    if metric_name(metric) not in OF_SALIENCY:
+    if metric != "span" and metric_name(metric) not in OF_SALIENCY:
         raise GradientError(f"metric {metric!r} needs an array; tokens are attributed by {', '.join(OF_SALIENCY)}")
     point = HookPoint.parse(hook)
     if "seq" not in (point.axes or ()):
@@ -157,7 +183,7 @@ def _checked(hook: Hook, metric: str) -> HookPoint:
 
 def _integrated(
     model: Runner,
-    ids: Ids,
+    row: tuple[Ids, Ids | None],
     point: HookPoint,
     spec: HookSpec,
     request: dict[str, Any],
@@ -165,21 +191,22 @@ def _integrated(
     steps: int,
     batch_size: BatchSize,
 ) -> SalientText:
-    capture = HookSpec().extend(spec).capture(point)
-    first = gradients(model, ids[None], point, hooks=capture, **request)
+    (ids, types), capture = row, HookSpec().extend(spec).capture(point)
+    first = gradients(model, _repeated(ids, types, 1), point, hooks=capture, **request)
     value = first[point.name]
     start = _baseline(model, baseline, value, ids, point, capture)
-    if request["answer"] is None and "answer" in READS[request["metric"]]:
+    if request["answer"] is None and "answer" in READS.get(request["metric"], ()):
         # The answer of the text itself all along the path: the top token may change on the way.
-        request = {**request, "answer": int(first.output()[0, -1].argmax())}
-    # As ids: the first pass has looked at their spelling.
-    request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
+        request = {**request, "answer": int(values_read(model.hooked, first.output())[0].argmax())}
+    if request["metric"] not in (*OF_VECTORS, "span") and not model.hooked.metadata.labels:
+        # As ids: the first pass has looked at their spelling.
+        request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
 
     def along(alphas: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
         """Gradients [alphas, ...] and metrics [alphas] at points of the path, one a row."""
         shares = alphas.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
         path = HookSpec().extend(spec).intervene(point, Intervention.Replace(start + shares * (value - start)))
-        rows = np.repeat(ids[None], len(alphas), axis=0)
+        rows = _repeated(ids, types, len(alphas))
         return _gradient(gradients(model, rows, point, hooks=path, **request), point)
 
     # At the middles of the steps: the midpoint rule's error falls with the square of their number.
@@ -190,6 +217,12 @@ def _integrated(
     _, (from_, *_) = along(np.zeros(1))
     scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
     return SalientText(_words(model, ids), scores, float(_gradient(first, point)[1][0]), float(from_))
+
+
+def _repeated(ids: Ids, types: Ids | None, count: int) -> Any:
+    """One text as several rows."""
+    rows = np.repeat(ids[None], count, axis=0)
+    return rows if types is None else {IDS: rows, TYPES: np.repeat(types[None], count, axis=0)}
 
 
 def _gradient(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
@@ -300,7 +333,6 @@ class Saliency(Shown):
             yield f"{self.metric} {one.metric:.4g}: {', '.join(scores)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As lists, one entry a text."""
         names = ("tokens", "scores", "metric", "baseline", "gap")
         texts = [{name: getattr(one, name) for name in names} for one in self.texts]
         return {"method": self.method, "hook": self.hook, "metric": self.metric, "steps": self.steps, "texts": texts}
@@ -331,7 +363,6 @@ class Saliency(Shown):
         return Text(one.tokens, [one.scores], limit, facts=[facts], unit=unit, legend=legend, heading=heading)
 
     def _columns(self) -> Columns:
-        """One row for each text and token."""
         rows = [
             (number, position, token, score)
             for number, one in enumerate(self.texts)

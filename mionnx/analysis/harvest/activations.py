@@ -43,7 +43,6 @@ class TokenArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -77,7 +76,6 @@ class TokenArray:
         return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _tokens(self, index: Any) -> NDArray[Any]:
-        """The numbers or the mask of an index."""
         try:
             tokens = to_array(index)
         except ValueError as error:
@@ -87,7 +85,6 @@ class TokenArray:
         return tokens
 
     def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """The entries of some tokens, in their order."""
         if tokens.dtype == bool:
             if tokens.shape != (len(self),):
                 raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")

@@ -28,11 +28,7 @@ def pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def open_shard(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a shard, mapped from the disk and not read yet.
-
-    Raises:
-        SpecFileError: the file is missing, or is no whole shard.
-    """
+    """The arrays of a shard, mapped from the disk and not read yet."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -16,7 +16,7 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.formats import finish_saelens
 from mionnx.analysis.harvest.manifest import TOKEN_COLUMNS, Manifest, finished, read_manifest, refuse_other
-from mionnx.analysis.harvest.rows import HarvestRows, Positions, separator_of
+from mionnx.analysis.harvest.rows import POOLED, HarvestRows, Positions, separator_of
 from mionnx.analysis.harvest.settings import Settings, cast_spec, exact_spec
 from mionnx.analysis.harvest.shard_maker import (
     PARTIAL_SHARD,
@@ -81,7 +81,8 @@ def harvest(
         context: tokens of a window if `packed`; otherwise the most of a text, the rest of which is left out.
         packed: run windows over all texts, one after the other, and not a text at a time.
         separator: a token (id or text) that is put before each text of packed windows, if it does not begin with it.
-        positions: whose activations are written: positions of each row, negative ones from its end; a string, whose
+        positions: whose activations are written: positions of each row, negative ones from its end; of an encoder
+            "first" for the first token of each text, "pooled" for values of which a text has one; a string, whose
             tokens they are; or a function of the row's ids [seq] that gives a mask, bool [seq]. All if left out.
         dtype: "float32", "float16" or "bfloat16"; the model's own if left out.
         format: "safetensors", which `Activations` reads; "parquet", a row a token; or "saelens", a folder that its
@@ -92,8 +93,7 @@ def harvest(
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
         column: of tables and JSON lines, the one with the texts; "text" if left out.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: a hook point without one value a token.
@@ -145,18 +145,14 @@ class DamagedShardWarning(UserWarning):
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """A harvest that is going on.
-
-    Attributes:
-        identity: everything that determines the activations, as the manifest has it.
-    """
+    """A harvest that is going on."""
 
     model: Runner
     spec: HookSpec
     bound: BoundSpec
     rows: HarvestRows
     settings: Settings
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # everything that determines the activations, as the manifest has it
     folder: Path
 
     def write(self, make: Make, progress: bool | None) -> Activations:
@@ -176,7 +172,13 @@ class ShardWriter:
         cast = cast_spec(self.spec, self.bound, settings.dtype if self.model.variants.engine.casts else None)
         dtype = None if settings.dtype is None else read_dtype(settings.dtype)
         # one row tells the shapes; what an iterator gave for it is put back below
-        columns = columns_of(self.bound.captures, forward(self.model, [first], cast), dtype)
+        columns = columns_of(
+            self.bound.captures,
+            forward(self.model, [first], cast),
+            dtype,
+            self.model.bidirectional,
+            self.settings.positions == POOLED,
+        )
         manifest = self._begin(columns)
         a_token = sum(column.bytes_a_token for column in columns)
         a_token += sum(kind.itemsize for kind in TOKEN_COLUMNS.values())
@@ -231,7 +233,6 @@ def _remove_partial(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other harvests out of a folder."""
     try:
         with FileLock(folder / HARVEST_LOCK, timeout=0):
             yield

@@ -33,39 +33,28 @@ TOKEN_COLUMNS: Mapping[str, "np.dtype[Any]"] = {  # of every harvest, beside its
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard.
+    """One shard."""
 
-    Attributes:
-        files: name of each file, within the folder -> SHA-256.
-        digest: SHA-256 of its rows' tokens.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # name of each file, within the folder -> SHA-256
     tokens: int
     rows: int
-    digest: str
+    digest: str  # SHA-256 of its rows' tokens
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Settings of a harvest, and its shards.
-
-    Attributes:
-        columns: name -> dtype and shape of one token's value, in execution order.
-        shards: in the order of the texts; none while it is not complete, as `texts` is 0.
-        dropped_tokens: tokens at the end that fill no window, where the format has windows only.
-    """
+    """Settings of a harvest, and its shards."""
 
     settings: dict[str, Any]
-    columns: dict[str, tuple[str, tuple[int, ...]]]
+    columns: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype and shape of one token's value, in execution order
+    # In the order of the texts; none while it is not complete, as `texts` is 0.
     shards: list[Shard] = field(default_factory=list)
     complete: bool = False
     texts: int = 0
-    dropped_tokens: int = 0
+    dropped_tokens: int = 0  # tokens at the end that fill no window, where the format has windows only
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
@@ -78,11 +67,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, if it has one.
-
-    Raises:
-        SpecFileError: it is damaged, or of another version.
-    """
+    """The manifest of a folder, if it has one."""
     path = folder / HARVEST_MANIFEST
     try:
         contents = json.loads(path.read_text())

@@ -19,21 +19,18 @@ from mionnx.run.runner import Runner
 Integers = NDArray[np.int64]
 Chooser = Callable[[Integers], Any]
 Positions = int | Sequence[int] | str | Chooser
+FIRST, POOLED = "first", "pooled"  # positions of an encoder: the first token, and values of which a text has one
 
 
 @dataclass(frozen=True)
 class HarvestRow:
-    """Tokens that run together, an entry [seq] each.
-
-    Attributes:
-        text, position: number of the text that each token is of, and its position there.
-        keep: the tokens whose activations are written, bool.
-    """
+    """Tokens that run together, an entry [seq] each."""
 
     ids: Integers
+    # text, position: number of the text that each token is of, and its position there.
     text: Integers
     position: Integers
-    keep: NDArray[np.bool_]
+    keep: NDArray[np.bool_]  # the tokens whose activations are written, bool
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,7 +60,8 @@ class HarvestRows:
         with _in_text(number):
             ids, tokens = self._ids(text)
             length = min(len(ids), self.context or len(ids))
-            keep = keep_mask(ids[:length], tokens, self.positions)
+            first = self.model.bidirectional and isinstance(self.positions, str) and self.positions in (FIRST, POOLED)
+            keep = keep_mask(ids[:length], tokens, 0 if first else self.positions)
         return HarvestRow(ids[:length], np.full(length, number), np.arange(length), keep)
 
     def _ids(self, text: Any) -> tuple[Integers, Tokens | None]:

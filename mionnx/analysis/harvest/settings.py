@@ -61,7 +61,6 @@ class Settings:
         return None if self.sae is None else TOP_FEATURES if self.k is None else self.k
 
     def record(self, separator: int | None) -> dict[str, Any]:
-        """The settings in a manifest."""
         by = self.positions
         # A function's code cannot be compared: a harvest goes on where the name is the same.
         named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)

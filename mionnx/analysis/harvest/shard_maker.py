@@ -14,7 +14,7 @@ from mionnx.analysis.harvest.manifest import TOKEN_COLUMNS, Shard, note, noted, 
 from mionnx.analysis.harvest.rows import HarvestRow, digest
 from mionnx.bind.plan import BoundCapture
 from mionnx.errors import HookError, InputError, MIError, SpecFileError
-from mionnx.graph.axes import has_sequence, sequence_axis
+from mionnx.graph.axes import SEQUENCE_AXES, has_sequence, sequence_axis
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.machine.streamed_file import StreamedFile, streamed
 from mionnx.run.batching import batches_of
@@ -29,19 +29,15 @@ Task = tuple[int, list[HarvestRow]]  # number of a shard, and its rows
 
 @dataclass(frozen=True)
 class Column:
-    """One hook point's values, an entry a token.
-
-    Attributes:
-        axis: the axis of the captured array with one entry a token.
-        shape: one token's value.
-        dtype, own: dtype that is written; dtype of the model's value.
-    """
+    """One hook point's values, an entry a token."""
 
     name: str
-    axis: int
-    shape: tuple[int, ...]
+    axis: int  # the axis of the captured array with one entry a token
+    shape: tuple[int, ...]  # one token's value
+    # dtype, own: dtype that is written; dtype of the model's value.
     dtype: "np.dtype[Any]"
     own: "np.dtype[Any]"
+    right: bool = False  # whether rows are padded on the right
 
     @property
     def bytes_a_token(self) -> int:
@@ -49,10 +45,13 @@ class Column:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def rows(self, value: NDArray[Any], rows: Sequence[HarvestRow]) -> list[NDArray[Any]]:
-        """Cut the chosen tokens of each row out of a captured array, padded on the left."""
+        """Cut the chosen tokens of each row out of a captured array, padded on one side; or a text's one value."""
+        if not self.axis:
+            return [self._cast(value[n][None]) for n in range(len(rows))]
         by_token = np.moveaxis(value, self.axis, 1)
-        width = by_token.shape[1]
-        cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))
+        begins = [0 if self.right else by_token.shape[1] - len(row) for row in rows]
+        each = enumerate(zip(begins, rows, strict=True))
+        cut = [by_token[n, begin : begin + len(row)][row.keep] for n, (begin, row) in each]
         return [self._cast(one) for one in cut]
 
     def lost(self, values: Sequence[NDArray[Any]]) -> bool:
@@ -74,19 +73,32 @@ class Column:
         return cast
 
 
-def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dtype[Any] | None") -> list[Column]:
-    """The columns of captures, from one pass; fractions are written in a dtype, or in their own if None."""
+def columns_of(
+    captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dtype[Any] | None", right: bool, pooled: bool
+) -> list[Column]:
+    """The columns of captures, from one pass.
+
+    Args:
+        dtype: in which fractions are written; their own if None.
+        right: whether rows are padded on the right.
+        pooled: whether one value a text is written.
+    """
     columns = []
     for node, own in ((capture.node, capture.dtype) for capture in captures):
-        if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
+        by_text = not {*SEQUENCE_AXES, "seq_k", "seq_src"} & {*node.axes}
+        if by_text and not pooled and right:
+            raise HookError(f"{node.output} {list(node.axes)} has one value a text: harvest(..., positions='pooled')")
+        if (not has_sequence(node.axes) and not (by_text and pooled)) or {"seq_k", "seq_src"} & {*node.axes}:
             raise HookError(
                 f"{node.output} {list(node.axes)} has no value of one size for each token, and cannot be harvested"
             )
-        axis, value = sequence_axis(node.axes), cache[node.output]
+        axis, value = 0 if by_text else sequence_axis(node.axes), cache[node.output]
         shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
         # Features and experts are numbered far below 2^31; int32 halves the file.
         written = np.dtype(np.int32) if own == np.int64 else own
-        columns.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
+        columns.append(
+            Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own, right)
+        )
     return columns
 
 
@@ -113,40 +125,29 @@ class Groups:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is there.
-
-    Attributes:
-        texts: number of texts up to its end.
-        dropped: number of tokens that the format has no place for.
-        damage: damage of the file that was there before.
-    """
+    """A shard that is there."""
 
     number: int
     shard: Shard
-    texts: int
-    dropped: int
-    damage: str | None = None
+    texts: int  # number of texts up to its end
+    dropped: int  # number of tokens that the format has no place for
+    damage: str | None = None  # damage of the file that was there before
 
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes shards, each from its rows alone: any process with the model can make any of them.
-
-    Attributes:
-        cast, exact: specs of the passes whose graph casts the values that leave it, and does not.
-        context: tokens of a window; None where a row is a text.
-        earlier: shards of a complete harvest, by number.
-    """
+    """Makes shards, each from its rows alone: any process with the model can make any of them."""
 
     folder: Path
     model: Runner
+    # cast, exact: specs of the passes whose graph casts the values that leave it, and does not.
     cast: HookSpec
     exact: HookSpec
     columns: tuple[Column, ...]
     format: str
     batch_size: int | str
-    context: int | None
-    earlier: Mapping[int, Shard] = field(default_factory=dict)
+    context: int | None  # tokens of a window; None where a row is a text
+    earlier: Mapping[int, Shard] = field(default_factory=dict)  # shards of a complete harvest, by number
 
     def shard(self, number: int, rows: Sequence[HarvestRow]) -> FinishedShard:
         """A shard: as it is there, or made now."""

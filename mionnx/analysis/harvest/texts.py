@@ -14,12 +14,7 @@ COLUMN = "text"  # with the texts, if nothing is said
 
 
 class Texts:
-    """A dataset that can be gone through from its beginning.
-
-    Attributes:
-        again: whether it can be gone through more than once; an iterator cannot.
-        count: number of texts, as far as it is known without reading them; 0 if it is not.
-    """
+    """A dataset that can be gone through from its beginning."""
 
     def __init__(self, source: Source, column: str | None = None) -> None:
         """Look for the files, if the source is a file or a folder and not an iterable of texts, ids [seq] or `Tokens`.
@@ -37,7 +32,9 @@ class Texts:
             raise InputError(f"texts are a file, a folder or an iterable of texts, got {type(source).__name__}")
         if column is not None and all(path.suffix == ".txt" for path in self._files):
             raise InputError(f"column={column!r}: only tables and JSON lines have columns, not these texts")
+        # Whether it can be gone through more than once; an iterator cannot.
         self.again = not isinstance(self._texts, Iterator)
+        # Number of texts, as far as it is known without reading them; 0 if it is not.
         self.count = len(self._texts) if isinstance(self._texts, Sized) else 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,7 +47,6 @@ class Texts:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of a dataset, in the order of their texts."""
     try:
         if source.is_file():
             return [_checked(source)]

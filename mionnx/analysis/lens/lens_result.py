@@ -251,7 +251,6 @@ class LensResult(Shown):
         return Lines(points, series[:CURVES], "", "probability", 0, 1, heading=heading)
 
     def _columns(self) -> Columns:
-        """One row for each point and position: the top token, and the answer."""
         tokens = [*zip(self.positions, self.tokens, strict=True)]
         axes: dict[str, Sequence[Any]] = {"point": self.points, "position, token": tokens}
         top = [self.spell(token) for token in self.top_ids[..., 0].ravel().tolist()]

@@ -29,8 +29,6 @@ STREAMS = ("resid_pre", "resid_mid", "resid_post")
 
 @overload
 def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10) -> list[Any]: ...  # type: ignore[overload-overlap]
-
-
 @overload
 def logit_lens(
     model: Runner,
@@ -44,8 +42,6 @@ def logit_lens(
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
 ) -> LensResult: ...
-
-
 @overload
 def logit_lens(
     model: Runner,
@@ -59,8 +55,6 @@ def logit_lens(
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
 ) -> Any: ...
-
-
 @typed(leave=["hooks"])
 def logit_lens(
     model: Runner,
@@ -88,8 +82,7 @@ def logit_lens(
         positions: positions to read, negative ones from the end; all if left out.
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
         token_ids: further tokens, by id or text, to follow through the layers.
-        batch_size: most prompts of a pass, those of like length together; "auto": as many as run well and fit into
-            memory; None: all at once.
+        batch_size: as for `forward`.
 
     Returns:
         a `LensResult` for a prompt, a list of them for a list; [(token id, probability)] for a residual; a list of
@@ -169,7 +162,6 @@ def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Seq
 
 
 def _indices(text: PromptText, positions: int | Sequence[int] | None) -> list[int]:
-    """The positions to read, counted from the start."""
     if positions is None:
         return list(range(len(text)))
     numbers: Iterable[int] = [int(positions)] if isinstance(positions, int | np.integer) else positions
@@ -264,7 +256,6 @@ def track_race(
 
     Args:
         source: a prompt, or {layer: residual [hidden]}, which `position` and `hooks` do not apply to.
-        k: number of tokens.
         position: of the prompt, negative from its end.
         hooks: interventions to run the prompt with.
 

@@ -13,7 +13,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
-from mionnx.inputs.lacking import refuse_several_streams
+from mionnx.inputs.lacking import refuse_several_streams, refuse_without_vocabulary
 from mionnx.machine.brief import Brief
 from mionnx.machine.once import once_property
 from mionnx.machine.stored import Storable
@@ -30,29 +30,21 @@ COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabi
 
 @dataclass(frozen=True, repr=False)
 class Readout(Brief, Storable):
-    """Predictions of the next token from `n` streams at `positions`.
+    """Predictions of the next token from `n` streams at `positions`."""
 
-    Attributes:
-        top: [n, positions, k] log-probabilities in nats, in descending order.
-        top_ids: [n, positions, k] their tokens.
-        log_probs: [n, positions, chosen] of the tokens that were asked for.
-        ranks: [n, positions, chosen] how many tokens have a larger logit.
-        entropy: [n, positions] in nats.
-        divergence: [n, positions] KL(reference || stream) in nats.
-    """
-
-    top: NDArray[np.float32]
-    top_ids: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
-    ranks: NDArray[np.int64]
-    entropy: NDArray[np.float32]
-    divergence: NDArray[np.float32]
+    top: NDArray[np.float32]  # [n, positions, k] log-probabilities in nats, in descending order
+    top_ids: NDArray[np.int64]  # [n, positions, k] their tokens
+    log_probs: NDArray[np.float32]  # [n, positions, chosen] of the tokens that were asked for
+    ranks: NDArray[np.int64]  # [n, positions, chosen] how many tokens have a larger logit
+    entropy: NDArray[np.float32]  # [n, positions] in nats
+    divergence: NDArray[np.float32]  # [n, positions] KL(reference || stream) in nats
 
 
 class Lens(Segments):
     """The part of one model behind its last layer: it gives logits, or a readout."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
+        refuse_without_vocabulary(hooked, "the logit lens")
         refuse_several_streams(hooked, "reading a stream as logits")
         super().__init__(hooked, options)
         self.sizes = hooked.metadata.sizes
@@ -104,11 +96,7 @@ MORE_TOKENS = ": LensResult.load(path, model=model) reads further tokens"
 
 
 class LensReader:
-    """Reads tokens from the streams of one text.
-
-    Attributes:
-        streams: [points + 1, positions, hidden]; the last is that after the last layer.
-    """
+    """Reads tokens from the streams of one text, [points + 1, positions, hidden], the last after the last layer."""
 
     def __init__(self, model: Runner | Recipe[Runner], streams: NDArray[Any]) -> None:
         self._model, self.streams = model, streams
@@ -147,18 +135,13 @@ class LensReader:
 
 
 class SavedReader:
-    """Tokens of a lens without its model, by their ids.
-
-    Attributes:
-        streams: as those of a `LensReader`; None if the lens was saved without.
-        words: token -> its text, of all tokens in the lens.
-    """
+    """Tokens of a lens without its model, by their ids."""
 
     def __init__(
         self,
-        streams: NDArray[Any] | None,
+        streams: NDArray[Any] | None,  # None if the lens was saved without
         source: list[str],
-        words: Mapping[int, str],
+        words: Mapping[int, str],  # token -> its text, of all tokens in the lens
         tracked: Sequence[int],
         readout: Readout,
     ) -> None:

@@ -45,7 +45,6 @@ def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArr
     """A token's embedding, [hidden].
 
     Args:
-        token: its id or text.
         scaled: with the scale that the model gives it (Gemma): its `hook_embed`; else the row of the table.
 
     Raises:
@@ -83,7 +82,6 @@ def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> S
 
     Args:
         query: [hidden]; or a token's text, for its own embedding.
-        k: number of tokens.
 
     Returns:
         [(token id, cosine)], the nearest first.
@@ -107,7 +105,6 @@ def project_through_unembed(model: Runner, vec: ArrayLike, k: int = 10) -> Score
 
     Args:
         vec: [hidden], for example a head's output.
-        k: number of tokens.
 
     Returns:
         [(token id, logit)], the largest first.

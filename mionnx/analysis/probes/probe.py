@@ -58,8 +58,7 @@ def probe(
         folds: parts of the texts.
         penalty: of the squared weights of standardised values: 1/C of LogisticRegression, alpha of Ridge.
         seed: a number that determines the division into folds.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: a hook point that was not harvested.
@@ -100,19 +99,12 @@ def probe(
 
 @dataclass(frozen=True)
 class Labelled:
-    """The tokens that have a label.
+    """The tokens that have a label."""
 
-    Attributes:
-        tokens: places in the harvest.
-        groups: the group of each token, which stays in one fold: its text, or that of `groups=`.
-        targets: class number or value of each token.
-        classes: labels, ascending; None for values.
-    """
-
-    tokens: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    targets: NDArray[Any]
-    classes: list[Any] | None
+    tokens: NDArray[np.int64]  # places in the harvest
+    groups: NDArray[np.int64]  # the group of each token, which stays in one fold: its text, or that of `groups=`
+    targets: NDArray[Any]  # class number or value of each token
+    classes: list[Any] | None  # labels, ascending; None for values
 
 
 def _read_labels(

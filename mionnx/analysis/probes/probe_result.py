@@ -23,17 +23,11 @@ Numbers = NDArray[np.float64]
 
 @dataclass(eq=False)
 class Fit(Storable):
-    """The probe of one hook point.
+    """The probe of one hook point."""
 
-    Attributes:
-        scores: name -> [folds].
-        weights: [classes, ...], or [1, ...] for two classes and for values; for activations as they are.
-        intercept: [classes] or [1].
-    """
-
-    scores: dict[str, Numbers]
-    weights: Numbers
-    intercept: Numbers
+    scores: dict[str, Numbers]  # name -> [folds]
+    weights: Numbers  # [classes, ...], or [1, ...] for two classes and for values; for activations as they are
+    intercept: Numbers  # [classes] or [1]
 
 
 @dataclass(eq=False, repr=False)
@@ -206,7 +200,6 @@ class ProbeResult(Shown):
         return long_form({"hook, layer": pairs, "fold": range(folds)}, numbers)
 
     def _kinds(self) -> dict[str, list[HookPoint]]:
-        """Short name -> its hook points."""
         kinds: dict[str, list[HookPoint]] = {}
         for point in map(HookPoint.parse, self.fits):
             kinds.setdefault(point.short, []).append(point)

@@ -24,7 +24,7 @@ from mionnx.machine.softmax import logsumexp
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.call_graph import bind_pass
+from mionnx.run.call_graph import bind_pass, in_blocks
 from mionnx.run.forward_batches import ListRequest, in_one_pass, map_rows
 from mionnx.run.hook_cache import HookCache, collect, joined
 from mionnx.run.hook_functions import (
@@ -269,12 +269,10 @@ def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> H
 
 
 def _batch(model: Runner, request: ListRequest) -> TokenBatch:
-    sizes = model.hooked.metadata.sizes
-    return make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
+    return make_token_batch(request.tokens, request.attention_mask, request.past, model.hooked, request.prompt_length)
 
 
 def _forward(model: Runner, request: ListRequest) -> HookCache:
-    """Run without functions."""
     return model.forward(
         request.tokens,
         request.spec,
@@ -298,7 +296,8 @@ def _run(
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)
         bound = model.binder.bind(spec, outputs, cuts=here.names).on(part)
-        chain = model.variants.chain(bound.plan, here.names, part.batch * part.seq)
+        plan = in_blocks(bound.plan, model.variants, part.seq)
+        chain = model.variants.chain(plan, here.names, part.batch * part.seq)
         returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
         returned += present_names(hooked, False) if state and outputs.carried else []
         dead = dead_hooks(hooked, here.names, returned)
@@ -311,6 +310,7 @@ def _run(
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
         results = chain.run({*bound.outputs(False)}, bound.inputs(part, past), between)
+        model.watch_memory()
         return collect(bound, part, results, False)
 
     bound = partial(bind_pass, model.binder, request.spec, logits, False)
@@ -361,11 +361,7 @@ def _called(model: Runner, name: str, functions: list[HookFunction], value: NDAr
 
 
 def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
-    """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
-
-    Returns:
-        of logits [batch, seq, vocab], [batch, seq - 1]; NaN where either of the two tokens is padding.
-    """
+    """-log softmax(logits[t])[token t + 1] in nats, float64 [batch, seq - 1]; NaN where either token is padding."""
     # A loss is of a real token after a real one.
     predicted = batch.real[:, :-1] & batch.real[:, 1:]
     if not predicted.any():
@@ -380,6 +376,11 @@ def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float6
 
 def convert_logits(return_type: str | None, cache: HookCache, batch: TokenBatch) -> Any:
     """The logits of a call as a return type: "logits", "loss", "loss per token", "both" or None."""
+    if batch.both and return_type not in (None, "logits"):
+        raise InputError(
+            f"return_type={return_type!r} is a loss of the next token, which an encoder reads: take its logits, and "
+            "their log-probabilities of the tokens that a mask hides"
+        )
     if return_type is None:
         return None
     logits = cache.output()

@@ -73,7 +73,6 @@ def forward_ablate(
     """`capture_residuals` with the residual stream set to zero after some layers.
 
     Args:
-        prompt: one text.
         ablate_layers: layers after which the stream is zero.
         capture_layers: layers after which it is returned.
         positions: where it is zero; at every token if left out.
@@ -92,7 +91,6 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
     """`capture_residuals` with vectors added to the last token's residual stream.
 
     Args:
-        prompt: one text.
         steers: (layer, vector [hidden], strength): strength times the vector is added after the layer.
         capture_layers: layers after which the stream is returned.
 
@@ -144,8 +142,6 @@ def generate_with_hooks(
     """Continue a prompt greedily, with ablations and steering in force at every step.
 
     Args:
-        prompt: one text.
-        max_new_tokens: largest number of new tokens.
         ablate_layers: after these, the residual stream of every token is zero.
         steers: as for `forward_steer`: added at the last token of the prompt, and at every new one.
 
@@ -195,7 +191,6 @@ def _residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers, po
 
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
-    """Layer -> the hook point after it."""
     entries = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
     if not entries:
         raise HookError("no layers are given")

@@ -200,7 +200,6 @@ def _ids(tokens: Any) -> Any:
 
 
 def _row(model: Runner, tokens: str | ArrayLike) -> list[int]:
-    """Ids as a list, checked."""
     rows = read_rows(model.tokenize(tokens) if isinstance(tokens, str) else np.atleast_1d(read_array("tokens", tokens)))
     if len(rows.ids) != 1:
         raise InputError(f"tokens must be integers [seq], got {list(rows.ids.shape)}")

@@ -39,14 +39,10 @@ Bits = Mapping[str, int]
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """The prompts of a measurement.
-
-    Attributes:
-        first: the model's own log probabilities for each, mapped from a file.
-    """
+    """The prompts of a measurement."""
 
     calls: Sequence[TokenBatch]
-    first: Sequence[NDArray[np.float32]]
+    first: Sequence[NDArray[np.float32]]  # the model's own log probabilities for each, mapped from a file
 
 
 @contextmanager
@@ -78,21 +74,16 @@ class Moves:
     """The matrices of a model that may take more bits, and the sets of them that do.
 
     The costs of single matrices are added up: the sums tell the order of sets of matrices, not their KL.
-
-    Attributes:
-        begin, end: bits of all matrices before and after all of them have moved.
-        losses: costs of single matrices before they move, those that save most KL for a byte first.
-        more: bytes that each takes more when it has moved, in that order.
     """
 
+    # begin, end: bits of all matrices before and after all of them have moved.
     begin: Bits
     end: Bits
-    losses: Sequence[MatrixLoss]
-    more: Sequence[int]
+    losses: Sequence[MatrixLoss]  # costs of single matrices before they move, those that save most KL for a byte first
+    more: Sequence[int]  # bytes that each takes more when it has moved, in that order
 
     @classmethod
     def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
-        """The moves in order."""
         # Names break ties: the same order in every run.
         order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
         return cls(begin, end, order, [more[loss.name] for loss in order])
@@ -116,10 +107,8 @@ class Moves:
         return sum(more for loss, more in pairs if bits[loss.name] != self.begin[loss.name])
 
     def fewest(self, left: float) -> dict[str, int]:
-        """Find the bits of fewest bytes for a sum of single costs.
-
-        The matrices that stay save most bytes and cost at most `left` in sum.
-        """
+        """Find the bits of fewest bytes for a sum of single costs."""
+        # The matrices that stay save most bytes and cost at most `left` in sum.
         # a knapsack by dynamic programming, costs in grains; scipy's `milp` prints its solver's lines into a command's
         grains = min(GRAINS, TABLE // max(1, len(self.losses)))
         # Rounded up: the sum of grains never stands for less than the sum of costs.
@@ -142,21 +131,16 @@ class Moves:
 
 @dataclass
 class Search:
-    """The search for bits within a bound of KL.
-
-    Attributes:
-        matrices: weight, or stack of experts -> its form at the bits asked for.
-        bound: KL in nats.
-        measured: bits of all matrices -> KL, of every measurement.
-    """
+    """The search for bits within a bound of KL."""
 
     model: FloatModel
     text: MeasuredText
-    matrices: Mapping[str, Matrix]
+    matrices: Mapping[str, Matrix]  # weight, or stack of experts -> its form at the bits asked for
     settings: Quantisation
-    bound: float
+    bound: float  # KL in nats
     progress: Progress
     importance: Importance = field(default_factory=dict)
+    # Bits of all matrices -> KL, of every measurement.
     measured: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def kl(self, bits: Bits) -> float:
@@ -188,14 +172,7 @@ class Search:
         return of_blocks(self.model, name, matrix, self.settings, self.importance.get(name))
 
     def run(self) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """Choose the bits of all matrices.
-
-        Returns:
-            the bits, and those to try next, in order, if KL of the written model is above the bound after all.
-
-        Raises:
-            ModelError: the bound cannot be met.
-        """
+        """The bits of all matrices, and those to try next, in order, if KL of the written model is above the bound."""
         begin = {name: matrix.bits for name, matrix in self.matrices.items()}
         wide = dict.fromkeys(begin, WIDE_BITS)
         if self.kl(begin) <= self.bound:

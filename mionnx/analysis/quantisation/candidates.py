@@ -45,11 +45,7 @@ def of_blocks(
 
 
 def of_model(uses: WeightUses, other: HookedModel, experts: bool = False) -> list[Candidate]:
-    """The matrices of a quantised model, by the names that they have in the model of floats.
-
-    Args:
-        experts: whether each expert of a stack is one too, besides the stack.
-    """
+    """The matrices of a quantised model, and each expert of a stack, by their names in the model of floats."""
     flow = Dataflow(other.proto)
     tensors = {tensor.name for tensor in other.proto.graph.initializer}
 
@@ -89,18 +85,12 @@ def losses(
     other: HookedModel | None,
     calls: Sequence[TokenBatch],
     spec: HookSpec,
-    matrices: bool | None,
+    matrices: bool | None,  # whether they are measured; None: where one of the two is quantised, and nothing intervenes
     progress: Progress,
-    notes: list[str],
-    experts: bool = False,
+    notes: list[str],  # gets a line on the number of tokens
+    experts: bool = False,  # whether each expert's matrix is measured too; then `matrices=None` is True
 ) -> list[MatrixLoss]:
-    """Measure the matrices of the quantised one of two models in `verify`, those that cost most first.
-
-    Args:
-        matrices: whether they are measured; None: where one of the two is quantised, and nothing intervenes.
-        notes: gets a line on the number of tokens.
-        experts: whether each expert's matrix is measured too; then `matrices=None` is True.
-    """
+    """Measure the matrices of the quantised one of two models in `verify`, those that cost most first."""
     pair = _pair(one, other)
     why = None
     if pair is None:

@@ -37,18 +37,12 @@ class Stage(NamedTuple):
 
 
 class LayerChain(Segments):
-    """The pieces of a model of floats, from the embedding to the head.
-
-    Attributes:
-        products: weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
-        read: weight -> what its first product reads.
-        matrices: piece -> the weights that it reads.
-        values: piece -> the values of products, and what they read, that it computes.
-    """
+    """The pieces of a model of floats, from the embedding to the head."""
 
     def __init__(self, model: HookedModel, weights: WeightUses, options: Options, inputs: bool = False) -> None:
+        # weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
         self.products: dict[str, list[str]] = {} if weights.table is None else {table_name(weights.table): []}
-        self.read: dict[str, str] = {}
+        self.read: dict[str, str] = {}  # weight -> what its first product reads
         for product in weights.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
             if inputs:
@@ -57,8 +51,8 @@ class LayerChain(Segments):
         # without a base: it would be one of this graph alone
         super().__init__(replace(model, proto=_fed(model.proto, weights, self.products)), replace(options, base=False))
         self.pieces = range(EMBEDDING, self.layers + 1)
-        self.matrices: dict[int, list[str]] = {}
-        self.values: dict[int, list[str]] = {}
+        self.matrices: dict[int, list[str]] = {}  # piece -> the weights that it reads
+        self.values: dict[int, list[str]] = {}  # piece -> the values of products, and what they read, that it computes
         values = dict.fromkeys([*(value for of_one in self.products.values() for value in of_one), *self.read.values()])
         for piece in self.pieces:
             nodes = self.flow.ancestors(self.inputs_of(piece + 1), self.inputs_of(piece))
@@ -73,15 +67,8 @@ class LayerChain(Segments):
     def step(
         self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], ends: Iterable[str] = ()
     ) -> tuple[Stage, Arrays]:
-        """Run one piece.
-
-        Args:
-            others: matrices in place of the model's own, by name.
-            ends: names of values to return too; those that the piece does not compute are left out.
-
-        Returns:
-            the prompt before the next piece, and the values.
-        """
+        """Run one piece; returns the prompt before the next one, and the values of `ends` that this one computes."""
+        # `others` are matrices in place of the model's own, by name.
         own = [name for name in self.values[piece] if name in {*ends}]
         stream, values = self.layer(piece, *stage, None, own, self.values[piece], others)
         return Stage(stage.rows, stream), values
@@ -89,12 +76,7 @@ class LayerChain(Segments):
     def logits_of(
         self, stages: Sequence[Stage], others: Others | None = None, first: int = EMBEDDING
     ) -> Iterator[NDArray[Any]]:
-        """Run several prompts to their logits [batch, seq, vocab].
-
-        Args:
-            stages: the prompts before the first piece.
-            others: asked for the matrices of each piece.
-        """
+        """Run several prompts to their logits [batch, seq, vocab]; `others` gives the matrices of each piece."""
         # pieces one after another, all prompts in each: of all matrices those of one piece are in memory
         stages = [*stages]
         for piece in range(first, self.layers + 1):
@@ -106,10 +88,8 @@ class LayerChain(Segments):
 
 
 def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices, in a copy.
-
-    Another matrix is fed, and no graph is made or opened anew: an input's default is the model's own matrix.
-    """
+    """Make inputs of a graph's matrices, in a copy."""
+    # Another matrix is fed, and no graph is made or opened anew: an input's default is the model's own matrix.
     proto = onnx.ModelProto.FromString(origin.SerializeToString())
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     if weights.table is not None and weights.lookup is not None:

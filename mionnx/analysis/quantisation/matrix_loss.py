@@ -85,43 +85,29 @@ def log_probabilities(logits: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class MatrixLoss(Storable):
-    """The cost of one matrix by itself.
+    """The cost of one matrix by itself."""
 
-    Attributes:
-        name: a weight; a stack of experts; one of its matrices, with ".expert" and its number behind it.
-        layer: None for the table and the unembedding.
-        shape: (out, in); (experts, out, in) for a stack.
-        bits: the most of a stack's.
-        bytes: scales included.
-        weight_error: length of the difference of the numbers, as a share of theirs in floats.
-        output_error: that of the product's output on what it reads in the model of floats; of the table, the numbers'.
-        kl: KL(floats || floats with this matrix alone) in nats, the mean over positions.
-        top_1: share of positions with the same top token.
-    """
-
-    name: str
-    layer: int | None
-    shape: tuple[int, ...]
-    bits: int
-    bytes: int
-    weight_error: float
+    name: str  # a weight; a stack of experts; one of its matrices, with ".expert" and its number behind it
+    layer: int | None  # None for the table and the unembedding
+    shape: tuple[int, ...]  # (out, in); (experts, out, in) for a stack
+    bits: int  # the most of a stack's
+    bytes: int  # scales included
+    weight_error: float  # length of the difference of the numbers, as a share of theirs in floats
+    # That of the product's output on what it reads in the model of floats; of the table, the numbers'.
     output_error: float
-    kl: float
-    top_1: float
+    kl: float  # KL(floats || floats with this matrix alone) in nats, the mean over positions
+    top_1: float  # share of positions with the same top token
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix that may stand in place of the model's own.
-
-    Attributes:
-        product, table: whether products read it; whether tokens pick its rows.
-    """
+    """A matrix that may stand in place of the model's own."""
 
     name: str
     bits: int
     bytes: int
     numbers: Numbers
+    # product, table: whether products read it; whether tokens pick its rows.
     product: bool = True
     table: bool = False
 
@@ -171,7 +157,7 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
         if left > 0:
             # Two tokens at least: the last predicts nothing.
             ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]
-            chosen.append(make_token_batch(ids, None, None, model.metadata.sizes))
+            chosen.append(make_token_batch(ids, None, None, model))
             left -= ids.size
     return chosen
 
@@ -179,12 +165,7 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
 def matrix_losses(
     model: FloatModel, candidates: Sequence[Candidate], calls: Sequence[TokenBatch], progress: Progress = silent
 ) -> list[MatrixLoss]:
-    """Measure each candidate by itself, on the beginnings of prompts.
-
-    Args:
-        candidates: matrices to put in, at most one for each weight.
-        calls: prompts, of which `sample` takes the beginnings.
-    """
+    """Measure each candidate by itself, at most one for each weight, on the beginnings of prompts."""
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
     stages, losses = [*map(Stage.first, calls)], dict[str, MatrixLoss]()

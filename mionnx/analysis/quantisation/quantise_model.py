@@ -199,7 +199,6 @@ def _measured(hooked: HookedModel, text: MeasuredText, threads: int, progress: P
 
 
 def _record(hooked: HookedModel, entry: dict[str, Any]) -> None:
-    """Write what was measured into the model's metadata."""
     proto = onnx_file.read(hooked.folder / GRAPH)
     metadata = replace(hooked.metadata, quantised={**hooked.metadata.quantised, **entry})
     del proto.metadata_props[:]

@@ -19,10 +19,8 @@ Ids = NDArray[np.int64]
 
 
 def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
-    """Cut texts into windows of at most 256 tokens, [1, tokens] each.
-
-    Each begins with the special tokens that the tokenizer puts before a text.
-    """
+    """Cut texts into windows of at most 256 tokens, [1, tokens] each."""
+    # Each begins with the special tokens that the tokenizer puts before a text.
     documents = [texts] if isinstance(texts, str) else list(texts)
     if not documents:
         raise InputError("texts=[]: there is no text to measure on")
@@ -40,7 +38,6 @@ def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
 
 
 def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
-    """The special tokens before a text, and its own."""
     ids = np.asarray(model.tokenize(text).ids, np.int64)
     bare = np.asarray(encode(model.tokenizer, text, add_special_tokens=False).ids, np.int64)
     at = next((at for at in range(len(ids) - len(bare) + 1) if (ids[at : at + len(bare)] == bare).all()), 0)
@@ -65,7 +62,7 @@ def own_text(model: Runner) -> list[Ids]:
 
 def calls_of(model: Runner, ids: Sequence[Ids]) -> list[TokenBatch]:
     """Windows as the inputs of forward passes, without a past."""
-    return [make_token_batch(one, None, None, model.hooked.metadata.sizes) for one in ids]
+    return [make_token_batch(one, None, None, model.hooked) for one in ids]
 
 
 def digest(ids: Sequence[Ids]) -> str:

@@ -188,8 +188,9 @@ class Statistics(Brief, Stored):
             points = [points]
         for hook in self.hooks if points is None else listed("points", points):
             means = [self.at(hook, ids) for ids in texts]
-            # on the left, as prompts of unequal length are
-            padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]
+            # on the side of prompts of unequal length
+            sides = [(0, longest - len(one)) if model.bidirectional else (longest - len(one), 0) for one in means]
+            padded = [np.pad(one, [side, *[(0, 0)] * (one.ndim - 1)]) for one, side in zip(means, sides, strict=True)]
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
             value = np.moveaxis(np.stack(padded), 1, axis).astype(np.float32)
             edit = Intervention.Replace(value, positions=positions, heads=heads, rows=rows, neurons=neurons)
@@ -241,8 +242,7 @@ def statistics(
         covariance: of all numbers of a vector [d], as [d, d]; for one class.
         batch_size: rows of a pass; "auto" chooses by their length.
         column: of tables and JSON lines, the one with the texts.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
 
     Raises:
         HookError: no such hook point, or one without one value a token.
@@ -312,7 +312,6 @@ def _check(by: By, covariance: bool) -> None:
 
 
 def _captured(model: Runner, spec: HookSpec) -> list[str]:
-    """The captured hook points, each with one value a token."""
     if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
         raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
     names = [capture.node.hook for capture in model.binder.bind(spec).captures]

@@ -105,8 +105,6 @@ def calibrate(
     """Measure the length of the stream, over prompts, at the hook points of directions.
 
     Args:
-        directions: the directions.
-        prompts: texts.
         positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt". The
             first of a text counts only where no other one is measured, as in prompts of one token: many models give it
             a length a hundred times that of others (massive activations, arXiv:2402.17762), and read nothing there.

@@ -40,8 +40,7 @@ def contrast(
         positions: the tokens that are compared, negative ones from the end; the mean is taken over several.
         method: "mean_difference", or "pca": the axis along which the pairs' differences are largest, as long as
             their mean along it.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
         batch_size: prompts of one pass, those of like length together; "auto": as run well and fit into memory.
 
     Returns:

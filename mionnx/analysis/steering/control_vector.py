@@ -46,12 +46,7 @@ def _gguf() -> ModuleType:
 
 
 def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hint: str = "") -> Path:
-    """Write a control vector.
-
-    Args:
-        vectors: layer -> [width], to add to `blocks.N.hook_resid_post`; layers from 1 on.
-        model_hint: llama.cpp's name of the architecture, such as "llama"; it is not checked by anything.
-    """
+    """Write a control vector: layer from 1 on -> [width], to add to `blocks.N.hook_resid_post`."""
     gguf = _gguf()
     if 0 in vectors:
         raise SpecFileError(

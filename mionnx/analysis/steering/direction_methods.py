@@ -13,19 +13,13 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, repr=False)
 class Separation(Brief):
-    """Separation of the two sides of the pairs by each layer's direction; arrays are [layers].
+    """Separation of the two sides of the pairs by each layer's direction; arrays are [layers]."""
 
-    Attributes:
-        auc: the probability that a positive prompt lies further along the direction than a negative one; ties count
-            half.
-        held_out: the share of pairs of which this is true along the direction made from the other pairs; NaN for one
-            pair.
-        explained: the share of the pairs' squared differences that lies along the direction.
-    """
-
+    # The probability that a positive prompt lies further along the direction than a negative one; ties count half.
     auc: Matrix
+    # The share of pairs of which this is true along the direction made from the other pairs; NaN for one pair.
     held_out: Matrix
-    explained: Matrix
+    explained: Matrix  # the share of the pairs' squared differences that lies along the direction
 
 
 def mean_difference(differences: Matrix) -> Matrix:
@@ -34,11 +28,9 @@ def mean_difference(differences: Matrix) -> Matrix:
 
 
 def principal_axis(differences: Matrix) -> Matrix:
-    """The axis v with the largest sum of (d . v)^2 over differences d, as long as their mean.
-
-    The differences are not centred: this is the first principal component of both sides of each pair about the pair's
-    own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
-    """
+    """The axis v with the largest sum of (d . v)^2 over differences d, as long as their mean."""
+    # The differences are not centred: this is the first principal component of both sides of each pair about the pair's
+    # own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
     # `full_matrices` would make [width, width] for one row of it.
     axis = np.linalg.svd(differences, full_matrices=False)[2][0]
     # The sign of an axis is arbitrary; the mean along it gives it the direction from negative to positive.

@@ -71,8 +71,7 @@ def dose_response(
         positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
         bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
             between the given strengths.
-        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
-            a log; True at once, False for none.
+        progress: see `patch_sweep`.
         batch_size: rows of one pass, a prompt at a strength each; "auto": as run well and fit into memory.
 
     Raises:
@@ -208,16 +207,11 @@ def _doses(strengths: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, repr=False)
 class Answers(Brief, Storable):
-    """The answers to prompts at some strengths; arrays are [prompts, strengths].
+    """The answers to prompts at some strengths; arrays are [prompts, strengths]."""
 
-    Attributes:
-        kl: KL divergence (without || with), in nats.
-        probabilities: the target's.
-        top, top_probabilities: the most probable token, and its probability.
-    """
-
-    kl: NDArray[np.float64]
-    probabilities: NDArray[np.float64]
+    kl: NDArray[np.float64]  # KL divergence (without || with), in nats
+    probabilities: NDArray[np.float64]  # the target's
+    # top, top_probabilities: the most probable token, and its probability.
     top: NDArray[np.int64]
     top_probabilities: NDArray[np.float64]
 
@@ -286,7 +280,6 @@ class DoseResponse(Shown):
         return f"from strength {spelled(float(flip))}" if np.isfinite(flip) else "at none of these strengths"
 
     def to_dict(self) -> dict[str, Any]:
-        """As lists, one entry a prompt."""
         rows = [
             {
                 "prompt": prompt,

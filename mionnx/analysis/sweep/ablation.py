@@ -20,6 +20,7 @@ from mionnx.analysis.sweep.sweep import Before, Donors, Sweep, SweepSetting, run
 from mionnx.errors import InputError, nearest
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.moments import Moments
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
@@ -49,7 +50,7 @@ def ablation_sweep(
     versus: Tokens = None,
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    position: int = -1,
+    position: Place | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
@@ -59,7 +60,6 @@ def ablation_sweep(
     """Ablation of every cell of a grid: zeros, means or resampled values replace its value.
 
     Args:
-        prompts: one or several.
         hook, over, layers, resume, resume_key, before, progress, shortcuts: see `patch_sweep`.
         kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
             the value in a reference prompt, drawn for each prompt, not the prompt itself; of a longer one its

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.corruption import Corruption, Noise, corrupt
 from mionnx.analysis.sweep.grid import Grid, Places, Positions, find_places, make_grid
-from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
+from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import Ids, prompt_ids, prompt_text, token_text
+from mionnx.run.metric_place import index_read
+from mionnx.run.prompt import Ids, prompt_text, token_text, typed_prompts
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -42,13 +44,16 @@ class Comparison(Brief):
         clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens. Instead of
             a prompt, `corrupted` may be interventions on the clean one: a `HookSpec`, one a prompt, several for a
             single prompt, or `Noise`, whose repeats are averaged (of a single prompt they are the pairs).
-        metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the top token)
-            of the answer, "kl" (KL divergence from the clean run, in nats), or a function: logits [rows, vocab] ->
-            [rows], which may take the index of the pair as a second argument.
-        answer, versus: tokens, as ids or texts, one for all pairs or one a pair. By default the top token of the clean
-            prompt, and of the corrupted one.
+        metric: "logit_diff" (of answer and versus), "logit", "probability", "log_probability", "rank" (0 is the top
+            token) of the answer, "kl" (KL divergence from the clean run, in nats), or a function: logits [rows, vocab]
+            -> [rows], which may take the index of the pair as a second argument. Of an encoder's labels the same; of a
+            span head "span", the start's logit plus the end's of the answer; of an embedding model "cosine" and "dot".
+        answer, versus: tokens or labels, as numbers or texts, one for all pairs or one a pair. By default the top token
+            of the clean prompt, and of the corrupted one. Of "cosine" and "dot", versus is the text or the embedding
+            that is compared with; of "span", answer is a part of the clean text, or (first, last) of its tokens.
         patching: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean run.
-        position: the position whose logits are read; patches behind it have no effect.
+        position: the position whose logits are read; patches behind it have no effect. By default the last; of a masked
+            language model that of the one "mask". Of an encoder patches at all positions have one.
         positions: names for the entries of the axis "position": each an index, a string of the clean prompt, which
             stands for all of its tokens together, or a list with one for each pair; so pairs of different lengths
             have an axis in common: `{"subject": ["France", "New Zealand"], "last": -1}`. By default all positions.
@@ -64,10 +69,10 @@ class Comparison(Brief):
     clean: Prompt
     corrupted: Corrupted | None = None
     metric: Measure | None = None
-    answer: Tokens = None
-    versus: Tokens = None
+    answer: Any = None
+    versus: Any = None
     patching: str | None = None
-    position: int = -1
+    position: Place | None = None
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +88,9 @@ class Comparison(Brief):
 
     def on(self, model: Runner) -> Pairs:
         """Tokenize the prompts, and pair their positions; without corrupted ones each runs alone."""
-        clean, names = prompt_ids(model, self.clean), None
+        rows, names = typed_prompts(model, self.clean), None
+        clean = [ids for ids, _ in rows]
+        reading = _Reading(model, self.position, [types for _, types in rows])
         places: Sequence[Places | None] = [None] * len(clean)
         if self.positions is not None:
             places = find_places(model, self.clean, clean, self.positions)
@@ -92,70 +99,113 @@ class Comparison(Brief):
         if self.corrupted is None:
             patching, bases = "ablation", clean
             about = quote(model, clean[0])
-            pairs = [Pair(until(self.position, ids), None, place) for ids, place in zip(clean, places, strict=True)]
+            pairs = [
+                reading.pair(number, ids, None, place)
+                for number, (ids, place) in enumerate(zip(clean, places, strict=True))
+            ]
         elif (specs := _specs(model, self.clean, self.corrupted, len(clean))) is not None:
-            if any(len(until(self.position, ids)) < len(ids) for ids in clean):
+            if not model.bidirectional and any(len(until(self.position, ids)) < len(ids) for ids in clean):
                 raise InputError(
                     f"position={self.position!r}: a prompt that a spec corrupts is read at its last token, from which "
                     "the spec's positions count; cut the prompt there"
                 )
-            rows = zip(clean, places, specs, strict=True)
-            pairs = [Pair(ids, ids, place, corrupt(model, spec, ids)) for ids, place, own in rows for spec in own]
+            each = enumerate(zip(clean, places, specs, strict=True))
+            pairs = [
+                reading.pair(number, ids, ids, place, corrupt(model, spec, ids, reading.at(ids)))
+                for number, (ids, place, own) in each
+                for spec in own
+            ]
             bases, repeats = [pair.base for pair in pairs], len(specs[0])
             first, second = quote(model, clean[0]), f"{quote(model, clean[0])} under {spelled(self.corrupted)}"
             about = " into ".join([first, second] if patching == "denoising" else [second, first])
         else:
-            corrupted = prompt_ids(model, cast(Prompt, self.corrupted))
+            others_rows = typed_prompts(model, cast(Prompt, self.corrupted))
+            corrupted = [ids for ids, _ in others_rows]
             _refuse_unlike(clean, corrupted)
+            reading.refuse_other_types([types for _, types in others_rows])
             bases, others = (corrupted, clean) if patching == "denoising" else (clean, corrupted)
-            cut = [[until(self.position, ids) for ids in prompts] for prompts in (bases, others)]
-            pairs = [Pair(base, other, place) for base, other, place in zip(*cut, places, strict=True)]
+            pairs = [
+                reading.pair(number, base, other, place)
+                for number, (base, other, place) in enumerate(zip(bases, others, places, strict=True))
+            ]
             about = f"{quote(model, others[0])} into {quote(model, bases[0])}"
         more = f" and {len(clean) - 1} more" if len(clean) > 1 else ""
-        return Pairs(pairs, bases, self.request.for_repeats(repeats), patching, about + more, names, repeats)
+        request = self.request.resolved(model, self.clean, len(clean))
+        return Pairs(pairs, bases, request.for_repeats(repeats), patching, about + more, names, repeats)
+
+
+class _Reading:
+    """Where a comparison reads each of its prompts."""
+
+    def __init__(self, model: Runner, position: Place | None, types: Sequence[Ids | None]) -> None:
+        self.model, self.position, self.types = model, position, types
+
+    def at(self, ids: Ids) -> int | None:
+        """The index that is read in a whole text of an encoder; None of a decoder, whose prompts end there."""
+        return index_read(self.model.hooked, self.position, ids) if self.model.bidirectional else None
+
+    def pair(
+        self, number: int, base: Ids, other: Ids | None, places: Places | None, corruption: Corruption | None = None
+    ) -> Pair:
+        """One pair, its prompts cut behind the position that is read, unless an encoder reads them whole."""
+        if not self.model.bidirectional:
+            other = None if other is None else until(self.position, other)
+            return Pair(until(self.position, base), other, places, corruption)
+        at = self.at(base)
+        if other is not None and self.at(other) != at:
+            raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
+        return Pair(base, other, places, corruption, at, self.types[number], whole=True)
+
+    def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
+        """Refuse corrupted prompts whose two texts meet at another token."""
+        for number, (own, other) in enumerate(zip(self.types, types, strict=True)):
+            if (own is None) != (other is None) or (
+                own is not None and other is not None and not np.array_equal(own, other)
+            ):
+                raise InputError(
+                    f"pair {number}: the two texts of the clean prompt and of the corrupted differ in length"
+                )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt or pair of prompts; it ends at the position whose logits are read.
+    """One prompt or pair of prompts; a decoder's ends at the position whose logits are read.
 
     Attributes:
         base: [seq]: the run that is patched.
         other: [seq]: the run that is patched in; None for an ablation.
         corruption: interventions that make the corrupted run of a prompt that is both.
+        at: the position of an encoder's text that is read; None where a text has one row of numbers.
+        types: [seq]: which of two texts a token belongs to.
+        whole: whether each position can change all others.
     """
 
     base: Ids
     other: Ids | None = None
     places: Places | None = None
     corruption: Corruption | None = None
+    at: int | None = None
+    types: Ids | None = None
+    whole: bool = False
 
     @property
     def first(self) -> int:
-        """The first position at which the prompts differ; 0 for an ablation or a spec."""
-        alone = self.other is None or self.corruption is not None
+        """The first position whose values can differ; 0 for an ablation, a spec, or an encoder."""
+        alone = self.other is None or self.corruption is not None or self.whole
         # Interventions may change every position, and without a second run any position may be ablated.
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A comparison as token rows.
+    """A comparison as token rows."""
 
-    Attributes:
-        pairs: those of one prompt follow each other, `repeats` of them, by draws or specs.
-        bases: [seq] of each pair's patched prompt, not cut at the position that is read.
-        patching: "denoising", "noising" or "ablation".
-        about: a line for pictures.
-        names: names of positions; None where each stands for itself.
-    """
-
-    pairs: list[Pair]
-    bases: list[Ids]
+    pairs: list[Pair]  # those of one prompt follow each other, `repeats` of them, by draws or specs
+    bases: list[Ids]  # [seq] of each pair's patched prompt, not cut at the position that is read
     metric: MetricRequest
-    patching: str
-    about: str
-    names: tuple[str, ...] | None = None
+    patching: str  # "denoising", "noising" or "ablation"
+    about: str  # a line for pictures
+    names: tuple[str, ...] | None = None  # names of positions; None where each stands for itself
     repeats: int = 1
 
     def __post_init__(self) -> None:
@@ -268,7 +318,6 @@ def _specs(model: Runner, clean: Prompt, corrupted: Any, count: int) -> list[lis
 
 
 def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
-    """Refuse pairs of prompts whose positions do not correspond."""
     if len(clean) != len(corrupted):
         raise InputError(f"{len(clean)} clean prompts and {len(corrupted)} corrupted ones: they come in pairs")
     for pair, (one, other) in enumerate(zip(clean, corrupted, strict=True)):
@@ -279,8 +328,9 @@ def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
             )
 
 
-def until(position: int, prompt: Ids) -> Ids:
+def until(position: Place | None, prompt: Ids) -> Ids:
     """Cut a prompt behind the position whose logits are read."""
+    position = -1 if position is None else position
     if not isinstance(position, int | np.integer) or not -len(prompt) <= position < len(prompt):
         raise InputError(f"position={position!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
     return prompt[: int(position) % len(prompt) + 1]

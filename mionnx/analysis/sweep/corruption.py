@@ -27,7 +27,11 @@ from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
-EMBEDDINGS = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
+EMBEDDINGS = (
+    HookPoint.Embed.name,
+    HookPoint.PosEmbed.name,
+    HookPoint.TokenTypeEmbed.name,
+)  # hook points before the first layer
 ALONE = Outputs(carried=False)
 SIGMAS = 3.0  # if nothing is said, as in causal tracing
 Numbers = NDArray[np.float64]
@@ -38,15 +42,11 @@ class Corruption:
     """A spec on one prompt.
 
     The layers of a sweep are graphs of their own, so each takes the interventions at its own hook points.
-
-    Attributes:
-        interventions: those of the spec, each at one hook point.
-        edits: each intervention's structure, and its inputs for one row and all positions.
     """
 
     spec: HookSpec
-    interventions: Sequence[tuple[HookPoint, Intervention]]
-    edits: Sequence[tuple[Edit, Arrays]]
+    interventions: Sequence[tuple[HookPoint, Intervention]]  # those of the spec, each at one hook point
+    edits: Sequence[tuple[Edit, Arrays]]  # each intervention's structure, and its inputs for one row and all positions
     layers: int
 
     @cached_property
@@ -83,8 +83,8 @@ def _for_rows(edit: Edit, inputs: Mapping[str, NDArray[Any]], count: int, start:
     return repeated
 
 
-def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
-    """Bind a spec to one prompt, [seq]."""
+def corrupt(model: Runner, spec: HookSpec, ids: Ids, at: int | None = None) -> Corruption:
+    """Bind a spec to one prompt, [seq], that is read at its last position or another one."""
     if spec.captures or spec.gradients or spec.metric is not None:
         raise InputError("corrupted= takes interventions: leave captures, gradients and the metric out of the spec")
     if spec.state_knockouts or spec.state_steerings:
@@ -94,9 +94,10 @@ def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
     bound = model.binder.bind(spec, ALONE)
     if any(HookPoint.parse(edit.hook).variant == "Custom" or edit.reads is not None for edit, _ in bound.edits):
         raise InputError("a sweep takes no interventions inside a splice, and no splice that reads another hook point")
-    batch = make_token_batch(ids[None], None, None, model.hooked.metadata.sizes)
+    batch = make_token_batch(ids[None], None, None, model.hooked)
     inputs = {**bound.values(batch), **bound.weights}
-    bound.refuse_idle(batch, False, {0: [len(ids) - 1]})
+    whole = not model.hooked.metadata.positional or model.hooked.metadata.head == "span"
+    bound.refuse_idle(batch, False, None if whole else {0: [len(ids) - 1 if at is None else at]})
     edits = [_masked(selection, inputs) for selection in bound.selections(batch)]
     return Corruption(spec, bound.hooks.interventions, edits, model.num_layers)
 

@@ -27,23 +27,14 @@ SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a sweep.
+    """The cells of a sweep."""
 
-    Attributes:
-        over: names of the axes, in the order of the result's.
-        template: the hook point with `{i}` for the layer.
-        layers: patched layers, ascending.
-        axes: of the value at the hook point.
-        sizes: number of entries of each axis in `over`.
-        places: of each entry of the position axis, in one prompt; None: an entry is a position.
-    """
-
-    over: tuple[str, ...]
-    template: str
-    layers: tuple[int, ...]
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    places: Places | None = None
+    over: tuple[str, ...]  # names of the axes, in the order of the result's
+    template: str  # the hook point with `{i}` for the layer
+    layers: tuple[int, ...]  # patched layers, ascending
+    axes: tuple[str, ...]  # of the value at the hook point
+    sizes: tuple[int, ...]  # number of entries of each axis in `over`
+    places: Places | None = None  # of each entry of the position axis, in one prompt; None: an entry is a position
 
     def at(self, places: Places | None) -> "Grid":
         """The same cells in a prompt with named positions."""
@@ -51,11 +42,9 @@ class Grid:
 
     @property
     def cells(self) -> int:
-        """Number of cells."""
         return int(np.prod(self.sizes))
 
     def hook(self, layer: int) -> str:
-        """The hook point of a layer."""
         return self.template.format(i=layer)
 
     def along(self, axis: str) -> int | None:
@@ -66,7 +55,6 @@ class Grid:
         return self.axes.index("seq_k") if axis == "source" else finders[axis](self.axes)
 
     def layer_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The layer of each cell, by its number."""
         return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
@@ -92,14 +80,7 @@ class Grid:
         return entries if self.places is None else np.array([min(place) for place in self.places])[entries]
 
     def by_cell(self, values: Sequence[NDArray[Any]], combine: Callable[..., Any]) -> NDArray[Any]:
-        """Combine the numbers that each cell selects, by `np.any` or the like.
-
-        Args:
-            values: for each layer, in the shape of its value without the batch axis.
-
-        Returns:
-            in the shape of the grid; zero at positions that are not there.
-        """
+        """Combine the numbers that each cell selects in each layer's value; 0 at positions that are not there."""
         # `values` have no batch axis, so each axis is one further to the front.
         axes = [axis - 1 for axis in map(self.along, self.over) if axis is not None]
         layers = []
@@ -127,13 +108,7 @@ def make_grid(
     seq: int | None,
     places: Places | None = None,
 ) -> Grid:
-    """Make the grid of a sweep over a hook point.
-
-    Args:
-        hook, over, layers: as in `patch_sweep`.
-        seq: positions of the prompts; None if they differ in length.
-        places: named positions of one of the prompts.
-    """
+    """Make the grid of a sweep over a hook point; `seq` is None where prompts differ in length."""
     kinds = hook_kinds(model, hook)
     if len(kinds) > 1:
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(kinds)}")
@@ -263,7 +238,6 @@ def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
 
 
 def _each(name: str, place: Any, count: int) -> list[Any]:
-    """The place of one name in each prompt."""
     if isinstance(place, str) or not isinstance(place, Iterable):
         return [place] * count
     entries: list[Any] = [*place]

@@ -1,5 +1,6 @@
 """Metrics of a sweep: a number a cell, from the logits at the position that is read."""
 
+import hashlib
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -11,31 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, nearest
+from mionnx.inputs.tokens import Tokens as Text
 from mionnx.machine.softmax import log_softmax
+from mionnx.run.embedding import vector_of
 from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
-from mionnx.run.tokenizing import warn_of_spelling
+from mionnx.run.tokenizing import answer_id, warn_of_spelling
+from mionnx.spec.metric import OF_VECTORS
 
 Numbers = NDArray[np.float64]
 Token = int | str
 Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-METRICS = ("logit_diff", "probability", "log_probability", "kl", "rank")
+METRICS = ("logit_diff", "logit", "probability", "log_probability", "kl", "rank", "cosine", "dot", "span")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric on one prompt, or pair of prompts.
-
-    Attributes:
-        needs: ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
-        of: logits [rows, vocab or needs], float64 -> [rows].
-    """
+    """A metric on one prompt, or pair of prompts."""
 
     name: str
+    # Ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
     needs: tuple[int, ...] | None
-    of: Callable[[Numbers], Numbers]
+    of: Callable[[Numbers], Numbers]  # logits [rows, vocab or needs], float64 -> [rows]
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
         """Compute the metric of some rows, [rows, vocab or needs] -> [rows]."""
@@ -58,8 +58,8 @@ class MetricRequest:
     """A metric as requested, before the prompts are known; its fields are those of a `Comparison`."""
 
     measure: Measure
-    answer: Tokens = None
-    versus: Tokens = None
+    answer: Any = None
+    versus: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.measure, str) and self.measure not in METRICS:
@@ -67,15 +67,40 @@ class MetricRequest:
                 f"no metric {self.measure!r}; there are {', '.join(METRICS)}, or give a function of the logits"
                 + nearest(self.measure, METRICS)
             )
-        if self.answer is not None and (callable(self.measure) or self.measure == "kl"):
+        if self.answer is not None and (callable(self.measure) or self.measure in ("kl", *OF_VECTORS)):
             raise InputError(f"metric {self.name} reads no answer")
-        if self.versus is not None and self.measure != "logit_diff":
-            raise InputError(f"metric {self.name} reads no `versus`, only logit_diff does")
+        if self.versus is not None and self.measure not in ("logit_diff", *OF_VECTORS):
+            raise InputError(f"metric {self.name} reads no `versus`, only logit_diff, cosine and dot do")
+        for name, part in (("versus", OF_VECTORS), ("answer", ("span",))):
+            if self.measure in part and getattr(self, name) is None:
+                raise InputError(f"metric {self.name} needs {name}=")
 
     @property
     def name(self) -> str:
         """Name for tables and messages."""
         return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
+
+    def resolved(self, model: Runner, clean: Any, count: int) -> "MetricRequest":
+        """The same metric with the vectors of texts, and the tokens of spans, of a model that has such a head."""
+        self._refuse_head(model)
+        if self.measure in OF_VECTORS:
+            return replace(self, versus=_vectors(model, self.versus, count))
+        if self.measure == "span":
+            return replace(self, answer=_ends(model, self.answer, clean, count))
+        return self
+
+    def _refuse_head(self, model: Runner) -> None:
+        head = model.hooked.metadata.head
+        if callable(self.measure):
+            return
+        of = "embedding" if self.measure in OF_VECTORS else "span" if self.measure == "span" else None
+        if of is not None and head != of:
+            raise InputError(f"metric {self.name} reads the head {of!r}, and {model.hooked.name} has {head!r}")
+        if of is None and head in ("embedding", "none", "span"):
+            has = {"embedding": "cosine and dot", "span": "span"}.get(head, "none of its own")
+            raise InputError(
+                f"metric {self.name} reads logits, and a model with the head {head!r} has {has}, or functions"
+            )
 
     def identity(self, resume_key: str | None) -> list[Any]:
         """Name, `resume_key` and tokens, as JSON holds them."""
@@ -84,6 +109,8 @@ class MetricRequest:
                 f"a sweep with the function {self.name} as its metric is resumed by a name that you give it: "
                 'resume_key="..."; without one, resume=False'
             )
+        if self.measure in OF_VECTORS:
+            return [self.name, resume_key, hashlib.sha256(np.asarray(self.versus, np.float64).tobytes()).hexdigest()]
         return [self.name, resume_key, _plain(self.answer), _plain(self.versus)]
 
     def bind(self, model: Runner, pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
@@ -93,9 +120,16 @@ class MetricRequest:
         if self.measure == "kl":
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
+        if self.measure in OF_VECTORS:
+            return Metric(self.name, None, partial(_alike, self.measure == "cosine", self.versus[pair]))
+        if self.measure == "span":
+            first, last = self.answer[pair]  # the main output has start and end of each token in turn
+            return Metric(self.name, (2 * first, 2 * last + 1), lambda logits: logits[:, 0] + logits[:, 1])
         answer, *versus = self._tokens(model, pair, count, clean, other)
         for what, tokens, logits in (("answer", self.answer, clean), ("versus", self.versus, other)):
             warn_of_spelling(model, what, each_of(tokens, count, what)[pair], clean if logits is None else logits)
+        if self.measure == "logit":
+            return Metric(self.name, (answer,), lambda logits: logits[:, 0])
         if not versus:
             return Metric(self.name, None, partial(_OF_ANSWER[self.measure], answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
@@ -103,7 +137,7 @@ class MetricRequest:
     def for_repeats(self, repeats: int) -> "MetricRequest":
         """The same metric where each prompt has several pairs, one after the other."""
 
-        def each(tokens: Tokens) -> Tokens:
+        def each(tokens: Any) -> Any:
             return [token for token in tokens for _ in range(repeats)] if _several(tokens) else tokens
 
         return self if repeats == 1 else replace(self, answer=each(self.answer), versus=each(self.versus))
@@ -111,7 +145,7 @@ class MetricRequest:
     @property
     def needs_logits(self) -> bool:
         """Whether only logits of the prompts tell the tokens or the distribution that it reads."""
-        if callable(self.measure) or self.measure == "kl":
+        if callable(self.measure) or self.measure in ("kl", "span", *OF_VECTORS):
             return self.measure == "kl"
         return self.answer is None or (self.measure == "logit_diff" and self.versus is None)
 
@@ -123,6 +157,10 @@ class MetricRequest:
             return {}
         if self.measure == "kl":
             return {"reference": clean}
+        if self.measure in OF_VECTORS:
+            return {"reference": self.versus[pair]}
+        if self.measure == "span":
+            return {"answer": self.answer[pair]}
         return dict(zip(("answer", "versus"), self._tokens(model, pair, count, clean, other), strict=False))
 
     def _tokens(
@@ -188,9 +226,53 @@ def _token(model: Runner, tokens: Tokens, pair: int, count: int, what: str, logi
         return int(logits.argmax())
     one = each_of(tokens, count, what)[pair]
     try:
-        token = model.token_id(one) if isinstance(one, str) else operator.index(one)
+        token = answer_id(model, one) if isinstance(one, str) else operator.index(one)
     except TypeError:
         raise InputError(f"{what} {one!r}: a token is a text, or an integer") from None
-    if not 0 <= token < model.vocab_size:
-        raise InputError(f"{what} {token}; the vocabulary is 0 to {model.vocab_size - 1}")
+    columns = model.hooked.metadata.columns
+    if not 0 <= token < columns:
+        raise InputError(f"{what} {token}; the vocabulary is 0 to {columns - 1}")
     return token
+
+
+def _alike(cosine: bool, vector: Numbers, values: Numbers) -> Numbers:
+    """[rows]: the product of embeddings with a vector, or the cosine."""
+    products = values @ vector
+    return products / (np.linalg.norm(values, axis=-1) * np.linalg.norm(vector)) if cosine else products
+
+
+def _vectors(model: Runner, versus: Any, count: int) -> list[Numbers]:
+    """[d] of each pair: embeddings of texts, or vectors as they are."""
+    if isinstance(versus, str):
+        return [vector_of(model, versus).astype(np.float64)] * count
+    if isinstance(versus, Sequence) and all(isinstance(text, str) for text in versus):
+        return [vector_of(model, text).astype(np.float64) for text in each_of(versus, count, "versus")]
+    width = model.hooked.metadata.columns
+    try:
+        vectors = np.asarray(versus, np.float64)
+    except (TypeError, ValueError):
+        raise InputError("versus= of a cosine is a text or an embedding, or one of these for each pair") from None
+    if vectors.shape not in ((width,), (count, width)) or not np.isfinite(vectors).all():
+        raise InputError(
+            f"versus= is {list(vectors.shape)}; an embedding is [{width}], of each pair [{count}, {width}]"
+        )
+    return [*np.broadcast_to(vectors, (count, width))]
+
+
+def _ends(model: Runner, answer: Any, clean: Any, count: int) -> list[tuple[int, int]]:
+    """First and last token of the answer in each clean prompt."""
+    one = isinstance(answer, str) or (isinstance(answer, tuple) and all(isinstance(end, int) for end in answer))
+    answers = [answer] * count if one else each_of(answer, count, "answer")
+    texts = model.ids(clean)
+    texts = texts if isinstance(texts, list) and len(texts) == count else [texts] * count
+    ends = []
+    for text, part in zip(texts, answers, strict=True):
+        if isinstance(part, str):
+            if not isinstance(text, Text):
+                raise InputError(f"answer={part!r} is found in a text, and the prompt came as ids: give (first, last)")
+            places = text.positions_of(part, -1)
+            ends.append((places[0], places[-1]))
+        else:
+            first, last = part
+            ends.append((operator.index(first), operator.index(last)))
+    return ends

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,27 +29,24 @@ Cells = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """Savings in computation; results are the same without them.
+    """Savings in computation; results are the same without them."""
 
-    Attributes:
-        batch: cells are rows of one batch.
-        truncate: a row starts at the layer that it patches, from the base's stream, and joins the rows before it.
-        last: after the last layer's attention only the last position is computed, since only that is read.
-        window: positions before the first that a patch can change are not computed: keys and values are the base's.
-        skip: a cell where base and donor are equal, or that nothing reads, is not computed: its effect is exactly 0.
-    """
-
-    batch: bool = True
+    batch: bool = True  # cells are rows of one batch
+    # A row starts at the layer that it patches, from the base's stream, and joins the rows before it.
     truncate: bool = True
-    last: bool = True
+    last: bool = True  # after the last layer's attention only the last position is computed, since only that is read
+    # Positions before the first that a patch can change are not computed: keys and values are the base's.
     window: bool = True
+    # A cell where base and donor are equal, or that nothing reads, is not computed: its effect is exactly 0.
     skip: bool = True
 
 
 def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
     """The savings of a request, or all that leave results as they are."""
     apart = model.rounds_by_call  # one scale for a call: it must be one cell at all of its positions
-    return shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    shortcuts = shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
+    # in an encoder a change at any position reaches all of them in the next layer
+    return replace(shortcuts, last=False, window=False) if model.metadata.bidirectional else shortcuts
 
 
 class PatchedRuns:
@@ -110,6 +107,7 @@ class PatchedRuns:
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a hook point is in the last layer and is read at the last position alone."""
         last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.after_attention)
+        last = last and not self.graphs.model.metadata.bidirectional
         # Keys, values and the stream before attention are read by other tokens.
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
@@ -205,7 +203,8 @@ class LayerPass:
 
     def rows(self) -> Rows:
         """The tokens of the rows that have joined."""
-        return Rows(np.repeat(self.patched.base.ids, self.joined, axis=0), self.start, self.patched.base.past)
+        base = self.patched.base
+        return Rows(np.repeat(base.ids, self.joined, axis=0), self.start, base.past, base.types)
 
     def join(self, layer: int) -> None:
         """Add the rows that start at a layer."""
@@ -225,7 +224,6 @@ class LayerPass:
         return self.patched.base.corrupted(layer, rows) | self.patch(layer, rows.start)
 
     def patch(self, layer: int, first: int) -> dict[Edit, Arrays]:
-        """The patch of a layer, from a position on."""
         if layer not in self.grid.layers:
             return {}
         hook, axes, corruption = self.grid.hook(layer), self.grid.axes, self.patched.base.corruption
@@ -245,7 +243,6 @@ class LayerPass:
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 
     def step(self, layer: int) -> None:
-        """Run one layer."""
         self.stream, _ = self.graphs.layer(layer, self.rows(), self.stream, self.edits(layer))
 
     def run_one_layer(self) -> None:
@@ -264,6 +261,8 @@ class LayerPass:
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not halves:
             head = self.patched.base.corrupted(graphs.layers, self.rows())
+            if self.patched.graphs.model.metadata.bidirectional:
+                return graphs.values_at(self.rows(), self.stream, head, self.patched.base.at, tokens)
             logits = graphs.logits(self.rows(), self.stream, head, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         # The last layer in two halves: attention at all positions, which it reads, and what follows at the last alone.

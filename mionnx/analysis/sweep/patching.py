@@ -15,6 +15,7 @@ from mionnx.analysis.sweep.receivers import Receiver, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Segments
@@ -36,7 +37,7 @@ def patch_sweep(
     patching: str = "denoising",
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    position: int = -1,
+    position: Place | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
@@ -92,7 +93,7 @@ def path_patch(
     patching: str = "denoising",
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    position: int = -1,
+    position: Place | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,

@@ -97,13 +97,12 @@ class _PathPass(LayerPass):
         self.change: NDArray[Any] = np.empty(0)
 
     def finish(self, metric: Metric) -> NDArray[Any]:
-        """Run all remaining layers; the logits at the last position."""
         for layer in range(int(self.begins[0]), self.graphs.layers):
             self.join(layer)
             self.step(layer)
         end = self.stream[self.graphs.end] + self.change if self.receivers.final else self.stream[self.graphs.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
-        return self.graphs.logits(self.rows(), {self.graphs.end: end}, tokens=tokens)[:, -1]
+        return self.graphs.values_at(self.rows(), {self.graphs.end: end}, None, self.base.at, tokens)
 
     def run_one_layer(self) -> None:
         """Run the sender layer with the most receivers, every row with a change."""

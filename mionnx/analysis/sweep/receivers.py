@@ -19,17 +19,12 @@ Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
 
 @dataclass(frozen=True)
 class Receivers:
-    """Hook points that read a sender's change.
+    """Hook points that read a sender's change."""
 
-    Attributes:
-        heads: hook point of a layer -> the heads that receive; None for all, and where a value has no heads.
-        final: whether the final norm, and so the logits, read it.
-        parallel: whether attention and MLP of a layer read the same stream.
-    """
-
+    # Hook point of a layer -> the heads that receive; None for all, and where a value has no heads.
     heads: dict[str, tuple[int, ...] | None]
-    final: bool
-    parallel: bool
+    final: bool  # whether the final norm, and so the logits, read it
+    parallel: bool  # whether attention and MLP of a layer read the same stream
     layers: int
 
     def at(self, stage: int) -> list[str]:

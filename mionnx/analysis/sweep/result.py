@@ -157,7 +157,6 @@ class SweepResult(Shown):
         return self.labels[axis][index] if axis == "position" else int(self.labels[axis][index])
 
     def _columns(self) -> Columns:
-        """One row for each pair and cell; a position has its token beside it."""
         axes: dict[str, list[Any]] = {"pair": [*range(self.n)]}
         for axis in self.over:
             entries = [self._entry(axis, index) for index in range(len(self.labels[axis]))]
@@ -192,7 +191,6 @@ class SweepResult(Shown):
             yield f"{name} {index} {label!r}" if self._by_token(name) else f"{name} {label}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, as JSON can hold them."""
         names = ["title", "about", "hook", "metric", "patching", "over", "labels", "clean", "corrupted", "values"]
         names += ["cost", "effect", "by_pair", "n"]
         # For one pair they would be NaN, or say nothing new.

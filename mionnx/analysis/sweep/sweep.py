@@ -43,40 +43,25 @@ EVERY = 5.0  # seconds between two writes of computed cells
 
 @dataclass(frozen=True, repr=False)
 class SweepEstimate(Brief):
-    """Approximate cost of a sweep.
+    """Approximate cost of a sweep."""
 
-    Attributes:
-        cells: numbers of the result, over all prompts.
-        computed: cells that can differ from the run without a patch, by the first prompt, and that no file holds yet.
-        calls: batches.
-        seconds: by the speed of a small trial.
-        memory: bytes of the largest batch, and of the runs that it starts from.
-    """
-
-    cells: int
-    computed: int
-    calls: int
-    seconds: float
-    memory: int
+    cells: int  # numbers of the result, over all prompts
+    computed: int  # cells that can differ from the run without a patch, by the first prompt, and that no file holds yet
+    calls: int  # batches
+    seconds: float  # by the speed of a small trial
+    memory: int  # bytes of the largest batch, and of the runs that it starts from
 
 
 @dataclass(frozen=True)
 class SweepSetting:
-    """Everything that defines a sweep besides its prompts and its metric.
-
-    Attributes:
-        title: the method, for pictures: "Path patching".
-        donors: make the values that replace the base's; None for those of the other run.
-        kind: part of the key of a file to resume from: "patch", "zero", "mean 3f2a..".
-        receivers: of path patching; None where everything reads the change.
-    """
+    """Everything that defines a sweep besides its prompts and its metric."""
 
     grid: Grid
-    title: str
+    title: str  # the method, for pictures: "Path patching"
     shortcuts: Shortcuts
-    donors: Donors | None = None
-    kind: str = "patch"
-    receivers: Receivers | None = None
+    donors: Donors | None = None  # make the values that replace the base's; None for those of the other run
+    kind: str = "patch"  # part of the key of a file to resume from: "patch", "zero", "mean 3f2a.."
+    receivers: Receivers | None = None  # of path patching; None where everything reads the change
 
     @property
     def hooks(self) -> list[str]:
@@ -90,15 +75,10 @@ class SweepSetting:
 
 
 class Sweep:
-    """A sweep that is ready to run.
+    """A sweep that is ready to run."""
 
-    Attributes:
-        file: stores computed cells, and is continued if it exists; None for neither.
-        resume_key: a name for a metric that is a function, in that file.
-    """
-
-    file: Path | None = None
-    resume_key: str | None = None
+    file: Path | None = None  # stores computed cells, and is continued if it exists; None for neither
+    resume_key: str | None = None  # a name for a metric that is a function, in that file
 
     def __init__(self, model: Runner, compared: Pairs, setting: SweepSetting) -> None:
         self.model, self.graphs, self.compared, self.setting = model, model.opened(Segments.of_sweep), compared, setting
@@ -108,6 +88,7 @@ class Sweep:
     def key(self) -> str:
         """The hash of everything that the values depend on, SHA-256."""
         setting, metadata = self.setting, self.model.hooked.metadata
+        types = [None if pair.types is None else pair.types.tolist() for pair in self.pairs]
         specs = [pair.corruption.spec.sha256 for pair in self.pairs if pair.corruption is not None]
         facts = {
             "format": FORMAT,
@@ -121,6 +102,8 @@ class Sweep:
             # Absent where unused, so that files of sweeps without them keep their key.
             **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
             **({"specs": specs} if specs else {}),
+            **({} if self.pairs[0].at is None else {"at": [pair.at for pair in self.pairs]}),
+            **({"types": types} if any(types) else {}),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -171,19 +154,13 @@ class Sweep:
         self,
         pair: int,
         cells: Cells,
+        # takes the cells without effect, then those of each batch, and their values
         store: Callable[[Cells, Numbers], None] = lambda cells, values: None,
-        report: Callable[[], None] = lambda: None,
+        report: Callable[[], None] = lambda: None,  # called after each batch
     ) -> tuple[Numbers, tuple[float, float], int]:
-        """Compute some cells of one pair, by their numbers.
-
-        Args:
-            store: takes the cells without effect, then those of each batch, and their values.
-            report: called after each batch.
-
-        Returns:
-            the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
-            the grid's cells have no effect.
-        """
+        """Compute some cells of one pair, by their numbers."""
+        # Returns the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many
+        # of the grid's cells have no effect.
         # `estimate` has prepared the first pair already.
         runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
         effective = runs.effective_cells()
@@ -257,13 +234,15 @@ class Sweep:
         begins |= {setting.grid.layers[-1]}
         if prompts.corruption is not None:
             ids = prompts.base[None]
-            clean = run_clean(self.graphs, ids, begins, setting.hooks)
-            corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
+            clean = run_clean(self.graphs, ids, begins, setting.hooks, None, prompts.at, prompts.types)
+            corrupted = run_clean(
+                self.graphs, ids, begins, setting.hooks, prompts.corruption, prompts.at, prompts.types
+            )
             base, other = self.compared.ordered(clean, corrupted)
             return base, other
         # One batch for both runs.
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
-        both = run_clean(self.graphs, ids, begins, setting.hooks)
+        both = run_clean(self.graphs, ids, begins, setting.hooks, None, prompts.at, prompts.types)
         return both.row(0), both.row(len(ids) - 1)  # of an ablation the same row twice
 
 
@@ -318,13 +297,10 @@ class ProgressFile:
 
     The file is safetensors with a checksum (`mionnx.machine.tensor_file`): `values`, and in its metadata the sweep's
     `key`. A damaged file is refused, and never changes a result.
-
-    Attributes:
-        values: [pairs, cells] float64, NaN for cells that are not computed yet.
     """
 
     def __init__(self, shape: tuple[int, int], key: str = "", path: Path | None = None) -> None:
-        self.values = np.full(shape, np.nan)
+        self.values = np.full(shape, np.nan)  # [pairs, cells] float64, NaN for cells that are not computed yet
         self.key, self.path, self._last_write = key, path, time.monotonic()
         if path is not None and path.exists():
             self.values = self._read(path)

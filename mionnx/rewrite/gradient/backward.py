@@ -53,15 +53,13 @@ class Backward:
 
     It is called as `mionnx.graph.builder.Builder` is, with names of values for inputs. It returns the name of the
     output, or with `outputs=n` a list of them. Equal nodes are added once.
-
-    Attributes:
-        active: values that the differentiated number depends on, and that depend on what it is differentiated by.
     """
 
     def __init__(
         self,
         names: FreshNames,
         facts: Facts,
+        # Values that the differentiated number depends on, and that depend on what it is differentiated by.
         active: Collection[str],
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
@@ -120,7 +118,6 @@ class Backward:
         return self.filled_to(value, self.Shape(like), kind or self.facts.type(like))
 
     def filled_to(self, value: float, shape: str, kind: int) -> str:
-        """One number everywhere, in a shape."""
         return str(self.ConstantOfShape(shape, value=helper.make_tensor("value", kind, [1], [value])))
 
     def zeros(self, like: str) -> str:
@@ -139,7 +136,6 @@ class Backward:
         return total
 
     def attribute(self, node: NodeProto, name: str, default: Any) -> Any:
-        """An attribute of a node, or its default."""
         return attributes(node).get(name, default)
 
     def is_active(self, name: str) -> bool:
@@ -149,11 +145,7 @@ class Backward:
     # shapes
 
     def unbroadcast(self, cotangent: str, value: str, wide: Axes | None) -> str:
-        """Sum a cotangent over the axes along which its value was broadcast.
-
-        Args:
-            wide: the cotangent's axes, as far as they are known.
-        """
+        """Sum a cotangent, of axes `wide` where they are known, over those along which its value was broadcast."""
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
         if axes is None:
             return self._summed_to(cotangent, value)
@@ -177,11 +169,7 @@ class Backward:
         return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
 
     def rank(self, name: str) -> int:
-        """The number of axes of a value.
-
-        Raises:
-            GradientError: it is not written down.
-        """
+        """The number of axes of a value."""
         shape = self.facts.shapes.get(name)
         if shape is None:
             raise GradientError(f"the number of axes of {name} is not written down in the graph")
@@ -200,11 +188,7 @@ class Backward:
     # going back
 
     def run(self, nodes: Sequence[NodeProto], cotangents: Mapping[str, str]) -> dict[str, str]:
-        """Go back through nodes.
-
-        Returns:
-            the cotangents of every active value.
-        """
+        """Go back through nodes; returns the cotangents of every active value."""
         parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
         gradients: dict[str, str] = {}
 
@@ -251,11 +235,7 @@ def _broadcast_axes(own: Axes | None, wide: Axes | None) -> list[int] | None:
 
 
 def numbers(back: Backward, name: str) -> NDArray[Any]:
-    """The numbers of a constant.
-
-    Raises:
-        GradientError: only the run knows them.
-    """
+    """The numbers of a constant."""
     number = back.facts.number(name)
     if number is None:
         raise GradientError(f"only the run knows {name}")

@@ -26,19 +26,13 @@ GRADIENT_PREFIX = "mionnx.gradient"
 def differentiate(
     model: ModelProto,
     of: str,
-    by: Sequence[str],
+    by: Sequence[str],  # the values by which, each a value of the graph; each gets an output, `gradient_name`
     *,
-    seed: str | None = None,
+    seed: str | None = None,  # a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out
     rules: Mapping[str, Rule] = RULES,
-    varying: Collection[str] = (),
+    varying: Collection[str] = (),  # further values that rules take for no constants, whichever values are asked for
 ) -> ModelProto:
-    """Add the gradients of the sum of a value.
-
-    Args:
-        by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
-        seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
-        varying: further values that rules take for no constants, whichever values are asked for.
-    """
+    """Add the gradients of the sum of a value."""
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]

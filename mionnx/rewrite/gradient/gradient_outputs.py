@@ -56,7 +56,6 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
 
 
 def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Report) -> onnx.ModelProto:
-    """Cut gradients down to positions and heads, and give each the name that is fetched."""
     report.outputs += [want.fetched for want in sources]
     # whole gradients bear their names already
     if all(want.fetched == gradient_name(source) for want, source in sources.items()):
@@ -79,7 +78,6 @@ Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab
 
 
 def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
-    """The values of some tokens, one a position."""
     # not GatherElements: onnx's evaluator gathers along 64 entries of an axis at most
     index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
     return op.GatherND(values, index, batch_dims=2)
@@ -92,6 +90,16 @@ def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
     return op.ReduceSum(terms, [2], keepdims=0)
 
 
+def _dot(op: Builder, values: gs.Tensor) -> gs.Variable:
+    """The sum of the values times numbers, one a position."""
+    return op.ReduceSum(op.Mul(values, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0)
+
+
+def _cosine(op: Builder, values: gs.Tensor) -> gs.Variable:
+    """The cosine with numbers, which are given with length 1."""
+    return op.Div(_dot(op, values), op.Sqrt(op.ReduceSum(op.Mul(values, values), [2], keepdims=0)))
+
+
 FORMULAS: Mapping[str, Formula] = {
     "logit": lambda op, logits: _of(op, logits, METRIC_ANSWER),
     "logit_diff": lambda op, logits: op.Sub(_of(op, logits, METRIC_ANSWER), _of(op, logits, METRIC_VERSUS)),
@@ -99,7 +107,9 @@ FORMULAS: Mapping[str, Formula] = {
     "probability": lambda op, logits: _of(op, op.Softmax(logits, axis=-1), METRIC_ANSWER),
     "kl": _kl,
     "loss": lambda op, logits: op.Neg(_of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER)),
-    "cotangent": lambda op, logits: op.ReduceSum(op.Mul(logits, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0),
+    "cotangent": _dot,
+    "dot": _dot,
+    "cosine": _cosine,
 }
 
 
@@ -120,6 +130,8 @@ def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     op = Builder(graph, gradients.of, METRIC, report)
     if gradients.of == LOGITS:
         value = _plain(op, graph.tensors()[LOGITS])
+        if len(value.shape) == 2:  # one row of numbers a text, as that of one position
+            value = op.Unsqueeze(value, [1])
         weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
         metric = op.ReduceSum(weighted, [1], keepdims=0)
     else:

@@ -38,7 +38,6 @@ class Loop:
 
     @property
     def states(self) -> int:
-        """Number of states."""
         return len(self.inputs) - self.reading
 
     @property
@@ -146,7 +145,6 @@ def _inside(op: Backward, loop: Loop) -> Copy:
 def _backwards(
     op: Backward, loop: Loop, inner: Copy, outside: Sequence[str], wanted: Sequence[int], live: Sequence[int]
 ) -> GraphProto:
-    """The body of the backward loop."""
     entries = [inner.name(value.name) for value in loop.body.input]
     ends = [inner.name(value.name) for value in loop.body.output]
     sources = [*entries[: loop.states], *(entries[i] for i in wanted), *outside]

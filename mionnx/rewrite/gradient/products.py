@@ -85,10 +85,8 @@ def _norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int
 
 
 def norm_rule(op: Backward, node: NodeProto, upstream: Upstream, frozen: bool = False) -> Mapping[int, str]:
-    """dx = (g - mean(g) - n mean(g n)) / s, with n = (x - mean) / s and g = dy w.
-
-    An RMS norm subtracts no mean of x, and none of g. A frozen norm takes s for a constant: no n mean(g n).
-    """
+    """dx = (g - mean(g) - n mean(g n)) / s, with n = (x - mean) / s and g = dy w."""
+    # An RMS norm subtracts no mean of x, and none of g. A frozen norm takes s for a constant: no n mean(g n).
     normed, scale, axes, inner = _norm_parts(op, node)
     kind = op.facts.type(node.input[0])
     narrow = inner != kind
@@ -122,7 +120,6 @@ def _matmul_nbits(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[
 
 
 def _numbers(op: Backward, node: NodeProto) -> str:
-    """The weight [N, K] of a MatMulNBits."""
     packed, scale = node.input[1:3]
     bits, block = op.attribute(node, "bits", 4), op.attribute(node, "block_size", 0)
     count, width = op.attribute(node, "N", 0), op.attribute(node, "K", 0)

@@ -103,12 +103,7 @@ def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) 
 
 
 def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: int) -> str:
-    """Add rows of a cotangent to the places along an axis that they were gathered from.
-
-    Args:
-        x: what was gathered from.
-        dy: the cotangent of what was gathered.
-    """
+    """Add rows of the cotangent `dy` to the places of `x` along an axis that they were gathered from."""
     rank = op.rank(x)
     axis %= rank
     places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])

@@ -37,14 +37,10 @@ def prune(nodes: Sequence[NodeProto], ends: Iterable[str]) -> list[NodeProto]:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copied subgraph, to be computed again on the way back; its initializers are among its nodes as `Constant`.
-
-    Attributes:
-        names: value of the original -> its name in the copy.
-    """
+    """A copied subgraph, to be computed again on the way back; its initializers are among its nodes as `Constant`."""
 
     nodes: list[NodeProto]
-    names: dict[str, str]
+    names: dict[str, str]  # value of the original -> its name in the copy
     facts: Facts
 
     def name(self, value: str) -> str:
@@ -53,11 +49,7 @@ class Copy:
 
 
 def copy_of(graph: GraphProto, names: FreshNames, outer: Facts, inputs: Mapping[str, str] | None = None) -> Copy:
-    """Copy a subgraph's nodes under fresh names.
-
-    Args:
-        inputs: its inputs -> what they are called in the copy.
-    """
+    """Copy a subgraph's nodes under fresh names; `inputs`: its inputs -> their names in the copy."""
     # what the subgraph declares of its values holds for the copy too, under the new names
     own, renaming = Facts(graph, outer), dict(inputs or {})
     made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]

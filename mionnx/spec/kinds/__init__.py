@@ -8,7 +8,6 @@ from mionnx.spec.kinds.kind import Kind
 
 
 def _kinds() -> Iterator[Kind]:
-    """The kinds that the files of this folder define."""
     for info in iter_modules(__path__):
         module = import_module(f"{__name__}.{info.name}")
         for entry in vars(module).values():

@@ -39,10 +39,16 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """Reads values on a command line; `n_heads` and `seq_len`, None without a text, shape attention masks."""
+    """Reads values on a command line; the others shape attention masks.
+
+    Attributes:
+        seq_len: None without a text.
+        both: whether queries read later keys too.
+    """
 
     n_heads: int
     seq_len: int | None
+    both: bool
 
     def array(self, text: str) -> Array:
         """A number, or a tensor of a file."""
@@ -164,7 +170,6 @@ class Kind(ABC):
         return Change(self.name, several=arrays, **checked(limits))
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
-        """A value as an array of numbers that this kind may have."""
         what = "the value" if name == "value" else name
         try:
             array = np.array(to_array(value))  # a copy: what the caller changes later is not part of the spec

@@ -64,7 +64,8 @@ class Knockout(Kind):
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
         edges = parse_edges(text)
         # Without a prompt the mask is as large as the edges ask for: a compiled graph serves any text.
-        return [create_knockout_mask(edges, reader.n_heads, reader.seq_len or edges.length_of_any_text())]
+        length = reader.seq_len or edges.length_of_any_text(reader.both)
+        return [create_knockout_mask(edges, reader.n_heads, length, both=reader.both)]
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Add(x, value)

@@ -28,7 +28,6 @@ class Scale(Kind):
         """Multiply by `factor`: a number, or an array that broadcasts to the value's shape.
 
         Args:
-            factor: the factor or factors.
             positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Raises:

@@ -27,13 +27,14 @@ class Window(Knockout):
     # of a number, where the mask of a knockout is given
     @classmethod
     def make(cls, tokens: int, **limits: Unpack[RowLimits]) -> Change:  # type: ignore[override]
-        """Let a query read its own position and the `tokens` before it, and no other.
+        """Let a query read its own position and the `tokens` before it (in an encoder on either side), and no other.
 
         A mask of 0 and -inf, as `Knockout` adds it, in a text of any length, with a cache and in batches. A layer's own
         sliding window of n keys counts the query's own: it is a window of n - 1 tokens.
 
         Args:
-            tokens: how many earlier positions of its own text a query reads, 0 or more.
+            tokens: how many earlier positions of its own text a query reads, 0 or more; in an encoder as many later
+                ones.
             positions, heads, rows: queries, heads and rows that it applies to.
 
         Raises:

@@ -47,8 +47,7 @@ def test_scales_are_near_the_best_of_all_and_never_far_from_plain_ones(symmetric
 
 def test_importance_is_the_mean_square_of_what_a_product_reads(shipped):
     calls = [
-        make_token_batch(shipped.tokenize(text).ids[None], None, None, shipped.hooked.metadata.sizes)
-        for text in (TEXT, TEXT[:30])
+        make_token_batch(shipped.tokenize(text).ids[None], None, None, shipped.hooked) for text in (TEXT, TEXT[:30])
     ]
     found = mean_squares(shipped.hooked, calls, Options(threads=1, prepack=False))
     spec = HookSpec().capture("*mlp.hook_pre").capture("*mlp.hook_act").capture("*hook_z").capture("hook_final_norm")

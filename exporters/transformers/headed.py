@@ -1,0 +1,146 @@
+"""Models that are run once on a whole text, without a cache, as functions of tensors: encoders, and any other head."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from exporters.transformers.attention import Calls, Listener, TappedCache, Taps
+from exporters.transformers.encoder_families import is_encoder
+from exporters.transformers.families import layout_in
+from exporters.transformers.heads import TaskHead
+from exporters.transformers.layout import Layout
+from exporters.transformers.sentence import SENTENCE, at_token, first_columns
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import HEAD_POINTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Attach = Callable[[PreTrainedModel, Taps], Any]
+
+
+class Headed(nn.Module):
+    """A model as a function of ids, mask, positions and token types, each [batch, seq]; it gives its head's outputs.
+
+    Args:
+        attach: instruments the model, as `trace.attached`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, head: TaskHead, listen: Listener, attach: Attach
+    ) -> None:
+        super().__init__()
+        self.model, self.layout, self.head, self.listen, self.attach = model, layout, head, listen, attach
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of the last call
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, token_type_ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        causal = not is_encoder(self.model.config)
+        taps = TappedCache([], self.listen, self.layout).taps if causal else Taps(self.listen, self.layout)
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids + (self.layout.offset or 0),
+            "token_type_ids": token_type_ids if has_types(self.model.config) else torch.zeros_like(input_ids),
+            **({"past_key_values": taps.cache, "use_cache": True} if causal else {}),
+        }
+        with self.attach(self.model, taps), _tapped_head(self.model, self.head, taps), Calls(_first(attention_mask)):
+            takes = _taken(self.model)
+            output = self.model(**{name: value for name, value in arguments.items() if name in takes})
+            results = self._results(taps, output, attention_mask)
+        self.read = taps.read
+        return results
+
+    def _results(self, taps: Taps, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
+        if self.head.kind == "embedding":
+            return (self.model.get_submodule(SENTENCE)(output[0], mask, taps.at),)
+        if self.head.kind == "none":
+            pooled = output.get("pooler_output")
+            return output[0], *(() if pooled is None else (taps.at(HookPoint.Pooler, pooled),))
+        if self.head.kind == "span":
+            logits = torch.stack([output.start_logits, output.end_logits], -1)
+        else:
+            logits = output.logits
+        return (taps.at(HookPoint.parse(HEAD_POINTS[self.head.kind]), logits),)
+
+
+def has_types(config: Any) -> bool:
+    """Whether a family has several token types."""
+    return (getattr(config, "type_vocab_size", 0) or 0) > 1
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def _taken(model: PreTrainedModel) -> set[str]:
+    """The inputs that a model and its base both take; ids and a mask do all."""
+    outer, inner = (signature(one.forward).parameters for one in (model, base_of(model)))
+    return ({*outer} & {*inner}) | {"input_ids", "attention_mask"}
+
+
+def _first(mask: Tensor) -> Callable[[Any, Any, Any], Any]:
+    """Let `stream[:, 0]` be each row's first token, where texts are padded on the left too."""
+
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        if func is not Tensor.__getitem__ or args[0].dim() != 3 or not args[0].is_floating_point():
+            return func(*args, **options)
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        every = slice(None)
+        first = len(index) > 1 and index[0] == every and type(index[1]) is int and index[1] == 0
+        if not first or any(one != every for one in index[2:]):
+            return func(*args, **options)
+        return at_token(args[0], first_columns(mask))
+
+    return answer
+
+
+def write_out_shared(model: PreTrainedModel) -> None:
+    """Give each layer that shares a group's parameters a module of its own on them, in place."""
+    shared, config = layout_in(model).shared, model.config
+    if shared is None or len(model.get_submodule(shared)) == config.num_hidden_layers:  # type: ignore[arg-type]
+        return
+    groups: Any = model.get_submodule(shared)
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        group = groups[layer * len(groups) // config.num_hidden_layers]
+        memo = {id(one): one for one in (*group.parameters(), *group.buffers(), config)}
+        layers.append(deepcopy(group, memo))  # `copy` would share its hooks
+    config.num_hidden_groups = config.num_hidden_layers
+    model.set_submodule(shared, nn.ModuleList(layers))
+
+
+@contextmanager
+def _tapped_head(model: PreTrainedModel, head: TaskHead, taps: Taps) -> "Iterator[None]":
+    """Tap what the last product of a head reads."""
+    with ExitStack() as stack:
+        if head.kind == "masked_lm":
+            module = model.get_output_embeddings()
+            point = HookPoint.MlmHead
+        else:
+            module = _classifier(model) if head.kind == "classes" else None
+            point = HookPoint.Pooler
+        if module is not None:
+
+            def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+                fits = args[0].dim() == len(point.axes or ())
+                return (taps.at(point, args[0]), *args[1:]) if fits else None
+
+            stack.callback(module.register_forward_pre_hook(before).remove)
+        yield
+
+
+def _classifier(model: PreTrainedModel) -> nn.Module | None:
+    """The last product of a classifier."""
+    inside = {id(module) for module in base_of(model).modules()}
+    linear = [one for one in model.modules() if isinstance(one, nn.Linear) and id(one) not in inside]
+    fitting = [one for one in linear if one.out_features == model.config.num_labels]
+    return fitting[-1] if fitting else None

@@ -1,0 +1,113 @@
+"""Families that no export takes, each with the reason."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from exporters.transformers.encoder_families import is_encoder
+from exporters.transformers.families import FAMILIES
+from exporters.transformers.heads import DECODER, TaskHead
+from mionnx.errors import ExportError
+from mionnx.graph.metadata import NEXT_TOKEN
+
+HEADLESS = (
+    "mionnx exports those that predict masked tokens, classes, tags, spans or embeddings, and those without a head"
+)
+RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
+ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
+STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
+# Words in the names of modules that carry a state.
+STATES = (
+    *("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention", "recurrent"),
+    *("shortconv", "kda", "bambamixer", "falconh1mixer"),
+)
+APPROXIMATE = "approximates attention, so that no pattern is a softmax over all tokens"
+PLACES = "reads where words stand on a page besides tokens"
+REASONS = {
+    "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
+    "bert-generation": ENCODER,
+    "big_bird": "attends to random blocks of tokens, so that no pattern is a softmax over all of them",
+    "blt": "reads bytes in patches of varying length by three stacks of layers",
+    "bros": PLACES,
+    "canine": "reads characters, which it hashes and pools",
+    "convbert": "makes half of its heads by convolutions, which have no pattern",
+    "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
+    "deberta": "cuts queries, keys and values of all heads out of one projection, in code that taps do not follow",
+    "deepseek_v4": STREAMS,
+    "dots3_note_text": "has layers with different numbers of heads",
+    "flaubert": "keeps its layers as lists of parts, not as blocks",
+    "fnet": "mixes tokens by Fourier transforms, and has no attention",
+    "funnel": "pools its tokens between blocks, so that its streams have several lengths",
+    "gemma4_assistant": "reads the keys and values of another model, for which it drafts tokens",
+    "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
+    "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
+    "hy_v4": STREAMS,
+    "ibert": "computes in simulated integers",
+    "layoutlm": PLACES,
+    "lilt": PLACES,
+    "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
+    "luke": "reads entities besides tokens",
+    "markuplm": "reads tags of a page besides tokens",
+    "mluke": "reads entities besides tokens",
+    "mobilebert": "has bottlenecks and several MLPs in each layer",
+    "mra": APPROXIMATE,
+    "nemotron_h": RECURRENT,
+    "nystromformer": APPROXIMATE,
+    "perceiver": "reads bytes into a fixed number of latents",
+    "qwen4_exp_text": RECURRENT,
+    "reformer": "attends within buckets of hashed keys and keeps no keys and values",
+    "roc_bert": "reads shapes and sounds of characters besides tokens",
+    "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
+    "splinter": "answers at tokens of questions, by a head of its own",
+    "squeezebert": "computes by convolutions on transposed axes, in modules of another layout",
+    "tapas": "reads rows and columns of a table besides tokens",
+    "trocr": "is the decoder of an encoder for images, and attends to it",
+    "xlm": "keeps its layers as lists of parts, not as blocks",
+    "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
+    "xmod": "has adapters of each language, and no input that says which",
+    "yoso": APPROXIMATE,
+    "zamba": RECURRENT,
+    "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
+}
+
+
+def reason(config: Any) -> str | None:
+    """Say why a family is not taken; None where nothing speaks against a try."""
+    heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
+    if config.model_type in REASONS:
+        return REASONS[config.model_type]
+    if len(heads) > 1:
+        return f"has layers with different numbers of heads ({', '.join(map(str, sorted(heads)))})"
+    if config.is_encoder_decoder:
+        return "has an encoder and a decoder"
+    return None
+
+
+def refuse(config: Any, head: TaskHead = DECODER) -> None:
+    """Refuse a family that is not taken, with the reason."""
+    if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
+        what = head.architecture or "no architecture"
+        raise ExportError(f"a {config.model_type!r} model with {what}: {HEADLESS}")
+    if is_encoder(config) and head.kind != NEXT_TOKEN:
+        return
+    listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
+    why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
+    if why is not None:
+        raise ExportError(f"a {config.model_type!r} model {why}: mionnx does not export such models")
+
+
+def _carries_state(config: Any) -> bool:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # transformers' errors share no base class; the export itself says what does not build
+        return False
+    return carries_state(model)
+
+
+def carries_state(model: nn.Module) -> bool:
+    """Whether a module of a model is known to carry a state, by the name of its class."""
+    kinds = {type(module).__name__.lower() for module in model.modules()}
+    return any(word in kind for kind in kinds for word in STATES)

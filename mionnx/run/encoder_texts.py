@@ -1,0 +1,112 @@
+"""Texts and pairs of texts of an encoder as tokens, cut at its longest text, and run in batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Encoding
+
+from mionnx.errors import InputError, TokenizerError, boundary
+from mionnx.graph.metadata import NEXT_TOKEN
+from mionnx.inputs.tokens import Tokens
+from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.machine.brief import spelled
+from mionnx.run.batching import BatchSize
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import is_pair
+from mionnx.spec.hook_spec import HookSpec
+
+T = TypeVar("T")
+Texts = str | tuple[str, str] | Iterable[Any]
+
+
+def need_head(model: Runner, verb: str, *heads: str) -> None:
+    """Refuse a verb on a model without the head that it reads."""
+    metadata = model.hooked.metadata
+    if metadata.head not in heads:
+        kinds = {NEXT_TOKEN: "predicts the next token", "none": "has no head: it gives its last stream"}
+        raise InputError(
+            f"{verb} reads the head {' or '.join(map(repr, heads))}, and {model.hooked.name} "
+            f"{kinds.get(metadata.head, f'has the head {metadata.head!r}')}"
+        )
+
+
+def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
+    """Texts as a list of texts or pairs of texts."""
+    entries = [texts] if isinstance(texts, str) or (pairs and is_pair(texts)) else None
+    if entries is None:
+        if not isinstance(texts, Iterable):
+            raise InputError(f"texts are a text or a list of them, got {spelled(texts)}")
+        entries = [*texts]
+    for entry in entries:
+        if not (isinstance(entry, str) or (pairs and is_pair(entry))):
+            more = " or a pair (text, text)" if pairs else ""
+            raise InputError(f"each of the texts is a text{more}, got {spelled(entry)}")
+    if not entries:
+        raise InputError("texts=[]: there is nothing to run on")
+    return entries
+
+
+def tokens_of(model: Runner, texts: Sequence[Any], max_length: int | None = None) -> list[Tokens]:
+    """Texts, or pairs, as tokens; longer ones are cut, the longer text of a pair first, special tokens kept."""
+    tokenizer, most = model.tokenizer, max_length or model.hooked.longest_text
+    if isinstance(tokenizer, WorldTokenizer):
+        raise TokenizerError(f"{model.hooked.name} has a tokenizer without special tokens: give ids to `forward`")
+    parts = [part for text in texts for part in (text if isinstance(text, tuple) else (text,))]
+    with boundary(TokenizerError, "the tokenizer fails on the texts"):
+        encodings = iter(tokenizer.encode_batch(parts, add_special_tokens=False))
+        return [_joined(tokenizer, text, encodings, most) for text in texts]
+
+
+def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None) -> Tokens:
+    paired = isinstance(text, tuple)
+    first, second = next(encodings), next(encodings) if paired else None
+    if most is not None:
+        room = most - tokenizer.num_special_tokens_to_add(paired)
+        if room < 1 + paired:
+            raise InputError(f"max_length={most}: there is no room for a token beside the special ones")
+        _cut(first, second, room)
+    encoding: Encoding = tokenizer.post_process(first, second)
+    if not encoding.ids:
+        raise TokenizerError(f"the text {spelled(text)} has no tokens")
+    ids, offsets = np.array(encoding.ids, np.int64), list(encoding.offsets)
+    if not paired:
+        return Tokens(text, ids, offsets, encoding.tokens)
+    begin = len(text[0]) + 1
+    places = zip(offsets, encoding.sequence_ids, strict=True)
+    offsets = [(start + begin, end + begin) if which == 1 else (start, end) for (start, end), which in places]
+    return Tokens("\n".join(text), ids, offsets, encoding.tokens, type_ids=np.array(encoding.type_ids, np.int64))
+
+
+def _cut(first: Encoding, second: Encoding | None, room: int) -> None:
+    """Cut one text, or the longer of two token by token, to a number of tokens."""
+    if second is None:
+        first.truncate(room)
+        return
+    one, other = len(first.ids), len(second.ids)
+    if one + other > room:
+        half = room // 2
+        shorter = min(one, other, half)
+        one, other = (shorter, room - shorter) if one <= other else (room - shorter, shorter)
+        first.truncate(min(one, len(first.ids)))
+        second.truncate(min(other, len(second.ids)))
+
+
+def map_texts(
+    model: Runner,
+    texts: Sequence[Tokens],
+    read: Callable[[int, HookCache], T],
+    stage: str,
+    hooks: HookSpec | None = None,
+    batch_size: BatchSize = "auto",
+    progress: bool | None = None,
+) -> list[T]:
+    """Run texts in batches of like length, and make something of the results of each."""
+    for tokens in texts[:1000]:
+        model.unknown_words.look(tokens)
+    request = ListRequest(list(texts), hooks or HookSpec(), batch_size)
+    return map_rows(model, request, read, stage, progress=progress)

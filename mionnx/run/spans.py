@@ -1,0 +1,249 @@
+"""`tag` and `answer_span`: labels of words, and the part of a context that answers a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError
+from mionnx.inputs.tokens import Tokens
+from mionnx.machine.brief import count, cut
+from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least
+from mionnx.machine.softmax import log_softmax
+from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO, BatchSize
+from mionnx.run.encoder_texts import listed_texts, map_texts, need_head, tokens_of
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.predictions import probabilities_of
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import Columns, Shown, Table, View
+
+UNTAGGED = "O"  # the label of words that belong to nothing
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """A part of a text.
+
+    Attributes:
+        row: number of the text.
+        start, end: characters of the text, the end not included.
+        positions: where its first and its last token stand in the text.
+        probability: of the label, the mean over its words; of an answer, of its start and end together.
+    """
+
+    row: int
+    label: str
+    text: str
+    start: int
+    end: int
+    positions: tuple[int, int]
+    probability: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
+class Spans(Shown):
+    """Parts of texts with their labels, in the order of the texts.
+
+    Attributes:
+        texts: [rows].
+        labels, parts: [spans], the label and the words of each.
+        rows, starts, ends: [spans]: number of its text; its characters there, the end not included.
+        positions: [spans, 2]: its first and last token.
+        probabilities: [spans]: of the label, the mean over its words; of an answer, of its start and its end together.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    parts: tuple[str, ...]
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    positions: NDArray[np.int64]
+    probabilities: Numbers
+
+    @classmethod
+    def of(cls, texts: Sequence[str], spans: Sequence[TextSpan]) -> Spans:
+        """Spans as columns."""
+        return cls(
+            tuple(texts),
+            labels=tuple(one.label for one in spans),
+            parts=tuple(one.text for one in spans),
+            rows=tuple(one.row for one in spans),
+            starts=tuple(one.start for one in spans),
+            ends=tuple(one.end for one in spans),
+            positions=np.array([one.positions for one in spans], np.int64).reshape(-1, 2),
+            probabilities=np.array([one.probability for one in spans], np.float64),
+        )
+
+    def of_text(self, row: int = 0) -> list[tuple[str, str]]:
+        """The (label, words) of one text."""
+        return [(self.labels[n], self.parts[n]) for n, own in enumerate(self.rows) if own == row]
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{count(len(self.parts), 'span')} in {count(len(self.texts), 'text')}"
+
+    def _lines(self) -> Iterator[str]:
+        for n, part in enumerate(self.parts):
+            yield f"{self.labels[n]} {decimal(float(self.probabilities[n]), 3)}: {cut(part, 60)!r}"
+
+    def _columns(self) -> Columns:
+        columns: dict[str, Any] = {"text": [*self.rows], "label": [*self.labels], "words": [*self.parts]}
+        return {**columns, "start": [*self.starts], "end": [*self.ends], "probability": self.probabilities}
+
+    def table(self, k: int | None = None) -> Table:
+        """Table for a terminal: every span, or the first k."""
+        table = Table("text", "label", "words", "characters", "probability", on_page={"heading": "Spans", "most": 50})
+        for n in range(len(self.parts))[:k]:
+            cells = (str(self.rows[n]), self.labels[n], self.parts[n], f"{self.starts[n]} to {self.ends[n]}")
+            table.add_row(*cells, decimal(float(self.probabilities[n]), 3))
+        return table
+
+    def view(self) -> View:
+        """A table of the spans."""
+        return View("Spans", [self.table()], meaning="A span is a part of a text with its label.")
+
+
+@typed(leave=["texts"])
+def tag(
+    model: Runner,
+    texts: str | Iterable[str],
+    hooks: HookSpec | None = None,
+    *,
+    batch_size: BatchSize = AUTO,
+    progress: bool | None = None,
+) -> Spans:
+    """Label the words of texts, as named entities for one.
+
+    Tokens are merged into words by their offsets (a word has the label of its first token), and words that follow each
+    other into one span where their labels agree behind "B-" and "I-" and the second does not begin anew.
+
+    Args:
+        texts: a text or a list of them.
+        hooks: interventions in force; rows count in the whole list.
+        batch_size, progress: see `embed`.
+
+    Returns:
+        the spans whose label is not "O".
+
+    Example:
+        model.tag("Angela lives in Berlin.").of_text()  # [("PER", "Angela"), ("LOC", "Berlin")]
+    """
+    need_head(model, "tag", "token_classes")
+    entries = listed_texts(texts, pairs=False)
+    tokens = tokens_of(model, entries)
+
+    def read(row: int, cache: HookCache) -> list[TextSpan]:
+        shares = probabilities_of(cache.output()[0].astype(np.float64), "softmax")
+        return _spans(row, tokens[row], shares, model.hooked.metadata.labels)
+
+    found = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
+    return Spans.of(entries, [span for spans in found for span in spans])
+
+
+def _words(tokens: Tokens) -> list[list[int]]:
+    """The positions of each word's tokens: those that follow each other without white space or punctuation between."""
+    words: list[list[int]] = []
+    end = -1
+    for position, (first, last) in enumerate(tokens.offsets):
+        if last <= first:  # a special token
+            end = -1
+            continue
+        inner = tokens.text[first:last].strip().isalnum() and tokens.text[max(0, end - 1) : end].isalnum()
+        if words and first == end and inner and not tokens.text[first].isspace():
+            words[-1].append(position)
+        else:
+            words.append([position])
+        end = last
+    return words
+
+
+def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> list[TextSpan]:
+    spans: list[TextSpan] = []
+    counts: list[int] = []
+    before: tuple[str, int] | None = None
+    for number, word in enumerate(_words(tokens)):
+        column = int(shares[word[0]].argmax())
+        label, share = labels[column], float(shares[word[0], column])
+        name = label.partition("-")[2] if label[:2] in ("B-", "I-") else label
+        start, end = tokens.offsets[word[0]][0], tokens.offsets[word[-1]][1]
+        start += len(tokens.text[start:end]) - len(tokens.text[start:end].lstrip())
+        if label == UNTAGGED:
+            before = None
+        elif before == (name, number - 1) and not label.startswith("B-"):
+            last, n = spans[-1], counts[-1]
+            mean = (last.probability * n + share) / (n + 1)
+            spans[-1] = TextSpan(
+                row, name, tokens.text[last.start : end], last.start, end, (last.positions[0], word[-1]), mean
+            )
+            counts[-1], before = n + 1, (name, number)
+        else:
+            spans.append(TextSpan(row, name, tokens.text[start:end], start, end, (word[0], word[-1]), share))
+            counts.append(1)
+            before = name, number
+    return spans
+
+
+@typed()
+def answer_span(
+    model: Runner,
+    question: str,
+    context: str,
+    k: int = 1,
+    hooks: HookSpec | None = None,
+    *,
+    max_answer_length: int = 30,
+) -> Spans:
+    """The parts of a context that answer a question, by a span head.
+
+    Args:
+        question, context: the two texts that the model reads.
+        k: answers that are told, the best first.
+        hooks: interventions in force.
+        max_answer_length: tokens of an answer.
+
+    Returns:
+        the best answers, no two the same; start <= end, both within the context. The probability is that of the start
+        times that of the end, each among the context's tokens.
+
+    Example:
+        model.answer_span("Where does Angela live?", "Angela lives in Berlin.").parts[0]
+    """
+    need_head(model, "answer_span", "span")
+    at_least("k", k, 1)
+    at_least("max_answer_length", max_answer_length, 1)
+    (tokens,) = tokens_of(model, [(question, context)])
+    begin = len(question) + 1
+    inside = np.array([first >= begin and last > first for first, last in tokens.offsets])
+    if not inside.any():
+        raise InputError(f"the context {cut(context, 40)!r} has no tokens")
+
+    def read(row: int, cache: HookCache) -> Numbers:
+        return cache.output()[0].astype(np.float64)
+
+    (logits,) = map_texts(model, [tokens], read, "texts", hooks)
+    starts, ends = log_softmax(np.where(inside[:, None], logits, -np.inf).T, axis=-1)
+    scores = starts[:, None] + ends[None]
+    places = np.arange(len(scores))
+    length = places[None] - places[:, None]
+    scores = np.where((length >= 0) & (length < max_answer_length), scores, -np.inf)
+    order = np.argsort(-scores, axis=None, kind="stable")
+    spans: list[TextSpan] = []
+    for place in order[: int(np.isfinite(scores).sum())].tolist():
+        first, last = divmod(place, len(scores))
+        start, end = tokens.offsets[first][0] - begin, tokens.offsets[last][1] - begin
+        start += len(context[start:end]) - len(context[start:end].lstrip())
+        if all(one.text != context[start:end] for one in spans):
+            share = float(np.exp(scores[first, last]))
+            spans.append(TextSpan(0, "answer", context[start:end], start, end, (first, last), share))
+        if len(spans) == k:
+            break
+    return Spans.of([context], spans)

@@ -1,0 +1,166 @@
+"""Text encoders beside transformers in eager mode: every hook point, an edit at each, every head, any padding."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoders import (
+    PADDINGS,
+    REPRESENTATIVE,
+    T5_FAMILIES,
+    encoder_batch,
+    graph_values,
+    heads_of_family,
+    make_encoder,
+    plain_outputs,
+    real_difference,
+    run_encoder,
+)
+
+from exporters.transformers import export
+from exporters.transformers.encoder_families import ENCODERS
+from exporters.transformers.families import layout_in
+from exporters.transformers.heads import TaskHead
+from mionnx import HookSpec, Intervention, MIModel
+
+TOLERANCE = 5e-5
+HEADS = ("classes", "token_classes", "span", "none")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """Family and head -> its hooked model, the same in torch for taps, and once more without any."""
+    models = {}
+
+    def find(family: str, head: str | None = None):
+        head = head or ("none" if family in T5_FAMILIES else "masked_lm")
+        if (family, head) not in models:
+            folder: Path = tmp_path_factory.mktemp(f"{family}-{head}")
+            reference = make_encoder(family, folder / "checkpoint", head)
+            plain = type(reference).from_pretrained(folder / "checkpoint", attn_implementation="eager").eval()
+            export(folder / "checkpoint", folder / "hooked")
+            models[family, head] = MIModel.from_pretrained(folder / "hooked", threads=1), reference, plain
+        return models[family, head]
+
+    return find
+
+
+def marked(families, fast=REPRESENTATIVE):
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in families]
+
+
+each = pytest.mark.parametrize("family", marked(sorted(ENCODERS)))
+
+
+@each
+def test_every_hook_point_equals_eager(family, made):
+    model, reference, _ = made(family)
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        expected, found = run_encoder(reference, inputs).values, graph_values(model, inputs)
+        assert {*expected} == {*model.hooked.metadata.hooks}
+        off = {name: real_difference(name, found[name], expected[name], inputs["attention_mask"]) for name in expected}
+        assert {name: value for name, value in off.items() if not value < TOLERANCE} == {}
+
+
+@each
+def test_logits_streams_and_patterns_are_those_of_untouched_transformers(family, made):
+    model, reference, plain = made(family)
+    offset = layout_in(reference).offset or 0
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        mask, values = inputs["attention_mask"], graph_values(model, inputs)
+        # its own positions are columns, or those of the text: the same where texts begin in the first column
+        for positions in (offset, None) if padding != "left" else (offset,):
+            expected = plain_outputs(plain, inputs, positions)
+            main = expected[0].numpy()
+            assert np.abs(values[model.hooked.metadata.output] - main)[mask.astype(bool)].max() < TOLERANCE
+            for layer, state in enumerate(expected.hidden_states[: model.num_layers]):
+                name = f"blocks.{layer}.hook_resid_pre"
+                assert real_difference(name, values[name], state.numpy(), mask) < TOLERANCE, name
+            for layer, pattern in enumerate(expected.attentions):
+                name = f"blocks.{layer}.attn.hook_pattern"
+                assert real_difference(name, values[name], pattern.numpy(), mask) < TOLERANCE, name
+
+
+@each
+def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
+    model, reference, _ = made(family)
+    inputs = encoder_batch("left")
+    inputs["token_type_ids"] = np.zeros_like(inputs["token_type_ids"])
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    names = [*model.hooked.metadata.hooks]
+    for name in names[::6] if family in REPRESENTATIVE else names:
+        expected = run_encoder(reference, inputs, (name, 0.5)).logits[mask.astype(bool)]
+        spec = HookSpec().intervene(name, Intervention.Scale(0.5))
+        found = model.forward(ids, spec, attention_mask=mask).output()[mask.astype(bool)]
+        assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
+
+
+HEADED = [(family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS]
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [pytest.param(*one, marks=() if one == ("bert", "classes") else pytest.mark.slow) for one in HEADED],
+)
+def test_every_head_is_that_of_transformers(family, head, made):
+    model, reference, plain = made(family, head)
+    assert model.hooked.metadata.head == head
+    assert head in {*heads_of_family(family)}
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        mask, values = inputs["attention_mask"].astype(bool), graph_values(model, inputs)
+        tapped = run_encoder(reference, inputs).values
+        assert {*tapped} == {*model.hooked.metadata.hooks}
+        expected = plain_outputs(plain, inputs, layout_in(reference).offset or 0)
+        main = expected[0].numpy() if head != "span" else np.stack([expected[0].numpy(), expected[1].numpy()], -1)
+        found = values[model.hooked.metadata.output]
+        if head == "classes" and padding == "left":  # transformers reads column 0 there, which is padding
+            main = graph_values(model, right(inputs))[model.hooked.metadata.output]
+        real = slice(None) if head == "classes" else mask
+        assert np.abs(found[real] - main[real]).max() < TOLERANCE
+
+
+def right(inputs):
+    """The same texts padded on the right."""
+    order = np.argsort(1 - inputs["attention_mask"], 1, kind="stable")
+    return {name: np.take_along_axis(array, order, 1) for name, array in inputs.items()}
+
+
+def test_what_a_normed_block_adds_up_to(made):
+    model, _, _ = made("bert")
+    values = graph_values(model, encoder_batch("none"))
+    for layer in range(model.num_layers):
+        at = {name: values[f"blocks.{layer}.hook_{name}"] for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out")}
+        assert np.allclose(values[f"blocks.{layer}.hook_resid_mid_sum"], at["resid_pre"] + at["attn_out"], atol=1e-6)
+        assert np.allclose(values[f"blocks.{layer}.hook_resid_post_sum"], at["resid_mid"] + at["mlp_out"], atol=1e-6)
+    last = values["blocks.0.hook_resid_post"]
+    assert np.array_equal(last, values["blocks.1.hook_resid_pre"])
+
+
+def test_the_metadata_say_what_the_model_is_for(made):
+    metadata = made("bert")[0].hooked.metadata
+    assert (metadata.direction, metadata.head, metadata.labels, metadata.activation) == ("both", "masked_lm", [], "")
+    metadata = made("bert", "classes")[0].hooked.metadata
+    assert (metadata.head, metadata.activation) == ("classes", "softmax")
+    assert metadata.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert TaskHead("span").labels(made("bert")[1].config) == ["start", "end"]
+
+
+@pytest.mark.slow
+def test_embeddings_narrower_than_the_stream_are_known(made):
+    for family in ("albert", "electra"):
+        metadata = made(family)[0].hooked.metadata
+        assert (metadata.sizes.hidden_size, metadata.sizes.embedding_size) == (32, 16)
+        assert metadata.hooks["hook_embed"][-1] == 16
+        assert metadata.hooks["blocks.0.hook_resid_pre"][-1] == 32
+
+
+def test_layers_of_a_window_on_both_sides_are_said(made):
+    model = made("modernbert")[0]
+    assert [layer.sliding_window for layer in model.hooked.metadata.attention] == [None, 5, None]
+    pattern = graph_values(model, encoder_batch("none"))["blocks.1.attn.hook_pattern"]
+    away = np.abs(np.subtract.outer(np.arange(pattern.shape[2]), np.arange(pattern.shape[3])))
+    assert not pattern[:, :, away >= 5].any()
+    assert pattern[:, :, away < 5].all()

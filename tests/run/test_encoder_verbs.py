@@ -1,0 +1,154 @@
+"""What heads of encoders say of texts, beside transformers: masks, labels, tags, spans and embeddings."""
+
+import numpy as np
+import pytest
+import torch
+
+from mionnx import HookSpec, InputError, Intervention
+from mionnx.run.spans import _words
+
+ATOL = 5e-5
+TEXTS = ["the man plays the guitar on stage.", "it rains", "a good day for music and for paris, france"]
+
+
+def inputs(model, *texts):
+    """One text or pair as transformers' inputs."""
+    tokens = model.tokenize(*texts)
+    types = np.zeros_like(tokens.ids) if tokens.type_ids is None else tokens.type_ids
+    named = {"input_ids": tokens.ids, "attention_mask": np.ones_like(tokens.ids), "token_type_ids": types}
+    return {name: torch.from_numpy(array[None]) for name, array in named.items()}
+
+
+def eager(reference, given):
+    with torch.no_grad():
+        return reference(**given)
+
+
+def test_masks_are_filled_as_transformers_does(text_encoder):
+    model, reference = text_encoder("masked_lm")
+    texts = ["paris is the [MASK] of [MASK].", "it [MASK]"]
+    filled = model.fill_mask(texts, k=3)
+    assert filled.positions == (4, 6, 2)
+    assert filled.rows == (0, 0, 1)
+    for place, (row, at) in enumerate(zip(filled.rows, filled.positions, strict=True)):
+        shares = eager(reference, inputs(model, texts[row])).logits[0, at].softmax(-1)
+        expected = shares.topk(3)
+        assert filled.ids[place].tolist() == expected.indices.tolist()
+        assert np.abs(filled.probabilities[place] - expected.values.numpy()).max() < ATOL
+    assert filled.probability(filled.top[0]) == filled.probabilities[0][0]
+    assert filled.to_frame().shape == (9, 6)
+
+
+def test_labels_of_texts_and_of_pairs(text_encoder):
+    model, reference = text_encoder("classes")
+    pair = ("where does ann live?", "ann lives in rome now")
+    found = model.classify([TEXTS[0], pair])
+    for row, texts in enumerate(([TEXTS[0]], pair)):
+        shares = eager(reference, inputs(model, *texts)).logits[0].softmax(-1).numpy()
+        assert found.choices[row] == tuple(("bad", "fair", "good")[n] for n in np.argsort(-shares))
+        assert np.abs(found.probabilities[row] - np.sort(shares)[::-1]).max() < ATOL
+    separate = model.classify(f"{pair[0]} {pair[1]}")
+    assert np.abs(separate.probabilities - found.probabilities[1:]).max() > 1e-4  # token types, and the [SEP] between
+
+
+def test_tags_are_those_of_first_tokens_merged_into_spans(text_encoder):
+    model, reference = text_encoder("token_classes")
+    text = "ann plays unlikely music in rome"
+    tokens = model.tokenize(text)
+    shares = eager(reference, inputs(model, text)).logits[0].softmax(-1).numpy()
+    found = model.tag(text)
+    words = _words(tokens)
+    assert [len(word) for word in words] == [1, 1, 3, 1, 1, 1]
+    names = [("O", "B-PER", "I-PER")[shares[word[0]].argmax()] for word in words]
+    begins = [
+        n for n, name in enumerate(names) if name == "B-PER" or (name == "I-PER" and (not n or names[n - 1] == "O"))
+    ]
+    assert len(found.parts) == len(begins)
+    for start, end, part in zip(found.starts, found.ends, found.parts, strict=True):
+        assert text[start:end] == part
+
+
+def test_the_best_span_of_a_context(text_encoder):
+    model, reference = text_encoder("span")
+    question, context = "where does ann live?", "ann lives in rome, and it rains."
+    tokens = model.tokenize(question, context)
+    output = eager(reference, inputs(model, question, context))
+    first = tokens.ids.tolist().index(3) + 1  # behind the separator
+    places = range(first, len(tokens) - 1)
+    starts, ends = (one[0, first:-1].log_softmax(-1).numpy() for one in (output.start_logits, output.end_logits))
+    scores = {(i, j): starts[i - first] + ends[j - first] for i in places for j in places if i <= j}
+    best = max(scores, key=scores.__getitem__)
+    found = model.answer_span(question, context, k=3)
+    assert tuple(found.positions[0]) == best
+    assert abs(found.probabilities[0] - np.exp(scores[best])) < ATOL
+    assert found.parts[0] == context[found.starts[0] : found.ends[0]]
+    assert len({*found.parts}) == 3
+
+
+def pooled(reference, model, text):
+    """Mean pooling and length 1, by hand."""
+    stream = eager(reference, inputs(model, text)).last_hidden_state[0].mean(0)
+    return (stream / stream.norm()).numpy()
+
+
+def test_embeddings_are_those_of_single_texts_whatever_their_batch(text_encoder):
+    model, reference = text_encoder("embedding")
+    expected = np.stack([pooled(reference, model, text) for text in TEXTS])
+    for batch_size in ("auto", 1, 2, None):
+        assert np.abs(model.embed(TEXTS, batch_size=batch_size) - expected).max() < ATOL
+    assert np.abs(model.similarity(TEXTS[0], TEXTS) - expected[:1] @ expected.T).max() < ATOL
+    assert np.abs(model.similarity(expected[:2], TEXTS) - expected[:2] @ expected.T).max() < ATOL
+    assert np.abs(model.embed(iter(TEXTS)) - expected).max() < ATOL
+
+
+def test_long_texts_are_cut_with_their_special_tokens(text_encoder):
+    model, _ = text_encoder("embedding")
+    long = " ".join(["music"] * 40)
+    assert model.hooked.longest_text == 16
+    assert np.abs(model.embed(long) - model.embed(" ".join(["music"] * 14))).max() < ATOL
+    assert np.abs(model.embed(long, max_length=6) - model.embed(" ".join(["music"] * 4))).max() < ATOL
+
+
+def test_interventions_hold_and_rows_count_in_the_whole_list(text_encoder):
+    model, _ = text_encoder("embedding")
+    spec = HookSpec().intervene("blocks.0.hook_attn_out", Intervention.Zero(rows=[2]))
+    plain, changed = model.embed(TEXTS, batch_size=1), model.embed(TEXTS, spec, batch_size=1)
+    assert np.abs(plain - changed)[:2].max() == 0
+    assert np.abs(plain - changed)[2].max() > 1e-3
+
+
+def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encoder):
+    """Rows are padded on the right, and a value's columns are those of all rows as one batch."""
+    model, _ = text_encoder("embedding")
+    ids = [model.tokenize(text).ids for text in TEXTS]
+    width = max(map(len, ids))
+    value = np.random.default_rng(0).normal(size=(3, width, 32)).astype(np.float32)
+    spec = HookSpec().intervene("blocks.0.hook_resid_pre", Intervention.Add(value))
+    whole, single = (model.forward(ids, spec, batch_size=size).output() for size in (None, 1))
+    assert np.abs(whole - single).max() < ATOL
+
+
+@pytest.mark.parametrize(
+    ("head", "call", "message"),
+    [
+        ("classes", lambda model: model.fill_mask("it [MASK]"), "'masked_lm', and .* has the head 'classes'"),
+        ("masked_lm", lambda model: model.fill_mask("it rains"), r"write \[MASK\]"),
+        ("masked_lm", lambda model: model.embed("it rains"), "'embedding'"),
+        ("masked_lm", lambda model: model.classify("it rains"), "'classes'"),
+        ("embedding", lambda model: model.embed([]), "nothing to run on"),
+        ("embedding", lambda model: model.embed([3]), "each of the texts is a text"),
+        ("embedding", lambda model: model.embed("a", prompt_name="query"), "names no prompt"),
+        ("embedding", lambda model: model.embed("a", normalize=False), "hook_pooled"),
+        ("embedding", lambda model: model.embed("a", max_length=2), "no room"),
+        ("embedding", lambda model: model.similarity(np.zeros((2, 3)), "a"), r"\[n, 32\]"),
+        ("embedding", lambda model: model.logit_lens("it rains"), "gives none"),
+        ("masked_lm", lambda model: model.generate("it"), "generate has no meaning for an encoder"),
+        ("masked_lm", lambda model: model.forward("it", use_cache=True), "use_cache has no meaning for an encoder"),
+        ("masked_lm", lambda model: model.run_with_hooks("it", return_type="loss"), "loss of the next token"),
+        ("masked_lm", lambda model: model.head_scores("induction", batch=1), "no kind of head 'induction'"),
+        ("masked_lm", lambda model: model.forward([("a", "b")], HookSpec(), cache=3), "cache"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(text_encoder, head, call, message):
+    with pytest.raises(InputError, match=message):
+        call(text_encoder(head)[0])
