@@ -83,7 +83,7 @@ def own_file(name: str, model: MIModel, source: str, dtype: str, folder: Path, e
 
 def measured(name: str, source: str, dtype: str, repeats: int, environments: Path, scratch: Path) -> list[str]:
     """A row of the table."""
-    given = {} if dtype == "float32" else {"dtype": dtype}
+    given: dict[str, Any] = {} if dtype == "float32" else {"dtype": dtype, "accuracy_level": 4}
     model = MIModel.from_pretrained(source, threads=1, **given)
     point = HookPoint.ResidPost(model.num_layers // 2)
     direction = np.cos(np.arange(model.hooked.metadata.sizes.hidden_size)).astype(np.float32)

