@@ -1,4 +1,4 @@
-"""Every decoder-only text family of transformers at tiny size, beside transformers in eager mode.
+"""Every decoder-only text family of transformers, and its encoders, at tiny size, beside transformers in eager mode.
 
     python benchmarks/families.py [FAMILY ...] [--rows FILE] [--save]
 
@@ -6,7 +6,9 @@ All names of transformers' causal-LM mapping; for each that is missing, the reas
 as the tests: every hook point of every layer with and without padding and a past, logits also beside transformers
 without taps, each kind of intervention at the hook points of the last layer, eight tokens decoded greedily. Of families
 that no table of modules knows, the oracle is that of their own tests; where there is none, the export's own comparison
-with eager mode stands alone. A row with a difference above 5e-5 or a cell without one does not count as whole.
+with eager mode stands alone. A row with a difference above 5e-5 or a cell without one does not count as whole. Encoders
+have a row each, "bert (encoder)", with the head that predicts masked tokens (T5's without one): padded on no side, the
+right and the left, streams and patterns beside transformers without taps, and an edit at every hook point.
 
 Without names all are measured; with names these alone, and every other row is the one that was saved. `--rows` keeps
 what was measured in a file of JSON lines, and measures what is not in it; `--save` writes
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from encoder_rows import AS_ENCODER, ENCODER_COLUMNS, measure_encoder
 from rich.console import Console
 from rich.progress import track
 from tables import present
@@ -45,6 +48,7 @@ from unlisted_families import FAMILIES, make  # noqa: E402
 from unlisted_families import run as run_unlisted  # noqa: E402
 
 from exporters.transformers import export  # noqa: E402
+from exporters.transformers.encoder_families import ENCODERS  # noqa: E402
 from exporters.transformers.refused import ENCODER, REASONS, RECURRENT, carries_state  # noqa: E402
 from mionnx import HookPoint, HookSpec, MIModel  # noqa: E402
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE  # noqa: E402
@@ -95,6 +99,8 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     Raises:
         MissingError: the family is no text decoder with keys and values, or does not work.
     """
+    if family.endswith(AS_ENCODER):
+        return measure_encoder(family, folder), False
     if family in FAMILIES:
         reference: Any = make(family)
         reference.save_pretrained(folder / "checkpoint")
@@ -254,6 +260,8 @@ def greedy(model: MIModel, reference: torch.nn.Module) -> str:
 
 def whole(row: list[str]) -> bool:
     """Whether everything of a row was compared, with no difference above `LARGEST`."""
+    if len(row) == len(ENCODER_COLUMNS):
+        return max(map(float, row[2:-1])) <= LARGEST
     differences = row[2 : 3 + len(KINDS)]
     return "-" not in row and max(map(float, differences)) <= LARGEST and row[-2] == f"{TOKENS} of {TOKENS}"
 
@@ -270,7 +278,7 @@ def saved() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for cells in (line.split(" | ") for line in text.splitlines()):
         name = cells[0].removesuffix(", not whole").removesuffix(STRUCTURE)
-        if name in ("family", "missing", "---") or len(cells) not in (2, len(COLUMNS)):
+        if name in ("family", "encoder", "missing", "---") or len(cells) not in (2, len(COLUMNS), len(ENCODER_COLUMNS)):
             continue
         row = [cells[0].removesuffix(", not whole"), *cells[1:]]
         told: dict[str, Any] = {"missing": cells[1]} if len(cells) == 2 else {"row": row, "reduced": name in reduced}
@@ -315,25 +323,30 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     unlisted = {name for name in FAMILIES if "," in name}  # two more kinds of falcon
-    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *unlisted})
+    encoders = [f"{name}{AS_ENCODER}" for name in sorted(ENCODERS)]
+    decoders = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *unlisted})
+    refused = sorted({*REASONS} - {*decoders})
+    every = [*decoders, *encoders, *refused]
     if strange := sorted({*given.families} - {*every}):
-        parser.error(f"not in transformers' causal-LM mapping: {', '.join(strange)}")
+        parser.error(f"neither in transformers' causal-LM mapping nor an encoder: {', '.join(strange)}")
     names = given.families or every
     others = {name: entry for name, entry in saved().items() if name not in names}
     unknown_yet = {name: {"family": name, "missing": "not measured"} for name in every if name not in names}
     found = for_each(names, measure, given.rows, unknown_yet | others)
-    rows = [found[name]["row"] for name in every if "row" in found[name]]
+    rows = [found[name]["row"] for name in decoders if "row" in found[name]]
+    encoded = [found[name]["row"] for name in encoders if "row" in found[name]]
     reduced = [name for name in every if found[name].get("reduced")]
     missing = [(name, found[name]["missing"]) for name in every if "missing" in found[name]]
     title = f"transformers {transformers.__version__}, random small models, eager, fp32; {platform.machine()}"
     said = (
-        f"{sum(map(whole, rows))} of {len(every)} families work whole, every cell compared and no difference above "
+        f"{sum(map(whole, rows))} of {len(decoders)} families work whole, every cell compared and no difference above "
         f"{LARGEST:.0e}: the {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} names of transformers' causal-LM mapping and "
-        f"{len(unlisted)} further kinds of falcon. "
+        f"{len(unlisted)} further kinds of falcon. Of encoders {sum(map(whole, encoded))} of {len(encoders)} do. "
         f"Eager mode computes a part in half precision in: {'; '.join(reduced) or 'none'}. "
         "Seconds are processor time of an export."
     )
-    tables = [(COLUMNS, [marked(row) for row in rows]), (("missing", "why"), missing)]
+    tables = [(COLUMNS, [marked(row) for row in rows]), (ENCODER_COLUMNS, [marked(row) for row in encoded])]
+    tables.append((("missing", "why"), missing))
     present("families", "Largest difference from transformers", title, tables, given.save, said, NOTES)
 
 

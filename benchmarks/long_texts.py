@@ -7,7 +7,7 @@ SmolLM2, 30 residual streams captured, and the logits of the last position. Time
 ratios of neighbouring runs, above 1 where blocks are faster. With `--cpu` processor seconds, on a machine that others
 use. The bits of blocks and of one product are compared first, and the streams with transformers. Memory: a process for
 each program and length, last logits alone: the largest resident set, and what is left four seconds after the call, both
-less what there is before it (the model is open, and has run on eight tokens).
+less what there is before it (the model is open, and has run on as many tokens once).
 """
 
 import argparse
@@ -110,7 +110,8 @@ def measure(program: str, length: int, threads: int) -> None:
         else:
             theirs(ids, False)
 
-    run(ids_of(8))
+    for tokens in (8, length):  # both graphs are open
+        run(ids_of(tokens))
     time.sleep(SETTLED)
     before = resident()[0]
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is counted from here on

@@ -81,7 +81,7 @@ def analyses(model: Any, folder: Path) -> Steps:
     }
 
 
-def measure(folder: Path, alone: str | None) -> dict[str, Any]:
+def measure(folder: Path, alone: str | None, settled: float) -> dict[str, Any]:
     """Run every verb once, or one; bytes after each."""
     from mionnx import MIModel
 
@@ -98,7 +98,7 @@ def measure(folder: Path, alone: str | None) -> dict[str, Any]:
             seconds = time.perf_counter() - start
             status = Path("/proc/self/status").read_text().splitlines()
             peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-            time.sleep(SETTLED)
+            time.sleep(settled)
             info = process.memory_full_info()
             sizes = {"RSS": info.rss - begin.rss, "PSS": info.pss - begin.pss, "peak": peak - begin.rss}
             rows.append({"name": name, "bytes": sizes["PSS"], "seconds": seconds, **sizes})
@@ -140,9 +140,10 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--verb", help=argparse.SUPPRESS)
+    parser.add_argument("--settled", type=float, default=SETTLED, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options.folder, options.verb)))
+        print(json.dumps(measure(options.folder, options.verb, options.settled)))
         return
     measured, each = session(options.folder, Path(__file__).parents[1], options.alone)
     before = session(options.folder, options.checkout, False)[0] if options.checkout else None

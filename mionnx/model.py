@@ -28,7 +28,7 @@ from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablation, patching
-from mionnx.compile import compile_model
+from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import embedding, generation, notebook, predictions, spans
@@ -110,6 +110,7 @@ class MIModel(Runner, Translated):
     statistics = dataset.statistics
     # deployment, reproducibility
     compile = compile_model.compile_model
+    lens_monitor = monitors.lens_monitor
     quantise = quantise_model.quantise_model
     # numbers that a narrow dtype cannot hold: where, what that costs, and an exact cure
     check_range = ranging.check_range

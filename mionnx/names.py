@@ -27,6 +27,8 @@ from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.compile.knobs import Knob
+from mionnx.compile.monitors import Monitor
 from mionnx.engine.options import Options
 from mionnx.engine.placement import FallbackWarning
 from mionnx.errors import (
@@ -107,6 +109,7 @@ __all__ = [
     "Intervention",
     "InterventionError",
     "KVCache",
+    "Knob",
     "KnockoutSpec",
     "LayerLoopWarning",
     "LensResult",
@@ -116,6 +119,7 @@ __all__ = [
     "MIModel",
     "ModelError",
     "ModelSizes",
+    "Monitor",
     "Noise",
     "Options",
     "OtherSpellingWarning",

@@ -271,6 +271,25 @@ def web(shared: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def javascript(shared: Path) -> Path:
+    """A folder in which Node finds transformers.js and onnxruntime-node."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("Node and npm are not installed here")
+    folder = shared / "javascript"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            (folder / "package.json").write_text("{}")
+            # Without scripts: that of onnxruntime-node fetches CUDA from elsewhere.
+            npm = ["npm", "install", "--silent", "--ignore-scripts", "@huggingface/transformers@4.3.1"]
+            ran = subprocess.run(npm, cwd=folder, capture_output=True, text=True)
+            if ran.returncode:
+                pytest.skip(f"transformers.js cannot be installed here: {ran.stderr[-300:]}")
+            (folder / "done").touch()
+    return folder
+
+
 @pytest.fixture(params=list(CONFIGS))
 def family(request: pytest.FixtureRequest) -> str:
     """Each family in turn."""

@@ -82,9 +82,9 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _taken(model: PreTrainedModel) -> set[str]:
-    """The inputs that a model and its base both take."""
+    """The inputs that a model and its base both take; ids and a mask do all."""
     outer, inner = (signature(one.forward).parameters for one in (model, base_of(model)))
-    return {*outer} & {*inner}
+    return ({*outer} & {*inner}) | {"input_ids", "attention_mask"}
 
 
 def _first(mask: Tensor) -> Callable[[Any, Any, Any], Any]:

@@ -73,8 +73,9 @@ class TaskHead:
             ExportError: it has none.
         """
         mapping = getattr(modeling_auto, MAPPINGS[self.kind])
-        if config.is_encoder_decoder:
-            mapping = modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING
+        encoding = modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING  # of T5's the encoder alone
+        if self.kind in ("none", "embedding") and is_encoder(config) and type(config) in encoding:
+            mapping = encoding
         if type(config) not in mapping:
             raise ExportError(f"transformers has no {config.model_type!r} model with the head {self.kind!r}")
         return mapping[type(config)]

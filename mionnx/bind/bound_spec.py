@@ -30,7 +30,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.layer_cache import Value
 from mionnx.inputs.past import past_inputs, present_names
-from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.token_batch import Past, Positions, TokenBatch
 from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
@@ -241,7 +241,7 @@ class Binder:
         return captures
 
 
-def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
+def _in_text(positions: Positions, batch: TokenBatch) -> dict[int, list[int]]:
     return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 

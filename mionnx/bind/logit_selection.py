@@ -57,8 +57,8 @@ class Logits:
         if self.positions is None:
             return []
         several = isinstance(self.positions, Iterable) and not isinstance(self.positions, str)
-        listed = self.positions if several else [self.positions]
-        return [one if isinstance(one, str) else int(one) for one in listed]  # type: ignore[union-attr]
+        listed: Iterable[Any] = self.positions if several else [self.positions]  # type: ignore[assignment]
+        return [one if isinstance(one, str) else int(one) for one in listed]
 
     def feeds(self, call: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
         """The inputs with the positions, tokens and k of this part."""

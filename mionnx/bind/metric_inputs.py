@@ -13,7 +13,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.values import columns
 from mionnx.errors import GradientError
 from mionnx.graph.metadata import Metadata
-from mionnx.inputs.token_batch import TokenBatch
+from mionnx.inputs.token_batch import Place, TokenBatch
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
 from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, MetricSpec, Token, Tokens
@@ -86,7 +86,7 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
         raise GradientError(f"cotangent is {own}, and the value at {metric.of} is {list(shape)}") from None
 
 
-def _places(logits: Logits | None) -> list[int] | None:
+def _places(logits: Logits | None) -> list[Place] | None:
     """The positions of which there are logits; None for all."""
     if logits is None:
         return None
@@ -95,7 +95,7 @@ def _places(logits: Logits | None) -> list[int] | None:
     return None if logits.positions is None else logits.positions_
 
 
-def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
+def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[Place] | None) -> NDArray[np.float32]:
     """[batch, n]: 1 at the position that is read, 0 elsewhere."""
     if metric.position is None:
         return batch.real.astype(np.float32) if places is None else np.ones((batch.batch, len(places)), np.float32)
@@ -110,7 +110,7 @@ def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None
     return weights
 
 
-def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
+def _loss(batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
     """Each token's own next token; padding, and the last token, predict nothing."""
     if places is not None:
         raise GradientError("the loss reads the logits of every position: leave out positions=")

@@ -14,7 +14,7 @@ from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import TokenBatch
+from mionnx.inputs.token_batch import Place, TokenBatch
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
 from mionnx.spec.kinds.kind import ValueShape
 
@@ -87,7 +87,7 @@ def heads_of(capture: BoundCapture) -> NDArray[np.int64]:
     return heads
 
 
-def columns(what: str, positions: Sequence[int], batch: TokenBatch) -> NDArray[np.int64]:
+def columns(what: str, positions: Sequence[Place], batch: TokenBatch) -> NDArray[np.int64]:
     """The columns of a token batch at which positions of each row's text stand, [batch, n]."""
     if batch.final_lengths is not None:
         raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")

@@ -18,7 +18,7 @@ from mionnx.cli.command import Arguments, Command, Open
 from mionnx.cli.files import Prompts, PromptsFile, read_text, texts_of
 from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
 from mionnx.cli.interventions import Captures, Interventions, intervention_group
-from mionnx.compile.package import Packaging
+from mionnx.compile.packaging import Packaging
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
@@ -174,7 +174,7 @@ COMPILE = Command(
     "strength that can be one; HOOK may be a glob.",
     call=_compile,
     show=_baked,
-    without=("hooks", "captures"),
+    without=("hooks", "captures", "monitors"),
     settings=("dtype",),
     files=False,
 )

@@ -15,6 +15,7 @@ from mionnx.analysis.numerics.dtypes import NARROW
 from mionnx.cli.files import read_text
 from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
 from mionnx.cli.parameters import NUMBERS, integers
+from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph import onnx_file, weight_record
 from mionnx.graph.hook_points import HookPoint
@@ -23,6 +24,7 @@ from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, shown
 from mionnx.model import MIModel
 from mionnx.run import exporting, find_model, stock_calls
+from mionnx.verify.plain_model import export_plain
 from mionnx.view import Table
 
 CHECKPOINT = opening("dtype", argument="source", help="Folder of a Hugging Face checkpoint, a GGUF file, or a Hub id.")
@@ -47,12 +49,16 @@ def export(
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Export the config alone, without weights.")] = False,
     file: Annotated[str | None, typer.Option(help="The GGUF file to export, where there are several.")] = None,
     texts: Annotated[list[Path] | None, typer.Option("--texts", "--text", metavar="FILE", help=TEXTS_HELP)] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help=f"A plain model for a client: {', '.join(CLIENT_LAYOUTS)}.")
+    ] = None,
 ) -> None:
     """Write an ONNX graph whose activations carry their hook names.
 
     Weights already in the dtype are hard-linked, not copied. onnx's own checker and loader refuse files with several
     hard links: --copy makes a folder for them. --graph-only reads config.json alone: what it makes can be rewritten,
-    compiled and estimated, not run.
+    compiled and estimated, not run. --layout writes a plain model, without hook points, for the client that is named;
+    its file is run and compared with the checkpoint while it is written.
 
     Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
     """
@@ -60,13 +66,25 @@ def export(
         raise typer.BadParameter("--graph-only goes with --folder FOLDER: there are no weights to copy or lie beside")
     if (folder is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --folder FOLDER, with or without --copy, or --in-place")
+    if layout is not None and (folder is None or copy or graph_only):
+        raise typer.BadParameter("--layout goes with --folder FOLDER alone")
+    if layout is not None and layout not in CLIENT_LAYOUTS:
+        raise typer.BadParameter(f"--layout {layout}: one of {', '.join(CLIENT_LAYOUTS)}")
     dtype, begin = opening.settings.get("dtype", exporting.DEFAULT), time.monotonic()
-    if texts and (dtype not in NARROW or folder is None or copy or graph_only):
-        raise typer.BadParameter("--texts goes with --dtype float16 or bfloat16 and --folder FOLDER")
+    if texts and (dtype not in NARROW or folder is None or copy or graph_only or layout is not None):
+        raise typer.BadParameter("--texts goes with --dtype float16 or bfloat16 and --folder FOLDER alone")
     with shown() as progress:
         checkpoint = find_model.checkpoint_folder(
             opening.source, file, opening.version, progress, weights=not graph_only
         )
+        if folder is not None and layout is not None:
+            export_plain(checkpoint, folder, layout, dtype, progress)
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            line = (
+                f"{folder}: a plain model for {CLIENT_LAYOUTS[layout].client}, {format_bytes(size)}; see its README.md"
+            )
+            output.deliver(folder, {"folder": str(folder), "layout": layout, "bytes": size}, [line])
+            return
         if texts:
             _export_narrowed(checkpoint, folder, dtype, texts, progress)
         elif folder is None:

@@ -14,7 +14,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from mionnx.bind.knockout_mask import KnockoutMask
 from mionnx.bind.selection import Selection, reads_keys
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.bake_outputs import bake_metric
+from mionnx.compile.knobs import Knob
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable, sort_nodes
@@ -44,15 +45,25 @@ DYNAMIC = {
 }
 
 
-def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], report: Report) -> None:
+class TurnedKnob(NamedTuple):
+    """A knob, the numbers and hook points of the interventions that it turns, and its default."""
+
+    knob: Knob
+    indices: list[int]
+    hooks: list[str]
+    default: float
+
+
+def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, TurnedKnob], report: Report) -> None:
     """Turn the inputs that a plan added into constants and nodes.
 
     Args:
-        knobs: name of an input -> indices of the interventions that it controls.
+        knobs: name of an input -> what it turns.
     """
     turned: dict[int, Constant] = {}  # by the number of the intervention that it turns
-    for name, where in knobs.items():
-        turned |= dict.fromkeys(where, _knob(name, [bound.edits[n] for n in where]))
+    for name, one in knobs.items():
+        # A constant that becomes an input when the graph is written.
+        turned |= dict.fromkeys(one.indices, Constant(name, np.array(one.default, np.float32)))
     report.inputs += knobs
     calls = TokenFacts(graph, report, both=bound.model.metadata.bidirectional)
     for n, (edit, intervention) in enumerate(bound.edits):
@@ -63,8 +74,8 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, Sequence[int]], rep
     sort_nodes(graph)
 
 
-def _knob(name: str, where: Sequence[tuple[Edit, Intervention]]) -> Constant:
-    """The default of a knob: a constant that becomes an input when the graph is written."""
+def knob_default(name: str, where: Sequence[tuple[Edit, Intervention]]) -> float:
+    """The default of a knob, from the interventions that it turns."""
     defaults = set()
     for edit, intervention in where:
         strength = intervention.rules.strength(*intervention.values)
@@ -78,7 +89,7 @@ def _knob(name: str, where: Sequence[tuple[Edit, Intervention]]) -> Constant:
     # One input has one default, and the graph without it must give what the spec says.
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
-    return Constant(name, np.array(defaults.pop(), np.float32))
+    return float(defaults.pop())
 
 
 def _edit(
@@ -133,7 +144,9 @@ def _values(calls: TokenFacts, place: Selection, inputs: Sequence[Variable], kno
         for variable, array in zip(inputs, arrays, strict=True):
             _become(graph, variable, array)
         return
-    ((variable,), (array,)) = inputs, arrays
+    (variable, *others), (array, *fixed) = inputs, arrays
+    for other, value in zip(others, fixed, strict=True):
+        _become(graph, other, value)
     op = Builder(graph, edit.hook, f"{edit.prefix}.knob", calls.report)
     # A knob is float32 for whoever feeds it, whatever the graph's dtype is.
     strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)

@@ -70,6 +70,8 @@ def _weights(op: Builder, calls: TokenFacts, metric: MetricSpec, last: bool) -> 
     position = metric.position
     if position is None:
         raise GradientError("a seed for every logit is a matter of one call; compiled graphs serve any length")
+    if isinstance(position, str):
+        raise GradientError(f"metric {metric} reads position {position!r}: a compiled graph takes numbers")
     if last and position != -1:
         raise _last_alone(metric, f"position {position}")
     at = op.constant([[position]]) if position >= 0 else op.Add(calls.length, [position])

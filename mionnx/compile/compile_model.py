@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
-from mionnx.compile.bake import bake
+from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
-from mionnx.compile.package import LIMIT, Knobs, Packaging, write_package
+from mionnx.compile.knobs import Knob, Knobs, as_knobs, check_strength, knob_facts
+from mionnx.compile.layouts import CLIENT_LAYOUTS
+from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
+from mionnx.compile.package import LIMIT, write_package
+from mionnx.compile.packaging import Packaging
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
-from mionnx.machine.progress import shown
+from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.gradient.gradient_outputs import add_gradients
@@ -64,6 +69,8 @@ def compile_model(
     fused: str = "none",
     accuracy_level: int | None = None,
     plain: bool = False,
+    required: bool | None = None,
+    monitors: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
 
@@ -77,11 +84,16 @@ def compile_model(
         folder: path of a folder that does not exist yet.
         knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
             A glob means those that it matches. The input multiplies what is added or projected out, by default by 1,
-            or is the factor of a scale.
+            or is the factor of a scale. A `Knob` says its range, unit and meaning too, or writes a file a dose.
+        required: whether knobs must be fed; else they may be left out, in clients that know inputs with a default. By
+            default as the layout's client needs it.
+        monitors: name of an output -> what is read at every token: a direction (the projection on it), probes of
+            `mionnx.probe` (the best of them), a pair (hook point, linear probe of scikit-learn's or mionnx'), a
+            `lens_monitor` or an `sae_monitor`.
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
-        weights, target, layout, fused, accuracy_level: see `mionnx.compile.package.Packaging`; a level that the model
-            was opened with is that of the file.
+        weights, target, layout, fused, accuracy_level: see `mionnx.compile.packaging.Packaging`; a level that the
+            model was opened with is that of the file, which else is 4 where weights are blocks.
         plain: compile the model itself, of an empty spec, which is refused otherwise.
 
     Returns:
@@ -90,7 +102,8 @@ def compile_model(
     Raises:
         HookError, InterventionError, GradientError: a spec that does not fit the model, or that only a single call can
             have.
-        InputError: an empty spec without `plain`, or a level for a model without weights in blocks.
+        InputError: an empty spec without `plain`, a level for a model without weights in blocks, or what the layout's
+            client cannot run.
         ModelError: the folder exists or cannot be written.
         RuntimeMissingError: the target's provider is not installed.
 
@@ -99,6 +112,8 @@ def compile_model(
         folder = model.compile(spec, "without-head-3")
     """
     level = model.options.accuracy_level if accuracy_level is None else accuracy_level
+    if level is None and model.hooked.in_blocks:
+        level = ROUNDING_LEVEL  # ONNX Runtime computes such products in floats some ten times slower
     packaging, folder = Packaging(weights, target, layout, fused, level), Path(folder)
     if folder.exists():
         raise ModelError(f"{folder} exists already")
@@ -106,20 +121,54 @@ def compile_model(
         # A compiled graph has no tokenizer: texts become ids.
         hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
     spec = hooks if captures else _without_captures(hooks)
-    if plain != spec.is_empty():
+    reads = {name: as_monitor(name, what, model.hooked) for name, what in (monitors or {}).items()}
+    if plain != (spec.is_empty() and not reads):
         raise InputError(
             "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
             if plain
             else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
             "or plain=True (--plain) for the model itself"
         )
-    leveled = _at_level(model.hooked, packaging)
+    leveled, named = _at_level(model.hooked, packaging), as_knobs(knobs or {})
+    required = _required(named, required, packaging.layout)
     bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
-    proto = _compiled(bound, model.hooked, _indices(bound, knobs or {}))
+    proto = _compiled(bound, model.hooked, _turned(bound, named), required, reads)
     proto = _with_fused(proto, leveled, packaging.fused)
     with shown() as progress:
-        write_package(model.hooked, proto, _nameable(bound.spec, bound.plan), folder, packaging, progress)
+        spec = _nameable(bound.spec, bound.plan)
+        write_package(model.hooked, proto, spec, folder, packaging, named, last_logits, progress)
     return folder
+
+
+def compile_plain(
+    model: HookedModel, folder: Path, layout: str, check: Callable[[Path], Mapping[str, Any]], progress: Progress
+) -> Path:
+    """Write a model itself in a layout.
+
+    Args:
+        check: called with the path of the graph before the folder is in its place; what the card says of it.
+    """
+    packaging = Packaging(layout=layout, accuracy_level=ROUNDING_LEVEL if model.in_blocks else None)
+    leveled = _at_level(model, packaging)
+    bound = Binder(leveled).bind(HookSpec(), Outputs(), differentiated=True)
+    proto = _compiled(bound, model, {}, False, {})
+    write_package(model, proto, HookSpec(), folder, packaging, {}, False, progress, check)
+    return folder
+
+
+def _required(knobs: Mapping[str, Knob], required: bool | None, layout: str) -> bool:
+    """Whether knobs must be fed."""
+    client, inputs = CLIENT_LAYOUTS[layout], [name for name, knob in knobs.items() if not knob.doses]
+    if required is not None and not inputs:
+        raise InputError("required= is of knobs, and no knob is an input here")
+    if inputs and not client.turns_knobs:
+        raise client.refuse(
+            f"{client.client} feeds a graph no inputs of its own, so that nobody could turn {inputs[0]!r}: give "
+            f"knobs={{{inputs[0]!r}: Knob(doses=[0, 0.5, 1])}} for a file a dose"
+        )
+    if inputs and client.required_knobs and required is False:
+        raise client.refuse(f"{client.client} feeds no input that has a default: leave required=False out")
+    return client.required_knobs if required is None else required
 
 
 def _without_captures(spec: HookSpec) -> HookSpec:
@@ -139,33 +188,41 @@ def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
     return replace(model, proto=proto)
 
 
-def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
-    """Knob -> indices of the interventions that it turns.
+def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob]:
+    """Knob -> the interventions that it turns.
 
     None for the hook points means all interventions that have a strength; a glob means those at what it matches.
     """
-    indices: dict[str, list[int]] = {}
+    turned: dict[str, TurnedKnob] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
-    for name, where in knobs.items():
-        if not name.strip():
-            raise InterventionError(f"a knob is an input of the graph, and {name!r} is no name for one")
+    for name, knob in knobs.items():
+        where = knob.points
         if where is None:
-            indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
-            missing = [] if indices[name] else ["*"]
+            indices = [n for n, _, one in numbered if one.rules.has_strength]
+            missing = [] if indices else ["*"]
         else:
             hooks = [HookChoice(str(hook)) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
-            indices[name] = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
+            indices = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
             missing = [str(hook) for hook in hooks if not any(hook.selects(point) for _, point, _ in numbered)]
         if missing:
             there = ", ".join(f"{one.kind} at {point}" for _, point, one in numbered) or "none"
             raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
-    turned = [n for where in indices.values() for n in where]
-    if len({*turned}) != len(turned):
+        edits = [bound.edits[n] for n in indices]
+        turned[name] = TurnedKnob(knob, indices, [edit.hook for edit, _ in edits], knob_default(name, edits))
+        check_strength(knob, f"knob {name!r}: its default", turned[name].default)
+    taken = [n for one in turned.values() for n in one.indices]
+    if len({*taken}) != len(taken):
         raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")
-    return indices
+    return turned
 
 
-def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(
+    bound: BoundSpec,
+    original: HookedModel,
+    knobs: Mapping[str, TurnedKnob],
+    required: bool,
+    monitors: Mapping[str, Monitor],
+) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
     model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
@@ -174,14 +231,16 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
     _refuse_large_fragments(spec)
     bake(edited, bound, knobs, report)
+    add_monitors(edited, monitors, model, report)
     prune(edited, report)
     # A knob is one number: an input of shape [].
-    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    proto = to_proto(edited, model.proto, {name: () for name, one in knobs.items() if not one.knob.doses})
     if plan.gradients is not None:
         proto = add_gradients(proto, plan.gradients, report)
     proto = bake_parts(proto, bound, report)
     facts = {
         "what": "a compiled intervention graph: not the original model",
+        "model": original.name,
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
         # Serialisation is not the same bytes each time unless asked for.
@@ -191,7 +250,13 @@ def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.fetched for want in plan.captures],
-        "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+        "knobs": {
+            name: knob_facts(one.knob, one.default, one.hooks, required)
+            for name, one in knobs.items()
+            if not one.knob.doses
+        },
+        "doses": {name: [*one.knob.doses] for name, one in knobs.items() if one.knob.doses},
+        "monitors": monitor_facts(monitors),
         "blocks": _blocks(proto),
     }
     if plan.gradients is not None:

@@ -1,13 +1,17 @@
-"""Files beside a compiled graph: the model card, and the configuration of Triton Inference Server."""
+"""The model card of a compiled folder."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-import onnx
-
+from mionnx.compile.interface import Port
+from mionnx.compile.knobs import sentence
+from mionnx.compile.layouts.layout import ClientLayout, Content
 from mionnx.engine.session import UNSTABLE_FUSIONS
-from mionnx.errors import InputError
+from mionnx.errors import ModelError
+from mionnx.graph.folder_file import inside
+from mionnx.graph.io_names import cache_names
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
@@ -25,37 +29,12 @@ options.log_severity_level = 3
 session = onnxruntime.InferenceSession("model.onnx", options)
 ```
 """
-TRITON = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64", "BOOL": "BOOL"}
-
-
-class Port(NamedTuple):
-    """An input or output: the dtype by its ONNX name, the shape in numbers and names."""
-
-    name: str
-    dtype: str
-    shape: list[Any]
-
-
-class GraphInterface(NamedTuple):
-    """The inputs of a graph, those that have a default, and its outputs."""
-
-    inputs: list[Port]
-    optional: list[Port]
-    outputs: list[Port]
-
-
-def interface_of(graph: onnx.GraphProto) -> GraphInterface:
-    """The interface of a graph."""
-    defaults = {tensor.name for tensor in graph.initializer}
-    inputs = [_port(value) for value in graph.input]
-    needed = [port for port in inputs if port.name not in defaults]
-    return GraphInterface(needed, [port for port in inputs if port.name in defaults], [*map(_port, graph.output)])
-
-
-def _port(value: onnx.ValueInfoProto) -> Port:
-    tensor = value.type.tensor_type
-    dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
-    return Port(value.name, onnx.TensorProto.DataType.Name(tensor.elem_type), dims)
+KEPT_ENTRIES = ("license", "license_name", "license_link", "language", "datasets")  # of the checkpoint's own card
+OWN_TAGS = ("onnx", "mionnx", "intervention")
+LONGEST_CARD = 2**20  # characters
+# Standard operators of opset 23 came with ONNX Runtime 1.23, and level 4 of 8 bits with 1.22.
+LEAST_RUNTIME = "1.23"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _narrowed(metadata: Metadata) -> str:
@@ -70,59 +49,132 @@ def _narrowed(metadata: Metadata) -> str:
     return f"\nIt was narrowed from float32 to {made['dtype']}: {done}.\n"
 
 
-def card(facts: Mapping[str, Any], spec: HookSpec, metadata: Metadata, interface: GraphInterface, target: str) -> str:
+def card(content: Content, spec: HookSpec, layout: ClientLayout, target: str) -> str:
     """The text of the card."""
+    facts, metadata, interface = content.facts, content.model.metadata, content.interface
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):
         done.append(f"| {state.title} | the recurrent state | {', '.join(state.terms)} | {_targets(state)} |")
-    title = "changed" if done else "instrumented"
+    what = "changed" if done else "instrumented" if _instrumented(facts) else "plain"
     bound = ", for the version of ONNX Runtime that it was made with; it holds operators of that runtime"
-    text = f"""---
-tags: [onnx, mionnx, intervention]
----
+    table = "\n| intervention | where | value | limits |\n|---|---|---|---|\n" + "\n".join(done)
+    text = f"""{_entries(content, layout)}
+# {content.model.name}, {what}
 
-# A {title} {metadata.family} model
-
-**This is not the original model.** It is a compiled intervention graph, made by mionnx {facts["mionnx"]} from a
-{metadata.family} model of {metadata.sizes.num_layers} layers, {metadata.sizes.hidden_size} wide. It was changed so:
-{_narrowed(metadata)}
-| intervention | where | value | limits |
-|---|---|---|---|
-{chr(10).join(done) or "| none | | | |"}
+{_headline(content, what)}
+{_narrowed(metadata)}{table * bool(done)}
 
 `spec.safetensors` is the spec, as mionnx reads it. Negative positions count from the end of the prompt, which
 is the call that token 0 stands in; "generated" means every later call.
 
 - weights, sha256: {f"`{digest}`" if (digest := facts["weights_sha256"]) else NO_WEIGHTS}
 - original graph, sha256: `{facts["graph_sha256"]}`
-- spec, sha256: `{facts["spec_sha256"]}`
-- target: {target}{bound * target.startswith("ort-")}
-{_metric(facts)}{_blocks(facts)}{_fused(facts)}
+- spec, sha256: `{facts["spec_sha256"]}`; all files: `sha256sum -c SHA256SUMS`
+- target: {target}{bound * target.startswith("ort-")}; layout: {layout.name}, for {layout.client}
+- activations: {metadata.dtype}; {_least(content)}
+{_metric(facts)}{_blocks(facts)}{_fused(facts)}{_verified(facts)}
 ## Running it
 
-```python
-import onnxruntime
+With {layout.client}, in this folder:
 
-session = onnxruntime.InferenceSession("model.onnx")
+```{layout.language}
+{layout.loop(content)}
 ```
+{_bits(content)}
+| input | dtype | shape |
+|---|---|---|
+{_rows(content, interface.inputs)}
 
-On the CPU this session gives the bits of `forward` of a model that was opened with `fast=True`. Where the graph has
-layer norms, ONNX Runtime fuses the sum before them into them (SkipLayerNormFusion), which moves the last bits; mionnx
-leaves such fusions out by default. A session with these settings gives the bits of mionnx' default:
+| output | dtype | shape |
+|---|---|---|
+{_rows(content, interface.outputs)}
+"""
+    return text + _monitors(facts) + _optional(content)
+
+
+def _instrumented(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["captures"] or facts.get("monitors") or "metric" in facts)
+
+
+def _entries(content: Content, layout: ClientLayout) -> str:
+    """The entries at the head of the card, as the Hugging Face Hub reads them."""
+    own, tags = _own_entries(content.model.folder)
+    base = content.config.get("_name_or_path")
+    lines = [f"library_name: {layout.client if layout.name != 'plain' else 'onnx'}", "pipeline_tag: text-generation"]
+    if isinstance(base, str) and HUB_NAME.fullmatch(base):
+        lines.append(f"base_model: {base}")
+    lines += own
+    lines.append(f"tags: [{', '.join(dict.fromkeys((*OWN_TAGS, *tags)))}]")
+    return "---\n" + "\n".join(lines) + "\n---\n"
+
+
+def _own_entries(folder: Path) -> tuple[list[str], list[str]]:
+    """Lines of licence and language, and tags, of the checkpoint's own card."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return [], []
+    try:
+        text = inside(folder, "README.md").read_text("utf-8", errors="replace")[:LONGEST_CARD]
+    except (OSError, ModelError):
+        return [], []
+    head = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    entries: dict[str, list[str]] = {}
+    name = ""
+    for line in head[1].splitlines() if head else ():
+        if found := re.match(r"(\w+):", line):
+            entries[name := found[1]] = []
+        if name:
+            entries[name].append(line)
+    lines = [line for name in KEPT_ENTRIES for line in entries.get(name, ())]
+    tags = re.findall(r"[\w.:/-]+", " ".join(entries.get("tags", ())).replace("tags:", "").replace("- ", " "))
+    return lines, tags
+
+
+def _headline(content: Content, what: str) -> str:
+    facts, metadata = content.facts, content.model.metadata
+    sizes = f"{metadata.sizes.num_layers} layers, {metadata.sizes.hidden_size} wide"
+    of = f"`{content.model.name}`, a {metadata.family} model of {sizes}"
+    if what == "plain":
+        return f"The model {of}, as a plain ONNX file, made by mionnx {facts['mionnx']}: nothing in it was changed."
+    was = "It was changed so:" if what == "changed" else "Nothing in it was changed; it has outputs of its own."
+    return (
+        f"**This is not the original model.** It is a compiled intervention graph, made by mionnx {facts['mionnx']} "
+        f"from {of}. {was}"
+    )
+
+
+def _least(content: Content) -> str:
+    """The opsets, and the least ONNX Runtime."""
+    opsets = ", ".join(f"{one.domain or 'ai.onnx'} {one.version}" for one in content.proto.opset_import)
+    return f"opsets {opsets}: ONNX Runtime {LEAST_RUNTIME} or later"
+
+
+def _verified(facts: Mapping[str, Any]) -> str:
+    if "verified" not in facts:
+        return ""
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in facts["verified"]["rows"])
+    return f"""
+Verified when it was written, against {facts["verified"]["against"]}, on random tokens:
+
+| call | tokens | largest difference of logits | mean KL, nats | the same top token |
+|---|---|---|---|---|
+{rows}
+"""
+
+
+def _bits(content: Content) -> str:
+    """How sessions of ONNX Runtime are opened for the bits of mionnx."""
+    if not {port.name for port in content.interface.inputs} or content.facts["blocks"]:
+        return ""
+    return f"""
+On the CPU a plain session of onnxruntime gives the bits of `forward` of a model that was opened with `fast=True`. Where
+the graph has layer norms, ONNX Runtime fuses the sum before them into them (SkipLayerNormFusion), which moves the last
+bits; mionnx leaves such fusions out by default. A session with these settings gives the bits of mionnx' default:
 
 ```python
 session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(UNSTABLE_FUSIONS)})
 ```
-
-| input | dtype | shape |
-|---|---|---|
-{_rows(interface.inputs)}
-
-| output | dtype | shape |
-|---|---|---|
-{_rows(interface.outputs)}
 """
-    return text + _optional(facts, interface.optional)
 
 
 def _metric(facts: Mapping[str, Any]) -> str:
@@ -153,19 +205,43 @@ def _fused(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _optional(facts: Mapping[str, Any], optional: list[Port]) -> str:
-    text = ""
+def _monitors(facts: Mapping[str, Any]) -> str:
+    monitors = facts.get("monitors") or {}
+    lines = "".join(f"- `{name}`: {about}\n" for name, about in monitors.items())
+    return f"\nMonitors, outputs of their own, for every token of a call:\n\n{lines}" if lines else ""
+
+
+def _optional(content: Content) -> str:
+    facts, text = content.facts, ""
     if facts["knobs"]:
-        text += "\nKnobs, which may be left out:\n\n"
-        text += "".join(f"- `{name}`: the strength at {', '.join(hooks)}\n" for name, hooks in facts["knobs"].items())
+        text += "\nKnobs, inputs of one number each:\n\n"
+        text += "".join(f"- {sentence(f'`{name}`', one)}\n" for name, one in facts["knobs"].items())
+    for name, doses in facts["doses"].items():
+        text += f"\nA file for each dose of `{name}`: {', '.join(f'{dose:g}' for dose in doses)}\n"
+    optional = content.interface.optional
     gates = [port.name for port in optional if port.name not in facts["knobs"]]
     if gates:
         text += f"\nGates of the recurrence, which may be left out: {', '.join(f'`{name}`' for name in gates)}\n"
     return text + (QUIET if optional else "")
 
 
-def _rows(ports: list[Port]) -> str:
-    return "\n".join(f"| `{port.name}` | {port.dtype.lower()} | [{_list(port.shape)}] |" for port in ports)
+def _rows(content: Content, ports: list[Port]) -> str:
+    """A row for each input or output; of the parts of the past one in a line for all layers."""
+    names, rows = cache_names(content.model.metadata.recurrent), []
+    for port in ports:
+        prefix, _, rest = port.name.partition(".")
+        layer, _, part = rest.partition(".")
+        name = port.name
+        if prefix in (names.past, names.present) and layer.isdecimal():
+            name = f"{prefix}.{{i}}.{part}"
+        row = (name, port.dtype.lower(), _list(port.shape))
+        if row not in rows:
+            rows.append(row)
+    last = content.model.metadata.sizes.num_layers - 1
+    return "\n".join(
+        f"| `{name}`{f', i from 0 to {last}' if '{i}' in name else ''} | {dtype} | [{shape}] |"
+        for name, dtype, shape in rows
+    )
 
 
 def _value(edit: Intervention) -> str:
@@ -190,20 +266,3 @@ def _list(value: Any) -> str:
 def _targets(state: Any) -> str:
     layers = "every layer" if state.layers_ is None else f"layers {_list(state.layers_)}"
     return f"positions {_list(state.positions_)}; {layers}"
-
-
-def triton_config(name: str, interface: GraphInterface) -> str:
-    """`config.pbtxt` for Triton's ONNX Runtime backend; batches are one of the model's own axes."""
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise InputError(f"{name!r} is no name for a Triton model: letters, digits, '.', '-' and '_' only")
-    entries = [_entry("input", port) for port in interface.inputs]
-    entries += [_entry("input", port, "optional: true") for port in interface.optional]
-    entries += [_entry("output", port) for port in interface.outputs]
-    return "\n".join([f'name: "{name}"', 'backend: "onnxruntime"', "max_batch_size: 0", *entries]) + "\n"
-
-
-def _entry(kind: str, port: Port, more: str = "") -> str:
-    dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in port.shape) or "1"
-    reshape = "" if port.shape else " reshape { shape: [ ] }"  # Triton has no scalars of its own
-    dtype = TRITON.get(port.dtype, port.dtype)
-    return f'{kind} [ {{ name: "{port.name}" data_type: TYPE_{dtype} dims: [ {dims} ]{reshape} {more} }} ]'

@@ -1,110 +1,118 @@
 """Compiled folders: one plain ONNX model in which a spec's interventions are baked in.
 
-Any ONNX runtime runs it without mionnx. The folder:
+Any ONNX runtime runs it without mionnx. The folder, of the layout "plain":
 
 model.onnx          the graph; `metadata_props["mionnx.compiled"]` is JSON: what it is, from which model and spec
+model_*.onnx        the same with a knob at one of its doses
 model.onnx.data,    the weights, if they are not embedded; of the target "generic" they are the files of the hooked
 *.safetensors, ...  model: copies (`weights="alongside"`) or hard links (`"referenced"`)
 spec.safetensors    the spec, as `HookSpec.save` writes it, every glob and predicate as the names that it means
 README.md           the card: that this is not the original model, and what was done to it
+SHA256SUMS          the hashes of all files, as `sha256sum -c` reads them
 config.json, ...    config and tokenizer of the model
 
-The layout "triton" is a model repository: `{name}/config.pbtxt`, `{name}/1/` with the model, `{name}/` with the rest.
+Other layouts put the graph, its weights and the rest elsewhere and add files; see `mionnx.compile.layouts`.
 """
 
 import errno
+import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 
-from mionnx.compile.model_card import card, interface_of, triton_config
+from mionnx.compile.interface import name_axes
+from mionnx.compile.knobs import Knob, document
+from mionnx.compile.layouts import CLIENT_LAYOUTS
+from mionnx.compile.layouts.layout import ClientLayout, Content
+from mionnx.compile.model_card import card
+from mionnx.compile.monitors import document_monitors
+from mionnx.compile.packaging import PACKAGE_TARGETS, Packaging
 from mionnx.compile.stored_once import reshape_shared, store_once
 from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
-from mionnx.errors import InputError, ModelError, nearest
+from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
-from mionnx.graph.folder_file import copy_beside, files_beside, read_json
-from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
+from mionnx.graph.folder_file import copy_beside, files_beside, inside, read_json
+from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.inputs.tokens import TOKENIZER_FILE, copy_tokenizer
-from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.leftovers import LOCK_FILE, new_folder, remove_leftovers
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress
-from mionnx.rewrite.plan import ALL, NONE, PADDED
 from mionnx.spec.hook_spec import HookSpec
 
 SPEC = "spec.safetensors"
 CARD = "README.md"
+SUMS = "SHA256SUMS"
 DATA = "model.onnx.data"
-WEIGHT_PLACES = ("embedded", "alongside", "referenced")
-TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
-PRODUCT_LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
-LAYOUTS = ("plain", "optimum", "triton")
-FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
-Knobs = Mapping[str, str | HookPoint | Sequence[str | HookPoint] | None]
-
-
-@dataclass(frozen=True)
-class Packaging:
-    """Weights, target runtime and layout of a compiled folder.
-
-    Attributes:
-        weights: "embedded" in model.onnx (up to 2 GiB), "alongside" as files of its own, or "referenced": hard links
-            to the hooked model's files, on the same disk. By default alongside, for the web embedded.
-        target: "generic" (the model's own operators: standard ones, and ONNX Runtime's `MatMulNBits` and
-            `GatherBlockQuantized` where its weights are blocks), "ort-cpu" or "ort-cuda" (optimised for this version of
-            ONNX Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
-        layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
-        fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
-            touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
-        accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
-            is the level that `forward` computes them at.
-    """
-
-    weights: str | None = None
-    target: str = "generic"
-    layout: str = "plain"
-    fused: str = NONE
-    accuracy_level: int | None = None
-
-    def __post_init__(self) -> None:
-        weights = ("weights", self.weights or "alongside", WEIGHT_PLACES)
-        target, layout = ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)
-        for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
-            if choice not in choices:
-                raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
-        if self.accuracy_level not in (None, *PRODUCT_LEVELS):
-            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, PRODUCT_LEVELS))}")
-        if self.target.startswith("ort-") and self.weights == "referenced":
-            raise InputError(
-                f"target {self.target} writes weights anew: they cannot be references to the model's files"
-            )
-
-    @property
-    def placed(self) -> str:
-        """The place of the weights: "embedded", "alongside" or "referenced"."""
-        return self.weights or ("embedded" if self.target == "web" else "alongside")
+CHUNK = 2**24  # bytes that are hashed at once
 
 
 def write_package(
-    model: HookedModel, proto: onnx.ModelProto, spec: HookSpec, target: Path, packaging: Packaging, progress: Progress
+    model: HookedModel,
+    proto: onnx.ModelProto,
+    spec: HookSpec,
+    target: Path,
+    packaging: Packaging,
+    knobs: Mapping[str, Knob],
+    last: bool,
+    progress: Progress,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write a compiled graph of a model, whose weights are still in the model's files, as a folder."""
+    """Write a compiled graph of a model, whose weights are still in the model's files, as a folder.
+
+    Args:
+        last: whether its logits are those of the last position alone.
+        check: called with the path of the graph when it is written; what the card says of it.
+    """
+    layout = CLIENT_LAYOUTS[packaging.layout]
+    name_axes(proto.graph)
+    if last:
+        _mark_last(proto)
+    facts = json.loads(onnx_file.properties(proto)[COMPILED])
+    document(proto, facts["knobs"])
+    document_monitors(proto, facts["monitors"])
+    embedded = packaging.placed == "embedded"
+    config, generation = (_json(model.folder, name) for name in ("config.json", "generation_config.json"))
+    turned = {name: knob for name, knob in knobs.items() if not knob.doses}
+    content = Content(model, proto, target.name, facts, turned, last, embedded, config, generation)
+    layout.check(content)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial, _room(model, packaging):
-        # Triton wants each version of a model in a numbered folder.
-        at = partial / target.name / "1" if packaging.layout == "triton" else partial
-        at.mkdir(parents=True, exist_ok=True)
-        _write_model(model, proto, at, packaging, progress)
-        _write_rest(model, spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
+        graph = partial / layout.graph(content)
+        graph.parent.mkdir(parents=True, exist_ok=True)
+        _write_model(content, graph, layout, packaging, progress)
+        _write_doses(graph, knobs)
+        if check is not None:
+            content = replace(content, facts={**facts, "verified": check(graph)})
+        home = partial / layout.home(content)
+        _write_rest(content, spec, home)
+        layout.write(content, home)
+        (home / CARD).write_text(card(content, spec, layout, packaging.target))
+        _write_sums(home, partial, progress)
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object beside the graph; empty where there is none."""
+    found = read_json(inside(folder, name)) if (folder / name).is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _mark_last(proto: onnx.ModelProto) -> None:
+    """Say in the graph that its logits are of one position: clients read it off the axis."""
+    for output in proto.graph.output:
+        if output.name == "logits":
+            output.type.tensor_type.shape.dim[1].dim_value = 1
 
 
 @contextmanager
@@ -121,39 +129,50 @@ def _room(model: HookedModel, packaging: Packaging) -> Iterator[None]:
         raise ModelError(f"cannot write the folder: {error.strerror}; its weights are {needed}{links}") from error
 
 
-def _write_model(
-    model: HookedModel, proto: onnx.ModelProto, at: Path, packaging: Packaging, progress: Progress
-) -> None:
-    provider = TARGETS[packaging.target]
-    if provider is not None or packaging.placed == "embedded":
-        model.need_weights(f"a file for {packaging.target} with its weights {packaging.placed}")
+def _write_model(content: Content, graph: Path, layout: ClientLayout, packaging: Packaging, progress: Progress) -> None:
+    provider = PACKAGE_TARGETS[packaging.target]
+    if provider is not None or content.embedded:
+        content.model.need_weights(f"a file for {packaging.target} with its weights {packaging.placed}")
     if provider is not None:
-        _check_size(proto, packaging)
-        options = Options(provider)
-        engine_of(options).write_optimised(proto.SerializeToString(), model.folder, at / GRAPH, DATA, options)
-        written = onnx.load(at / GRAPH, load_external_data=False)
-        # Exactly ours, whatever the optimiser keeps of them.
-        del written.metadata_props[:]
-        written.metadata_props.extend(proto.metadata_props)
-        if (at / DATA).exists():
-            store_once(written, at / DATA)
-        if packaging.placed == "embedded":
-            reshape_shared(written)
-            onnx_file.embed(written, at)
-            (at / DATA).unlink(missing_ok=True)
-        (at / GRAPH).write_bytes(written.SerializeToString())
-        return
-    if packaging.placed == "embedded":
-        reshape_shared(proto)
-        _check_size(proto, packaging)
-        onnx_file.embed(proto, model.folder)
+        _write_optimised(content, graph, layout, packaging, Options(provider))
+    elif content.embedded:
+        reshape_shared(content.proto)
+        _check_size(content.proto, packaging)
+        onnx_file.embed(content.proto, content.model.folder)
+        graph.write_bytes(content.proto.SerializeToString())
     else:
-        for done, name in enumerate(files := onnx_file.locations(proto) if model.has_weights else {}):
-            progress(f"writing {name}", done, len(files))
-            (at / name).parent.mkdir(parents=True, exist_ok=True)
+        files = [*onnx_file.locations(content.proto)] if content.model.has_weights else []
+        names = layout.data(files, content)
+        for done, name in enumerate(files):
+            progress(f"writing {names[name]}", done, len(files))
+            to = graph.parent / names[name]
+            to.parent.mkdir(parents=True, exist_ok=True)
             # A file of the model may be a symbolic link: what it points to is copied or linked.
-            _deliver((model.folder / name).resolve(), at / name, packaging.placed)
-    (at / GRAPH).write_bytes(proto.SerializeToString())
+            _deliver((content.model.folder / name).resolve(), to, packaging.placed)
+        onnx_file.rename_files(content.proto, names)
+        graph.write_bytes(content.proto.SerializeToString())
+
+
+def _write_optimised(
+    content: Content, graph: Path, layout: ClientLayout, packaging: Packaging, options: Options
+) -> None:
+    """Write ONNX Runtime's own optimised graph."""
+    proto = content.proto
+    _check_size(proto, packaging)
+    data = layout.data([DATA], content)[DATA]
+    engine_of(options).write_optimised(proto.SerializeToString(), content.model.folder, graph, data, options)
+    written = onnx.load(graph, load_external_data=False)
+    # Exactly ours, whatever the optimiser keeps of them.
+    del written.metadata_props[:]
+    written.metadata_props.extend(proto.metadata_props)
+    document(written, content.facts["knobs"])
+    if (graph.parent / data).exists():
+        store_once(written, graph.parent / data)
+    if content.embedded:
+        reshape_shared(written)
+        onnx_file.embed(written, graph.parent)
+        (graph.parent / data).unlink(missing_ok=True)
+    graph.write_bytes(written.SerializeToString())
 
 
 def _check_size(proto: onnx.ModelProto, packaging: Packaging) -> None:
@@ -177,22 +196,26 @@ def _deliver(source: Path, target: Path, how: str) -> None:
         ) from error
 
 
-def _write_rest(
-    model: HookedModel, spec: HookSpec, proto: onnx.ModelProto, at: Path, packaging: Packaging, name: str
-) -> None:
-    facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
+def _write_doses(graph: Path, knobs: Mapping[str, Knob]) -> None:
+    """Write a graph beside the first for each dose of the knobs that have them; all read the same weights."""
+    dosed = {name: knob.doses for name, knob in knobs.items() if knob.doses}
+    for strengths in itertools.product(*dosed.values()) if dosed else ():
+        proto = onnx.load(graph, load_external_data=False)
+        doses = dict(zip(dosed, strengths, strict=True))
+        for tensor in proto.graph.initializer:
+            if tensor.name in doses:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(doses[tensor.name], np.float32), tensor.name))
+        title = "_".join(f"{name}_{strength:g}" for name, strength in doses.items())
+        graph.with_name(f"{graph.stem}_{title}.onnx").write_bytes(proto.SerializeToString())
+
+
+def _write_rest(content: Content, spec: HookSpec, at: Path) -> None:
     spec.save(str(at / SPEC))
-    files = files_beside(model.folder, KEPT)
-    copy_beside([file for file in files if file.name != TOKENIZER_FILE], model.folder, at)
+    files = files_beside(content.model.folder, KEPT)
+    copy_beside([file for file in files if file.name != TOKENIZER_FILE], content.model.folder, at)
     for file in [file for file in files if file.name == TOKENIZER_FILE]:
         copy_tokenizer(file, at / file.name)
     _name_inputs(at / "tokenizer_config.json")
-    if packaging.layout == "optimum" and not (at / "config.json").is_file():
-        raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
-    interface = interface_of(proto.graph)
-    (at / CARD).write_text(card(facts, spec, model.metadata, interface, packaging.target))
-    if packaging.layout == "triton":
-        (at / "config.pbtxt").write_text(triton_config(name, interface))
 
 
 def _name_inputs(path: Path) -> None:
@@ -201,3 +224,17 @@ def _name_inputs(path: Path) -> None:
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
         path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))
+
+
+def _write_sums(home: Path, folder: Path, progress: Progress) -> None:
+    """Hash every file of a folder, by paths that begin at the folder of the sums."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
+    total, done, lines = sum(path.stat().st_size for path in files), 0, []
+    for path in files:
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+                progress("hashing", done := done + len(chunk), total)
+        lines.append(f"{digest.hexdigest()}  {os.path.relpath(path, home)}\n")
+    (home / SUMS).write_text("".join(lines))

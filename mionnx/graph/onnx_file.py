@@ -80,6 +80,14 @@ def _parts(proto: onnx.ModelProto) -> set[tuple[str, int, int]]:
     return {(entry["location"], int(entry.get("offset", "0")), int(entry["length"])) for entry in entries}
 
 
+def rename_files(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Read weights from files of other names."""
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = names.get(entry.value, entry.value)
+
+
 def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """The initializers of a graph and of those inside of it."""
     yield from graph.initializer

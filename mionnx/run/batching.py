@@ -141,8 +141,8 @@ def query_blocks(tokens: int) -> int:
 
 def _reads_scores(bound: BoundSpec) -> bool:
     """Whether a layer has all its scores at once, as something reads them."""
-    read = (*bound.plan.captures, *bound.plan.edits)
-    return bound.plan.differentiated or any(HookPoint.parse(one.hook).variant in READ_SCORES for one in read)
+    hooks = [*(node.hook for node in bound.plan.captures), *(edit.hook for edit in bound.plan.edits)]
+    return bound.plan.differentiated or any(HookPoint.parse(hook).variant in READ_SCORES for hook in hooks)
 
 
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:

@@ -57,6 +57,7 @@ def find_model(
     """The hooked model's folder of a path, a shipped model's name or a Hub id."""
     # `refuse` is called with a checkpoint's folder before it is exported, and raises what speaks against it.
     folder = checkpoint_folder(source, version=version, progress=progress)
+    source_path.refuse_compiled(folder)
     if not (folder / GRAPH).exists() or not source_path.is_hooked(folder / GRAPH):
         if refuse is not None:
             refuse(folder)

@@ -73,9 +73,16 @@ class Spans(Shown):
     @classmethod
     def of(cls, texts: Sequence[str], spans: Sequence[TextSpan]) -> Spans:
         """Spans as columns."""
-        columns = [tuple(getattr(one, name) for one in spans) for name in ("label", "text", "row", "start", "end")]
-        positions = np.array([one.positions for one in spans], np.int64).reshape(-1, 2)
-        return cls(tuple(texts), *columns, positions, np.array([one.probability for one in spans], np.float64))
+        return cls(
+            tuple(texts),
+            labels=tuple(one.label for one in spans),
+            parts=tuple(one.text for one in spans),
+            rows=tuple(one.row for one in spans),
+            starts=tuple(one.start for one in spans),
+            ends=tuple(one.end for one in spans),
+            positions=np.array([one.positions for one in spans], np.int64).reshape(-1, 2),
+            probabilities=np.array([one.probability for one in spans], np.float64),
+        )
 
     def of_text(self, row: int = 0) -> list[tuple[str, str]]:
         """The (label, words) of one text."""

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, get_args, get_type_hints
 from mionnx.errors import InterventionError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
-from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, window, zero
+from mionnx.spec.kinds import KINDS, add, add_when, clamp, knockout, project_out, replace, scale, splice, window, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 from mionnx.spec.limits import LATER, LIMITS, checked
 
@@ -107,6 +107,7 @@ class Intervention(Brief, Change):
     Splice = staticmethod(constructor(splice.Splice.make))
     Clamp = staticmethod(constructor(clamp.Clamp.make))
     Window = staticmethod(constructor(window.Window.make))
+    AddWhen = staticmethod(constructor(add_when.AddWhen.make))
 
     @property
     def rules(self) -> Kind:

@@ -350,4 +350,12 @@ def _doubled(call: TokenBatch) -> TokenBatch:
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
     ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
-    return TokenBatch(ids, np.ones_like(ids), positions, *ends, both=call.both)
+    return replace(
+        call,
+        input_ids=ids,
+        attention_mask=np.ones_like(ids),
+        position_ids=positions,
+        prompt_lengths=ends[0],
+        final_lengths=ends[1],
+        token_type_ids=None if call.token_type_ids is None else np.tile(call.token_type_ids, (2, 1)),
+    )

@@ -161,7 +161,7 @@ def test_a_glob_and_a_list_are_their_hook_points(tmp_path):
     made = json.loads(succeeded(*command, "--knobs", "half=blocks.[0-2].*", "--json"))
     assert made["interventions"] == 4
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "- `half`: the strength at blocks.0.hook_mlp_out, blocks.1.hook_mlp_out, blocks.2.hook_mlp_out\n" in card
+    assert "- `half`: strength at blocks.0.hook_mlp_out, blocks.1.hook_mlp_out, blocks.2.hook_mlp_out; " in card
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from encoders import (
     PADDINGS,
     REPRESENTATIVE,
+    T5_FAMILIES,
     encoder_batch,
     graph_values,
     heads_of_family,
@@ -23,7 +24,6 @@ from exporters.transformers.heads import TaskHead
 from mionnx import HookSpec, Intervention, MIModel
 
 TOLERANCE = 5e-5
-T5 = ("mt5", "t5", "umt5")  # encoders of which nothing predicts masked tokens
 HEADS = ("classes", "token_classes", "span", "none")
 
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     models = {}
 
     def find(family: str, head: str | None = None):
-        head = head or ("none" if family in T5 else "masked_lm")
+        head = head or ("none" if family in T5_FAMILIES else "masked_lm")
         if (family, head) not in models:
             folder: Path = tmp_path_factory.mktemp(f"{family}-{head}")
             reference = make_encoder(family, folder / "checkpoint", head)

@@ -143,8 +143,9 @@ def test_a_kind_has_a_constructor_with_the_limits(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_keyword_that_is_no_limit_is_refused_by_the_kinds_name(name: str) -> None:
-    kind = KINDS[name]
+    kind, constructor = KINDS[name], getattr(Intervention, KINDS[name].title)
+    needed = [one for one in signature(constructor).parameters.values() if one.default is one.empty]
     with pytest.raises(
         TypeError, match=rf"Intervention\.{kind.title}\(\) got an unexpected keyword argument 'position'"
     ):
-        getattr(Intervention, kind.title)(*[0.0] * (kind.values == ("value",) or kind.has_fragment), position=1)
+        constructor(*[0.0] * len(needed), position=1)

@@ -76,7 +76,8 @@ def test_what_is_drawn_has_everything(beside):
     common = {"ragged", "cache", "generation", "prompts", "generated", "several", "before", "rows", "heads"}
     assert {"mask undone beside padding", "mask undone in a generation", "own key cut"} <= seen["llama"]
     common |= {"order", "by row", "uneven", "negative", "reads", "in part"}
-    kinds = {*KINDS} - {"window"}  # beside the mask of a sliding window: tests/run/test_window.py
+    # beside the mask of a sliding window: tests/run/test_window.py; a guard: tests/spec/kinds/test_add_when.py
+    kinds = {*KINDS} - {"window", "add_when"}
     assert common | kinds <= seen["llama"]
     assert common | kinds - {"knockout"} | {"state knockout", "state steering"} <= seen["rwkv7"]
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from alike import alike
+from repository import REPOSITORY
 from safetensors.numpy import load_file, save_file
 
 from mionnx import (
@@ -43,8 +44,10 @@ from mionnx import (
     Verification,
     probe,
 )
+from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.machine.stored import Stored
+from mionnx.run.spans import Spans, TextSpan
 from mionnx.view import Shown, Table
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
@@ -120,6 +123,13 @@ RECURRENT: dict[str, Callable[[MIModel], Stored]] = {
         model.forward(TEXT).output()[0, -1], model.forward(OTHER).output()[0, -1], StateKnockoutSpec().position(0)
     ),
 }
+ENCODED: dict[str, Callable[[MIModel], Stored]] = {
+    "Predictions": lambda model: model.fill_mask("The capital of <mask> is Paris .", k=3),
+    "Spans": lambda model: Spans.of(["Ann lives"], [TextSpan(0, "PER", "Ann", 0, 3, (1, 1), 0.75)]),
+    "TokenPairs": lambda model: TokenPairs(
+        "integrated Jacobians", ("a b", "c"), ("a", "b"), ("c",), np.array([[0.5], [0.25]]), 0.75, 0.1, 0.2, 0.3, 1, 9
+    ),
+}
 PAST = (KVCache, RWKVState)
 
 
@@ -166,8 +176,13 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, tmp_path: Path
     check(RECURRENT[name](recurrent), tmp_path)
 
 
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_result_of_an_encoder_is_too(tmp_path: Path, name: str) -> None:
+    check(ENCODED[name](MIModel.from_pretrained(REPOSITORY / "models" / "world-bert")), tmp_path)
+
+
 def test_every_result_with_a_page_is_among_them() -> None:
-    classes = {name.split()[0] for name in (*RESULTS, *RECURRENT)}
+    classes = {name.split()[0] for name in (*RESULTS, *RECURRENT, *ENCODED)}
     shown = {one.__name__ for one in Shown.__subclasses__() if one.__module__.startswith("mionnx.")}
     assert shown - classes == {"Directions"}  # which has a format of its own
 

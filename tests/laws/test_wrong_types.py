@@ -239,7 +239,7 @@ def test_the_largest_of_some_tokens_are_their_places_among_them(shipped: MIModel
 def test_an_empty_spec_compiles_to_the_model_itself(shipped: MIModel) -> None:
     session = onnxruntime.InferenceSession(str(shipped.compile(HookSpec(), "itself", plain=True) / "model.onnx"))
     ids = shipped.tokenize(PROMPT).ids[None]
-    sizes = {"batch": 1, "seq": ids.shape[1], "past": 0}
+    sizes = {"batch_size": 1, "sequence_length": ids.shape[1], "past_sequence_length": 0}
     feeds = {
         value.name: np.zeros([one if isinstance(one, int) else sizes.get(one, 0) for one in value.shape], np.float32)
         for value in session.get_inputs()

@@ -28,6 +28,7 @@ SIZES = {
     "max_position_embeddings": 40,
     "pad_token_id": 0,
 }
+T5_FAMILIES = ("mt5", "t5", "umt5")  # of which nothing predicts masked tokens
 PROTEINS = {"pad_token_id": 1, "mask_token_id": 32}
 T5 = {
     **{"d_model": 32, "num_layers": LAYERS, "num_heads": 4, "d_kv": 8, "d_ff": 48, "vocab_size": VOCAB},
@@ -78,7 +79,7 @@ def encoder_config(family: str, **changes: Any) -> Any:
 
 def architecture(config: Any, head: str) -> str:
     """The name of transformers' class with a head."""
-    if config.model_type in ("t5", "mt5", "umt5") and head in ("none", "embedding"):
+    if config.model_type in T5_FAMILIES and head in ("none", "embedding"):
         return modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)].__name__
     return TaskHead(head).model_class(config).__name__
 

@@ -173,6 +173,7 @@ def _specs() -> Iterator[Call]:
         "Knockout": {"mask": np.full((2, 2), -np.inf)},
         "Window": {"tokens": 2},
         "Clamp": {"low": 0.0},
+        "AddWhen": {"vector": [1.0], "when": ([1.0], 0.5)},
         "Splice": {"fragment": _fragment()},
     }.items():
         yield Call(f"Intervention.{kind}", lambda kind=kind: getattr(Intervention, kind), right)
@@ -393,6 +394,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "circuit": {"clean": PROMPT, "corrupted": OTHER, "edges": 10, "steps": 1},
         "ablation_sweep": {"prompts": PROMPT, "metric": "probability", "answer": ANSWER, "layers": [1]},
         "compile": {"hooks": zero, "folder": "compiled"},
+        "lens_monitor": {"layer": 1, "k": 2},
         "verify": {"prompts": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"], "greedy": 0},
         "bisect": {"prompt": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"]},
     }
@@ -443,6 +445,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
         "direction": {"feature": 1},
         "fragment": {},
         "known": {"feature": 1},
+        "monitor": {"features": [1]},
         "spec": {"fix": {1: 1.0}},
         "splice": {},
     }

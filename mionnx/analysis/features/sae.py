@@ -1,6 +1,6 @@
 """`SAE`: a sparse autoencoder or transcoder, its files, and the specs that put it into a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from mionnx.analysis.features.config import Config, Weights, check, from_saelens
 from mionnx.analysis.features.network import autoencoder
 from mionnx.analysis.features.npz import read_npz
 from mionnx.analysis.steering.directions import Direction
+from mionnx.compile.monitors import Monitor
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.fragment import Fragment
@@ -23,6 +24,7 @@ from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
+from mionnx.spec.linear_readout import LinearReadout
 
 ERROR = ("kept", "dropped")
 SAE_CONFIG, SAE_WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
@@ -210,6 +212,30 @@ class SAE:
             )
         # A row of length 1, as activations are in units of the rows' lengths.
         return Direction(self.hook, row / np.linalg.norm(row) if own.by_decoder_norm else row)
+
+    def monitor(self, features: Sequence[int]) -> Monitor:
+        """Activations of some features, as a monitor of a compiled graph.
+
+        Raises:
+            InterventionError: a feature that does not exist.
+            InputError: an SAE whose features depend on all others (top-k), on the token's norm, or read several heads.
+
+        Example:
+            model.compile(spec, "steered", monitors={"latents": sae.monitor([7, 12])})
+        """
+        config, chosen = self.config, [self.known(feature) for feature in features]
+        if config.activation not in ("standard", "jumprelu") or config.normalisation != "none" or config.by_head:
+            raise InputError(f"{self!r}: its features cannot be computed one by one; capture {self.acts} instead")
+        if not chosen:
+            raise InputError("a monitor of no features: give some")
+        weights = self.weights["W_enc"][:, chosen].T.astype(np.float64)
+        bias = self.weights["b_enc"][chosen].astype(np.float64)
+        if config.subtracts_bias:
+            bias = bias - weights @ self.weights["b_dec"]
+        threshold = self.weights["threshold"][chosen] if config.activation == "jumprelu" else None
+        numbers = ", ".join(map(str, chosen))
+        readout = LinearReadout(weights, bias)
+        return Monitor(config.hook or self.hook, readout, "relu", threshold, meaning=f"SAE features {numbers}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SAE, (self.config, self.weights)  # the fragments made of them are left behind

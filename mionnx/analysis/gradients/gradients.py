@@ -108,7 +108,7 @@ def gradients(
     if cotangent is not None:
         _refuse_unread("cotangent=", metric=None if callable(metric) else metric, **read)
     name = "cotangent" if cotangent is not None else metric_name("logit" if metric is None else metric)
-    whole = name in READS_ALL or np.ndim(0 if callable(cotangent) else cotangent) == 3
+    whole = name in READS_ALL or np.ndim(0 if cotangent is None or callable(cotangent) else cotangent) == 3
     last, spec = Logits() if whole else part_read(hooked, position), spec.gradient(points)
     position = position if whole or last.positions is None else last.positions_[0]
     top = read["answer"] is None and "answer" in READS[name]

@@ -154,8 +154,8 @@ def gradient_times_input(
     sides = ((answer, "answer"), (versus, "versus"))
     answers, others = (None if side is None else each_of(side, len(texts), name) for side, name in sides)
     spec.capture(point)
-    others = np.stack(others) if metric in OF_VECTORS and others is not None else others
-    cache = gradients(model, rows, point, metric, answers, others, spec, position=position, batch_size=batch_size)
+    other = np.stack(others) if metric in OF_VECTORS and others is not None else others
+    cache = gradients(model, rows, point, metric, answers, other, spec, position=position, batch_size=batch_size)
     grad, numbers = _gradient(cache, point)
     scores = _by_position(grad * cache[point.name], point)
     each = zip(texts, scores, numbers, strict=True)

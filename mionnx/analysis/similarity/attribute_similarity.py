@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,20 +82,29 @@ def attribute_similarity(
     if not 0 <= layer < model.num_layers:
         raise InputError(f"layer={layer}: the model has the layers 0 to {model.num_layers - 1}")
     sides = [tokens_of(model, [text])[0] for text in (a, b)]
-    words = [tuple(token_text(model, token) for token in side.ids.tolist()) for side in sides]
+    words_a, words_b = (tuple(token_text(model, token) for token in side.ids.tolist()) for side in sides)
     if method == "late":
         pairs, similarity = _late(model, sides)
-        return TokenPairs(LATE, (a, b), *words, pairs, similarity)
+        return TokenPairs(LATE, (a, b), words_a, words_b, pairs, similarity)
     with shown(progress) as show:
         texts = [_Text(model, side, layer) for side in sides]
         shares = []
         for number, text in enumerate(texts):
-            shares.append(
-                text.shares(steps, lambda at, n=number: show("integrated Jacobians", n * steps + at, 2 * steps))
-            )
+            shares.append(text.shares(steps, partial(_told, show, number * steps, 2 * steps)))
     (ea, ra), (eb, rb) = ((text.embedding, text.reference) for text in texts)
-    values = (float(ea @ eb), float(ra @ eb), float(ea @ rb), float(ra @ rb))
-    return TokenPairs(INTEGRATED, (a, b), *words, shares[0] @ shares[1].T, *values, layer=layer, steps=steps)
+    return TokenPairs(
+        INTEGRATED,
+        (a, b),
+        words_a,
+        words_b,
+        pairs=shares[0] @ shares[1].T,
+        similarity=float(ea @ eb),
+        reference_b=float(ra @ eb),
+        a_reference=float(ea @ rb),
+        references=float(ra @ rb),
+        layer=layer,
+        steps=steps,
+    )
 
 
 def _told(show: Progress, begin: int, total: int, step: int) -> None:
@@ -114,10 +124,8 @@ def _late(model: Runner, sides: list[Tokens]) -> tuple[Numbers, float]:
     means = [stream.mean(axis=0) for stream in streams]
     norms = [float(np.linalg.norm(mean)) for mean in means]
     sizes = len(streams[0]) * len(streams[1])
-    pairs = (
-        streams[0] @ streams[1].T / (sizes * norms[0] * norms[1]) if streams[0].shape[1] == streams[1].shape[1] else 0
-    )
-    if abs(float(np.sum(pairs)) - similarity) > FLAT:
+    pairs: Numbers = streams[0] @ streams[1].T / (sizes * norms[0] * norms[1])
+    if abs(float(pairs.sum()) - similarity) > FLAT:
         raise InputError(
             "late interaction is a sum over pairs of tokens for mean pooling of the last stream and a cosine alone: "
             f"here it would miss the similarity by {float(pairs.sum()) - similarity:+.3g}; method='integrated' holds "

@@ -149,9 +149,8 @@ class _Reading:
     ) -> Pair:
         """One pair, its prompts cut behind the position that is read, unless an encoder reads them whole."""
         if not self.model.bidirectional:
-            position = -1 if self.position is None else self.position
-            other = None if other is None else until(position, other)
-            return Pair(until(position, base), other, places, corruption)
+            other = None if other is None else until(self.position, other)
+            return Pair(until(self.position, base), other, places, corruption)
         at = self.at(base)
         if other is not None and self.at(other) != at:
             raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
@@ -160,7 +159,9 @@ class _Reading:
     def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
         """Refuse corrupted prompts whose two texts meet at another token."""
         for number, (own, other) in enumerate(zip(self.types, types, strict=True)):
-            if (own is None) != (other is None) or (own is not None and not np.array_equal(own, other)):
+            if (own is None) != (other is None) or (
+                own is not None and other is not None and not np.array_equal(own, other)
+            ):
                 raise InputError(
                     f"pair {number}: the two texts of the clean prompt and of the corrupted differ in length"
                 )
@@ -327,8 +328,9 @@ def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
             )
 
 
-def until(position: Place, prompt: Ids) -> Ids:
+def until(position: Place | None, prompt: Ids) -> Ids:
     """Cut a prompt behind the position whose logits are read."""
+    position = -1 if position is None else position
     if not isinstance(position, int | np.integer) or not -len(prompt) <= position < len(prompt):
         raise InputError(f"position={position!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
     return prompt[: int(position) % len(prompt) + 1]

@@ -1,0 +1,67 @@
+"""The layout "plain": `model.onnx` with its weights and its tokenizer beside it."""
+
+from typing import Any
+
+from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content
+from mionnx.graph.io_names import cache_names
+
+NUMPY = {"FLOAT": "float32", "FLOAT16": "float16"}
+
+
+class PlainLayout(ClientLayout):
+    """For ONNX Runtime in any language."""
+
+    name = "plain"
+    client = "ONNX Runtime"
+
+    def loop(self, content: Content) -> str:
+        return decode_loop(content, self.graph(content))
+
+
+def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json") -> str:
+    """A greedy loop in Python with onnxruntime, tokenizers and numpy alone."""
+    names, ports = cache_names(content.model.metadata.recurrent), content.interface.inputs
+    past = next((port for port in ports if port.name.startswith(names.past)), None)
+    feeds: dict[str, Any] = {
+        "input_ids": "new",
+        "attention_mask": "np.ones((1, length), np.int64)",
+        "position_ids": "np.arange(length)[None, -new.shape[1] :]",
+        "mionnx.token_positions": "np.arange(length)[None, -new.shape[1] :]",
+    }
+    needed = {port.name for port in ports}
+    fed = [f'"{name}": {value}' for name, value in feeds.items() if name in needed]
+    fed += [f'"{name}": np.array({_default(content, name)}, np.float32)' for name in content.knobs]
+    shown = "".join(f', out["{name}"][0, -1]' for name in content.facts.get("monitors", {}))
+    lines = ["import numpy as np", "import onnxruntime", "from tokenizers import Tokenizer", ""]
+    lines += ["options = onnxruntime.SessionOptions()", "options.log_severity_level = 3"] * _warns(content)
+    given = f'"{graph}"' + ", options" * _warns(content)
+    lines += [
+        f"session = onnxruntime.InferenceSession({given})",
+        f'tokenizer = Tokenizer.from_file("{tokenizer}")',
+        f'new, length = np.array([tokenizer.encode("{CARD_PROMPT}").ids]), 0',
+        'size = {"batch_size": 1, "past_sequence_length": 0}',
+    ]
+    if past is not None:
+        zeros = f"np.zeros([size.get(dim, dim) for dim in one.shape], np.{NUMPY.get(past.dtype, 'float32')})"
+        made = f'for one in session.get_inputs() if one.name.startswith("{names.past}.")'
+        lines += [f"past = {{one.name: {zeros} {made}}}"]
+    lines += [
+        f"for _ in range({NEW_TOKENS}):",
+        "    length += new.shape[1]",
+        f"    feeds = {{{', '.join(fed)}}}",
+        "    out = dict(zip((one.name for one in session.get_outputs()), session.run(None, feeds | past)))",
+        '    new = out["logits"][:, -1:].argmax(-1)',
+        f'    past = {{name.replace("{names.present}.", "{names.past}."): value for name, value in out.items() '
+        f'if name.startswith("{names.present}.")}}',
+        f"    print(tokenizer.decode([int(new[0, 0])]){shown})",
+    ]
+    return "\n".join(lines)
+
+
+def _default(content: Content, name: str) -> str:
+    return f"{content.facts['knobs'][name]['default']:g}"
+
+
+def _warns(content: Content) -> bool:
+    """Whether ONNX Runtime warns of inputs with a default."""
+    return bool(content.interface.optional)

@@ -1,0 +1,111 @@
+"""`LinearReadout`: the weights of a linear probe, whoever fitted it, or of a direction.
+
+Known by what they have: scikit-learn's linear models and its pipelines of a StandardScaler and one, a `Fit` of a
+`ProbeResult`, a `Direction`, an array of weights, and pairs of weights and intercepts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.machine.arrays import to_array
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearReadout:
+    """x W^T + b, and what is made of it.
+
+    Attributes:
+        weights: [n, width], for activations as they are.
+        bias: [n].
+        link: "identity" (a value, a projection), "sigmoid" (the probability of the second of two classes), "softmax"
+            (of each of several).
+        hook: the hook point that it belongs to; empty if it does not say.
+    """
+
+    weights: Numbers
+    bias: Numbers
+    link: str = "identity"
+    hook: str = ""
+
+    def __post_init__(self) -> None:
+        if self.weights.ndim != 2 or self.bias.shape != (len(self.weights),):
+            raise InterventionError(
+                f"a linear probe has weights [n, width] and intercepts [n], got {list(self.weights.shape)} and "
+                f"{list(self.bias.shape)}"
+            )
+        if not (np.isfinite(self.weights).all() and np.isfinite(self.bias).all() and self.weights.any()):
+            raise InterventionError("a linear probe has finite weights that are not all zero")
+
+    def level(self, threshold: float) -> float:
+        """x w above which the readout is above a threshold.
+
+        Raises:
+            InterventionError: several rows, or a probability that is none.
+        """
+        if len(self.weights) != 1:
+            raise InterventionError(f"a guard reads one number, and this probe gives {len(self.weights)}")
+        if self.link == "identity":
+            return float(threshold - self.bias[0])
+        if not 0 < threshold < 1:
+            raise InterventionError(f"a threshold of {threshold:g}: the probe gives a probability, between 0 and 1")
+        return float(np.log(threshold / (1 - threshold)) - self.bias[0])  # sigmoid(z) > t where z > log(t / (1 - t))
+
+
+def linear_readout(probe: Any) -> LinearReadout:
+    """Read the weights of a probe.
+
+    Raises:
+        InterventionError: nothing that is known here.
+    """
+    for attributes, read in _READERS.items():
+        if all(hasattr(probe, name) for name in attributes):
+            return read(probe)
+    if isinstance(probe, tuple) and len(probe) == 2:
+        weights, bias = (np.asarray(to_array(one), np.float64) for one in probe)
+        return LinearReadout(np.atleast_2d(weights), np.atleast_1d(bias))
+    try:
+        weights = np.atleast_2d(np.asarray(to_array(probe), np.float64))
+    except (TypeError, ValueError) as error:
+        raise InterventionError(
+            f"{type(probe).__name__} is no linear probe: give one of scikit-learn, a fit of mionnx.probe, a direction, "
+            "or weights and intercept"
+        ) from error
+    return LinearReadout(weights, np.zeros(len(weights)))
+
+
+def _pipeline(probe: Any) -> LinearReadout:
+    """A scaler and a linear model: the scaler is multiplied into the weights."""
+    *before, (_, last) = probe.steps
+    read = linear_readout(last)
+    weights, bias = read.weights, read.bias
+    for name, step in reversed(before):
+        if not hasattr(step, "scale_") or not hasattr(step, "mean_"):
+            raise InterventionError(f"step {name!r} of the pipeline is no StandardScaler: a probe here is linear")
+        weights = weights / (1.0 if step.scale_ is None else step.scale_)
+        bias = bias - weights @ (np.zeros(weights.shape[1]) if step.mean_ is None else step.mean_)
+    return LinearReadout(weights, bias, read.link)
+
+
+def _linear(weights: Any, bias: Any, classes: bool) -> LinearReadout:
+    rows = np.atleast_2d(np.asarray(weights, np.float64))
+    rows = rows.reshape(len(rows), -1)
+    link = ("sigmoid" if len(rows) == 1 else "softmax") if classes else "identity"
+    return LinearReadout(rows, np.broadcast_to(np.asarray(bias, np.float64), (len(rows),)).copy(), link)
+
+
+# Attributes that an object has -> the reader of it.
+_READERS: dict[tuple[str, ...], Callable[[Any], LinearReadout]] = {
+    ("steps", "predict"): _pipeline,
+    ("coef_", "intercept_"): lambda probe: _linear(probe.coef_, probe.intercept_, hasattr(probe, "predict_proba")),
+    ("weights", "intercept", "scores"): lambda fit: _linear(fit.weights, fit.intercept, "accuracy" in fit.scores),
+    ("hook", "vector"): lambda one: LinearReadout(
+        np.asarray(one.vector, np.float64)[None] / np.linalg.norm(one.vector), np.zeros(1), hook=str(one.hook)
+    ),
+}

