@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Column
 
-from mionnx.analysis.numerics.dtypes import NARROW
+from mionnx.analysis.numerics.dtypes import NARROW_KINDS
 from mionnx.cli.files import read_text
 from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
 from mionnx.cli.parameters import NUMBERS, integers
@@ -71,7 +71,7 @@ def export(
     if layout is not None and layout not in CLIENT_LAYOUTS:
         raise typer.BadParameter(f"--layout {layout}: one of {', '.join(CLIENT_LAYOUTS)}")
     dtype, begin = opening.settings.get("dtype", exporting.DEFAULT), time.monotonic()
-    if texts and (dtype not in NARROW or folder is None or copy or graph_only or layout is not None):
+    if texts and (dtype not in NARROW_KINDS or folder is None or copy or graph_only or layout is not None):
         raise typer.BadParameter("--texts goes with --dtype float16 or bfloat16 and --folder FOLDER alone")
     with shown() as progress:
         checkpoint = find_model.checkpoint_folder(
