@@ -98,7 +98,7 @@ def check_types(origin: FloatGraph, rescaled: FloatGraph, exponents: Mapping[str
     Raises:
         ExponentError: a node has no type, is none of the origin, or a hook point or output has another exponent.
     """
-    own = {node.name: node for node in origin.flow.nodes}
+    own = {_key(node): node for node in origin.flow.nodes}
     types: dict[str, int] = {}
     for node, reads in zip(rescaled.flow.nodes, rescaled.flow.reads, strict=True):
         powers = [power_of(name) for name in node.input]
@@ -107,7 +107,7 @@ def check_types(origin: FloatGraph, rescaled: FloatGraph, exponents: Mapping[str
             raise ExponentError(f"{title(node)} reads {describe(node, operands)} inside a subgraph")
         moved = node.op_type == "Mul" and any(one is not None for one in powers)
         if not moved:
-            _check_same(own.get(node.name), node, operands[0] if operands else 0)
+            _check_same(own.get(_key(node)), node, operands[0] if operands else 0)
         result = natural(rescaled, node, operands)
         if result is None:
             raise ExponentError(f"{title(node)} has operands of unlike powers of two: {describe(node, operands)}")
@@ -117,6 +117,11 @@ def check_types(origin: FloatGraph, rescaled: FloatGraph, exponents: Mapping[str
     if wrong:
         raise ExponentError(f"{wrong[0]} has the exponent {types.get(wrong[0], 0)}, not {exponents.get(wrong[0], 0)}")
     return types
+
+
+def _key(node: NodeProto) -> str:
+    """The name of a node, or of its result where it has none."""
+    return node.name or node.output[0].removesuffix(":unscaled").removesuffix(":scaled")
 
 
 def _check_same(own: NodeProto | None, node: NodeProto, exponent: int) -> None:

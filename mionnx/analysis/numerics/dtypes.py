@@ -29,11 +29,11 @@ def _of(name: str, dtype: type) -> Narrow:
     return Narrow(name, float(info.max), float(info.smallest_normal), float(info.smallest_subnormal))
 
 
-NARROW = {one.name: one for one in (_of("float16", np.float16), _of("bfloat16", ml_dtypes.bfloat16))}
+NARROW_KINDS = {one.name: one for one in (_of("float16", np.float16), _of("bfloat16", ml_dtypes.bfloat16))}
 
 
 def narrow_of(dtype: str) -> Narrow:
     """The narrow dtype of a name."""
-    if dtype not in NARROW:
-        raise InputError(f"dtype={dtype!r}: {' or '.join(NARROW)}{nearest(str(dtype), NARROW)}")
-    return NARROW[dtype]
+    if dtype not in NARROW_KINDS:
+        raise InputError(f"dtype={dtype!r}: {' or '.join(NARROW_KINDS)}{nearest(str(dtype), NARROW_KINDS)}")
+    return NARROW_KINDS[dtype]
