@@ -56,6 +56,10 @@ class OrtProgram(Program):
         self._rolling: dict[Any, list[RollingCache]] = {}
         self.shares_weights = bool(getattr(session, "weights", None))
 
+    def __del__(self) -> None:
+        with memory.mapped:  # the end of a session unmaps its files
+            self.__dict__.clear()
+
     def _read(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in feeds.items() if name in self.inputs}
 
@@ -181,11 +185,13 @@ class OnnxRuntime(Engine):
         settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
         if packed:
             settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-            open_session(model, folder, settings, options, [FOLDING])
+            with memory.mapping():  # it ends at once
+                open_session(model, folder, settings, options, [FOLDING])
             return
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         settings.add_session_config_entry("session.disable_prepacking", "1")
-        open_session(model, folder, settings, options)
+        with memory.mapping():
+            open_session(model, folder, settings, options)
 
     def release(self) -> None:
         options = onnxruntime.RunOptions()

@@ -29,6 +29,7 @@ from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
 from mionnx.errors import ModelError, RuntimeMissingError
+from mionnx.machine import memory
 
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
 UNSTABLE_FUSIONS = (
@@ -135,13 +136,14 @@ def _session(
 ) -> onnxruntime.InferenceSession:
     provider = {key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH}
     try:
-        return onnxruntime.InferenceSession(
-            model,
-            settings,
-            providers=[(options.provider_name(), provider)],
-            disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
-            enable_fallback=0,
-        )
+        with memory.mapping():
+            return onnxruntime.InferenceSession(
+                model,
+                settings,
+                providers=[(options.provider_name(), provider)],
+                disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
+                enable_fallback=0,
+            )
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 

@@ -1,12 +1,14 @@
 """Free and total memory of this machine or container, to refuse what cannot fit before it runs."""
 
 import ctypes
+import gc
 import os
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import RLock
 
 import psutil
 
@@ -56,6 +58,22 @@ def resident() -> tuple[int, int]:
         return int(psutil.Process().memory_info().rss), 0
 
 
+mapped = RLock()  # held while pages are let go, and by whatever unmaps a file that an engine maps
+_mapping = [0]  # how many are opening files at this moment
+
+
+@contextmanager
+def mapping() -> Iterator[None]:
+    """Map and unmap files: no pages are let go meanwhile."""
+    with mapped:
+        _mapping[0] += 1
+    try:
+        yield
+    finally:
+        with mapped:
+            _mapping[0] -= 1
+
+
 Part = tuple[Path, int, int]  # of a file: where it begins, and its length in bytes
 
 
@@ -63,7 +81,8 @@ def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
     """Take pages of mapped files out of this process.
 
     They stay in the system's cache of files: what is read again is there again, 64 KiB at a time (measured: 17 ms for
-    0.5 GB).
+    0.5 GB). Nothing is let go while a thread maps files (`mapping`), and none may unmap one meanwhile (`mapped`): what
+    came to lie at its addresses would be lost.
 
     Args:
         parts: what an engine maps, each by itself. Other mappings of these files stay: torch maps a whole file, and may
@@ -75,7 +94,9 @@ def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
     known = {(real[file], begin - begin % page, -(-(begin + length) // page) * page) for file, begin, length in parts}
     whole = {os.path.realpath(file) for file in files}
     names = {*real.values(), *whole}
-    with suppress(OSError):
+    with mapped, _without_collection(), suppress(OSError):
+        if _mapping[0]:
+            return
         lines = (PROCESS / "maps").read_text().splitlines()
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -86,6 +107,18 @@ def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
                 offset = int(fields[2], 16)
                 if name in whole or (name, offset, offset + end - begin) in known:
                     advise(begin, end - begin, DONT_NEED)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage: it might be what maps a file."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def format_bytes(size: int) -> str:
