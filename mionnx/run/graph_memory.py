@@ -14,7 +14,8 @@
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from threading import RLock, Timer
+from threading import RLock, Timer, current_thread
+from threading import enumerate as enumerate_threads
 from typing import Generic, Protocol, TypeVar
 
 from mionnx.engine.options import Options
@@ -101,6 +102,14 @@ def count_use() -> None:
     _uses[0] += 1
 
 
+def _alone() -> bool:
+    """Whether no other thread of the program may unmap weights that it has read: a pause has the main one beside it.
+
+    Threads that a program does not wait for, as those of a notebook, a bar or a pause, read no weights.
+    """
+    return all(one.daemon for one in enumerate_threads() if one is not current_thread())
+
+
 class MappedPages:
     """Resident pages of the files in which a model's weights lie."""
 
@@ -111,7 +120,7 @@ class MappedPages:
         """Let pages go where the process holds more than the weights' bytes once."""
         now = memory.resident()[1]
         self._least = min(self._least, now)
-        if now > self._least + weights + idle_limit(weights):
+        if now > self._least + weights + idle_limit(weights) and _alone():
             memory.let_go(parts(), files)
             self._least = memory.resident()[1]
 
