@@ -56,8 +56,8 @@ class OrtProgram(Program):
         self._rolling: dict[Any, list[RollingCache]] = {}
         self.shares_weights = bool(getattr(session, "weights", None))
 
-    def __del__(self) -> None:
-        with memory.mapped:  # the end of a session unmaps its files
+    def __del__(self, mapped: Any = memory.mapped) -> None:  # a default is there at the end of the program too
+        with mapped:  # the end of a session unmaps its files
             self.__dict__.clear()
 
     def _read(self, feeds: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import pytest
 from tiny_configs import tiny_config
 from transformers import AutoConfig
 
+from exporters.transformers.heads import head_of
 from exporters.transformers.refused import REASONS, refuse
 from mionnx import ExportError
 
@@ -29,3 +30,16 @@ def test_each_family_of_the_table_is_refused_by_its_reason(family):
     with pytest.raises(ExportError) as refusal:
         refuse(AutoConfig.for_model(family))
     assert REASONS[family] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "words"),
+    [
+        ("llama", "LlamaForSequenceClassification", "such a head of encoders alone"),
+        ("electra", "ElectraForPreTraining", "tells replaced tokens"),
+    ],
+)
+def test_a_head_that_has_no_oracle_is_refused(family, architecture, words):
+    config = AutoConfig.for_model(family, architectures=[architecture])
+    with pytest.raises(ExportError, match=words):
+        refuse(config, head_of(config))

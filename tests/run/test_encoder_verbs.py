@@ -1,10 +1,14 @@
 """What heads of encoders say of texts, beside transformers: masks, labels, tags, spans and embeddings."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3Model
 
-from mionnx import HookSpec, InputError, Intervention
+from mionnx import HookSpec, InputError, Intervention, MIModel
 from mionnx.run.spans import _words
 
 ATOL = 5e-5
@@ -152,3 +156,28 @@ def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encode
 def test_what_has_no_meaning_is_refused_by_name(text_encoder, head, call, message):
     with pytest.raises(InputError, match=message):
         call(text_encoder(head)[0])
+
+
+def test_a_decoder_embeds_by_its_last_token(text_encoder, tmp_path):
+    """As Qwen3-Embedding does: left to right, the last token of each text, length 1."""
+    words, _ = text_encoder("embedding")
+    source = words.hooked.folder.parent / "checkpoint"
+    beside = shutil.ignore_patterns("config.json", "model.safetensors")
+    folder = shutil.copytree(
+        source, tmp_path / "embedder", ignore=lambda at, names: beside(at, names) if at == str(source) else []
+    )
+    pooling = folder / "1_Pooling" / "config.json"
+    modes = {name: value for name, value in json.loads(pooling.read_text()).items() if "pooling_mode" not in name}
+    pooling.write_text(json.dumps({**modes, "pooling_mode_lasttoken": True}))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vocabulary = words.hooked.metadata.sizes.vocab_size
+    config = Qwen3Config(vocab_size=vocabulary, num_hidden_layers=2, head_dim=8, **sizes)
+    reference = Qwen3Model(config).eval()
+    reference.save_pretrained(folder)
+    model = MIModel.from_pretrained(folder, threads=1)
+    assert not model.bidirectional
+    for text, vector in zip(TEXTS, model.embed(TEXTS), strict=True):
+        with torch.no_grad():
+            last = reference(input_ids=torch.from_numpy(model.tokenize(text).ids[None])).last_hidden_state[0, -1]
+        assert np.abs(vector - torch.nn.functional.normalize(last, dim=0).numpy()).max() < ATOL
