@@ -132,7 +132,7 @@ def test_what_has_no_edges_is_refused_before_anything_runs(shipped, monkeypatch)
         "a rank changes in steps": (GradientError, {"metric": "rank"}),
         "least at the clean prompt": (GradientError, {"metric": "kl"}),
         "cotangent= takes its derivative": (GradientError, {"metric": lambda logits: logits[:, 0]}),
-        "none of `path_patch`": (InputError, {"metric": "logit"}),
+        "none of `path_patch`": (InputError, {"metric": "loss"}),
         "13 tokens, the corrupted one 14": (InputError, {"clean": CLEAN.removesuffix(" to")}),
         "the same up to": (InputError, {"corrupted": CLEAN}),
     }
