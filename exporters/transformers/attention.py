@@ -199,6 +199,15 @@ AttentionInterface.register(ATTENTION_FUNCTION, _attention)
 AttentionMaskInterface.register(ATTENTION_FUNCTION, _mask)
 
 
+CACHE_WORDS = ("cache", "past_key_values")  # of a model's arguments and outputs: since transformers 5.24, and before
+
+
+def cache_word(model: nn.Module) -> str:
+    """The name of a model's cache among its arguments; empty without one."""
+    takes = signature(model.forward).parameters
+    return next((word for word in CACHE_WORDS if word in takes), "")
+
+
 class TappedCache(DynamicCache):
     """A full-length key/value cache in every layer that taps values (and unrotated keys)."""
 

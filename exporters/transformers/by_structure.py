@@ -35,7 +35,7 @@ from exporters.checkpoint_tensors import StoredTensor
 from exporters.hook_axes import axes_of
 from exporters.probe import Probe, feed_of, open_part, run
 from exporters.transformers import trace
-from exporters.transformers.attention import filled
+from exporters.transformers.attention import cache_word, filled
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.hooked_graph import EXPORT_PACKAGES, LARGEST_CONSTANT, Stage
 from exporters.transformers.naming import strip
@@ -122,7 +122,7 @@ class _Plain(nn.Module):
         cache: Any = DynamicCache()
         if past:
             cache.layers = [filled(key, value) for key, value in past]
-            arguments |= {"past_key_values": cache, "use_cache": True}
+            arguments |= {cache_word(self.model): cache, "use_cache": True}
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, **arguments)
         return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -150,11 +150,12 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
 
 def _cache_shapes(skeleton: PreTrainedModel) -> list[list[torch.Size]]:
     """The shapes of keys and values after `trace.TRACE_PAST` tokens; none without a cache."""
-    if "past_key_values" not in inspect.signature(skeleton.forward).parameters:
+    word = cache_word(skeleton)
+    if not word:
         return []
     ids = torch.ones(trace.TRACE_BATCH, trace.TRACE_PAST, dtype=torch.long)
     with torch.no_grad():
-        cache = getattr(skeleton(input_ids=ids, use_cache=True), "past_key_values", None)
+        cache = getattr(skeleton(input_ids=ids, use_cache=True), word, None)
     tensors = [[getattr(layer, part, None) for part in ("keys", "values")] for layer in getattr(cache, "layers", ())]
     shapes = [[one.shape for one in two if isinstance(one, Tensor)] for two in tensors]
     layers, kind = skeleton.config.get_text_config().num_hidden_layers, skeleton.config.model_type

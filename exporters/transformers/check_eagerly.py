@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from exporters.adopt.self_check import LawResult, compare, worst_of
 from exporters.probe import ROUNDINGS, open_part, run
+from exporters.transformers.attention import CACHE_WORDS
 from exporters.transformers.eager import load, silent_transformers
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
@@ -117,7 +118,8 @@ def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) ->
     tensors = {"logits": output.logits, **read}
     tensors |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
     tensors |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
-    for i, layer in enumerate(getattr(output.get("past_key_values"), "layers", ())):
+    cache = next((output[word] for word in CACHE_WORDS if output.get(word) is not None), None)
+    for i, layer in enumerate(getattr(cache, "layers", ())):
         tensors |= dict(zip(KEYS_AND_VALUES.layer_outputs(i), (layer.keys, layer.values), strict=True))
     return {name: value.detach().numpy() for name, value in tensors.items()}
 

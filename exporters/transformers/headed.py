@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import Calls, Listener, TappedCache, Taps
+from exporters.transformers.attention import Calls, Listener, TappedCache, Taps, cache_word
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
@@ -49,7 +49,7 @@ class Headed(nn.Module):
             "attention_mask": attention_mask,
             "position_ids": position_ids + (self.layout.offset or 0),
             "token_type_ids": token_type_ids if has_types(self.model.config) else torch.zeros_like(input_ids),
-            **({"past_key_values": taps.cache, "use_cache": True} if causal else {}),
+            **({cache_word(self.model): taps.cache, "use_cache": True} if causal else {}),
         }
         with self.attach(self.model, taps), _tapped_head(self.model, self.head, taps), Calls(_first(attention_mask)):
             takes = _taken(self.model)

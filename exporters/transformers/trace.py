@@ -26,6 +26,7 @@ from exporters.transformers.attention import (
     Listener,
     TappedCache,
     Taps,
+    cache_word,
     replace_for,
     tap_rotation,
 )
@@ -104,6 +105,7 @@ class Cached(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.layout, self.listen, self.layers = model, layout, listen, layers
+        self.word = cache_word(model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
@@ -117,7 +119,7 @@ class Cached(nn.Module):
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=cache,
+                **{self.word: cache},
                 use_cache=True,
             )
             logits = cache.taps.at(HookPoint.Logits, output.logits)

@@ -122,6 +122,7 @@ WORDS = {
     **dict.fromkeys(("positive", "negative", "stop_strings"), TEXTS),
     "batch_size": Form(str, lambda _, text: int(text) if text.isdecimal() else text, "N"),
     "strengths": Form(str, lambda option, text: numbers(option, text, float), "NUMBERS", "As 0,0.5,1."),
+    "position": Form(str, lambda _, text: int(text) if re.fullmatch(r"-?\d+", text) else text, "N"),
     "hooks": Form(Path, lambda _, path: HookSpec.load(path), "FILE", "A HookSpec that was saved."),
     "other": Form(str, lambda _, model: MIModel.from_pretrained(model), "MODEL"),
     "sae": Form(Path, lambda _, path: SAE.load(path), metavar="FOLDER"),

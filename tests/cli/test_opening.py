@@ -151,11 +151,11 @@ class TestCompile:
         shown = {one.name: one.help for one in ALL["compile"].params}
         assert "they are refused" in shown["knockout"]
 
-    def test_blocks_are_compiled_at_the_level_of_forward_unless_asked(self, tmp_path):
+    def test_blocks_are_compiled_at_level_4_unless_asked(self, tmp_path):
         """Part 3, 2."""
         succeeded("quantise", LLAMA, "-o", tmp_path / "int4")
         levels = {}
-        for name, asked in {"none": [], "fast": ["--accuracy-level", 4]}.items():
+        for name, asked in {"none": [], "exact": ["--accuracy-level", 0]}.items():
             folder = tmp_path / name
             succeeded("compile", tmp_path / "int4", "-o", folder, "--zero", "blocks.1.hook_mlp_out", *asked)
             nodes = onnx.load(folder / "model.onnx", load_external_data=False).graph.node
@@ -163,11 +163,11 @@ class TestCompile:
             levels[name] = {
                 next((entry.i for entry in node.attribute if entry.name == "accuracy_level"), 0) for node in products
             }
-            level = 4 if asked else 0
+            level = 0 if asked else 4
             card = (folder / "README.md").read_text()
             assert "weights in blocks of 4 bits" in card
             assert f"of com.microsoft (ONNX Runtime) at accuracy level {level}" in card
-        assert levels == {"none": {0}, "fast": {4}}
+        assert levels == {"none": {4}, "exact": {0}}
         refused = mionnx("compile", LLAMA, "-o", tmp_path / "no", "--plain", "--accuracy-level", 4)
         assert "has no products with weights in blocks" in told(refused)
 

@@ -49,7 +49,7 @@ def test_a_router_whose_sizes_nothing_says_is_found_rounded_or_not(rounded, tmp_
     """As in GPT-OSS after ONNX Runtime's optimizer, or its dynamic quantiser: a Gemm, and no shape of what it makes."""
     file = fused_llama.write(tmp_path / "stock", router="TopK")
     if rounded:
-        quantize_dynamic(file, file, extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT})
+        quantize_dynamic(file, file, reduce_range=True, extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT})
     else:
         assert not any("router" in value.name for value in onnx.load(file).graph.value_info)
     found = adopt(file, tmp_path / "hooked")
@@ -63,7 +63,7 @@ def test_a_router_whose_sizes_nothing_says_is_found_rounded_or_not(rounded, tmp_
         one.name: numpy_helper.to_array(one) for one in onnx.load(tmp_path / "plain" / "model.onnx").graph.initializer
     }
     expected = pre @ held["layers.1.router.weight"].T + held["layers.1.router.bias"]
-    np.testing.assert_allclose(logits, expected, atol=0.05 if rounded else 1e-5)
+    np.testing.assert_allclose(logits, expected, atol=0.1 if rounded else 1e-5)
     np.testing.assert_array_equal(indices, np.argsort(-logits, axis=-1)[..., : fused_llama.CHOSEN])
     shares = np.exp(np.take_along_axis(logits, indices, -1))
     np.testing.assert_allclose(weights, shares / shares.sum(-1, keepdims=True), atol=1e-6)

@@ -61,6 +61,7 @@ def told(folder: Path) -> list[Path]:
 
 
 def replaced(folder: Path, name: str, place: Callable[[Path, Path], None]) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     place(folder / name, folder.parent / "outside")
 

@@ -40,8 +40,10 @@ from mionnx import (
     probe,
 )
 from mionnx.analysis.features.config import Config
+from mionnx.run.spans import TextSpan
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
+BERT = REPOSITORY / "models" / "world-bert"
 POINT = HookPoint.ResidPost(1)
 SMALL = 500_000  # bytes; the weights of the models are 4 million
 STREAM = HookSpec().capture("blocks.*.hook_resid_post")
@@ -118,6 +120,14 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Verification": lambda model: model.verify(TEXT, ("ort-cpu", "ort-cpu:none"), greedy=2),
     "ablation sweep": lambda model: model.ablation_sweep(TEXT),
     "path patching": lambda model: model.path_patch(TEXT, OTHER, "all"),
+    "Diagnosis": lambda model: model.doctor(TEXT),
+    "Forecast": lambda model: model.forecast(TEXT),
+    "RangeReport": lambda model: model.check_range(TEXT),
+    "Knob": lambda model: mionnx.Knob(low=0.0, high=2.0, unit="norms", meaning="towards the sea"),
+    "Monitor": lambda model: an_sae().monitor([1]),
+    "Predictions": lambda model: MIModel.from_pretrained(BERT).fill_mask("The capital of <mask> is Paris .", k=2),
+    "Spans": lambda model: mionnx.Spans.of(["Ann lives"], [TextSpan(0, "PER", "Ann", 0, 3, (1, 1), 0.75)]),
+    "TokenPairs": lambda model: mionnx.TokenPairs("late interaction", ("a", "b"), ("a",), ("b",), np.ones((1, 1)), 1.0),
     "predicate": lambda model: HookSpec().capture(is_a_stream),
     "predicate of an intervention": lambda model: HookSpec().intervene(is_a_stream, Intervention.Add(1.0)),
     "stack": lambda model: model.decompose_resid(model.run_with_cache(TEXT)[1]),

@@ -46,7 +46,10 @@ INSIDE = {
     "Intervention.to_entry", "KVCache.feeds", "KVCache.layer_of", "KVCache.left", "KVCache.put_layer", "Logits.feeds",
     "Logits.outputs", "Options.for_many_graphs", "RWKVState.feeds", "RWKVState.layer_of", "RWKVState.left",
     "RWKVState.clone_layer_position_range", "RWKVState.put_layer", "RWKVState.trim_to", "Report.add",
-    "StateAblationResult.logit_diff",
+    "StateAblationResult.logit_diff", "KnockoutSpec.length_of_any_text", "Spans.of",
+    # of heads that no model that ships has: tests/run/test_encoder_verbs.py
+    "MIModel.answer_span", "MIModel.attribute_similarity", "MIModel.classify", "MIModel.embed", "MIModel.similarity",
+    "MIModel.tag",
     "StateAblationResult.top_changed_tokens", "StateKnockoutSpec.from_entry", "StateSteeringSpec.from_entry",
 }  # fmt: skip
 

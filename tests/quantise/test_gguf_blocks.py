@@ -166,7 +166,7 @@ def compiled(model: MIModel, folder: Path, target: str) -> tuple[Path, dict[str,
     add = Intervention.Add(steering(model.hidden_size), positions=[2, 3])
     spec = HookSpec().intervene("blocks.0.hook_resid_post", add).gradient("blocks.0.hook_resid_post")
     spec.set_metric("logit", answer=7)
-    model.compile(spec, folder, target=target, knobs={"strength": None})
+    model.compile(spec, folder, target=target, knobs={"strength": None}, accuracy_level=0)
     inputs = batch("plain")
     ids = inputs.ids[:1]
     sizes = model.hooked.metadata.past_shapes(1, 0)

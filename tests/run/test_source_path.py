@@ -107,7 +107,7 @@ def test_a_graph_without_hook_names_is_adopted(copy, store, shipped):
         ("models/world-lama", "models/world-llama"),
         ("./models/world-lama", "models/world-llama"),
         ("model/world-llama", "models"),
-        ("models/world-gpt", "models/world-gpt2"),
+        ("models/world-gpt-2", "models/world-gpt2"),
     ],
 )
 def test_a_mistyped_path_names_the_nearest_folder(given, meant, monkeypatch):
@@ -120,7 +120,9 @@ def test_a_mistyped_path_names_the_nearest_folder(given, meant, monkeypatch):
 
 
 def test_a_folder_of_models_names_them():
-    with pytest.raises(ExportError, match="it holds folders of models: world-gpt2, world-llama, world-rwkv7"):
+    with pytest.raises(
+        ExportError, match="it holds folders of models: world-bert, world-gpt2, world-llama, world-rwkv7"
+    ):
         MIModel.from_pretrained(LLAMA.parent)
 
 

@@ -16,6 +16,8 @@ from mionnx import HookSpec, InputError, Intervention, InterventionError, MIErro
 SCORES = "blocks.*.attn.hook_scores"
 NAMES = ("world-llama", "world-gpt2")
 LONG, SHORT = [3, 4, 5, 39, 6, 40, 7, 3, 5, 9, 12], [3, 5, 39, 6, 8]
+# Logits reach 20 in world-llama: 5e-6 of that; which way products round differs between processors.
+ATOL = 1e-4
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -58,7 +60,7 @@ def test_a_forward_pass_equals_transformers_under_the_same_mask(pair, tokens):
     model, reference = pair
     found = model.forward(LONG, windowed(tokens)).output()[0]
     expected = whole(reference, LONG, tokens)
-    assert np.abs(found - expected).max() < 5e-5
+    assert np.abs(found - expected).max() < ATOL
     assert np.abs(found - whole(reference, LONG, 99)).max() > 0.1
 
 
@@ -71,8 +73,8 @@ def test_rows_of_a_padded_batch_are_windowed_alone(pair, side):
     mask = np.ones((2, len(LONG)), int)
     mask[1, slice(width) if side == "left" else slice(len(SHORT), None)] = 0
     found = model.forward(ids, windowed(2), attention_mask=mask).output()
-    assert np.abs(found[0] - whole(reference, LONG, 2)).max() < 5e-5
-    assert np.abs(found[1][mask[1] == 1] - whole(reference, SHORT, 2)).max() < 5e-5
+    assert np.abs(found[0] - whole(reference, LONG, 2)).max() < ATOL
+    assert np.abs(found[1][mask[1] == 1] - whole(reference, SHORT, 2)).max() < ATOL
 
 
 def test_a_pass_after_a_cache_of_padded_rows(pair):
@@ -80,8 +82,8 @@ def test_a_pass_after_a_cache_of_padded_rows(pair):
     model, reference = pair
     first = model.forward([LONG[:6], SHORT[:2]], windowed(2), use_cache=True)
     found = model.forward([LONG[6:8], SHORT[2:]], windowed(2), cache=first.kv_cache).output()
-    assert np.abs(found[0, -2:] - whole(reference, LONG[:8], 2)[6:]).max() < 5e-5
-    assert np.abs(found[1] - whole(reference, SHORT, 2)[2:]).max() < 5e-5
+    assert np.abs(found[0, -2:] - whole(reference, LONG[:8], 2)[6:]).max() < ATOL
+    assert np.abs(found[1] - whole(reference, SHORT, 2)[2:]).max() < ATOL
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -93,7 +95,7 @@ def test_generation_equals_a_cropped_cache_and_one_pass(pair, tokens):
         assert new == cropped(reference, prompt, tokens, 8)
         expected = whole(reference, [*prompt, *new], tokens, first=len(prompt))
         for step, cache in enumerate(made.steps):
-            assert np.abs(cache.output()[row, -1] - expected[len(prompt) - 1 + step]).max() < 5e-5
+            assert np.abs(cache.output()[row, -1] - expected[len(prompt) - 1 + step]).max() < ATOL
     alone = model.generate(SHORT, window=tokens, max_new_tokens=8, eos_token_id=[]).new_ids[0]
     np.testing.assert_array_equal(alone, made.new_ids[1])
     listed = model.generate([LONG, SHORT], window=tokens, max_new_tokens=8, eos_token_id=[], batch_size=1).new_ids
@@ -146,8 +148,8 @@ def test_a_compiled_window_holds_in_texts_of_any_length(pair, tmp_path):
     mask[1, :pad] = 0
     places = np.maximum(mask.cumsum(1) - 1, 0)
     (found,) = session.run(["logits"], {"input_ids": ids, "attention_mask": mask, "position_ids": places, **past})
-    assert np.abs(found[0] - whole(reference, LONG, 2)).max() < 5e-5
-    assert np.abs(found[1, pad:] - whole(reference, SHORT, 2)).max() < 5e-5
+    assert np.abs(found[0] - whole(reference, LONG, 2)).max() < ATOL
+    assert np.abs(found[1, pad:] - whole(reference, SHORT, 2)).max() < ATOL
 
 
 def test_a_compiled_window_of_new_tokens(pair, tmp_path):

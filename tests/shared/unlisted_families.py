@@ -354,14 +354,15 @@ def run(name: str, model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) ->
         return changed
 
     takes = inspect.signature(model.forward).parameters
+    word = "cache" if "cache" in takes else "past_key_values"  # since transformers 5.24, and before
     cache = WatchedCache()
 
     def call(part: slice) -> Any:
         given = {"position_ids": positions[:, part]} if "position_ids" in takes else {}
-        given |= {"past_key_values": cache, "use_cache": True} if "past_key_values" in takes else {}
+        given |= {word: cache, "use_cache": True} if word in takes else {}
         return model(input_ids=ids[:, part], attention_mask=mask[:, : part.stop or mask.shape[1]], **given).logits
 
-    known = "past_key_values" in takes
+    known = word in takes
     with torch.no_grad(), ExitStack() as stack:
         if inputs.past and known:
             call(slice(0, inputs.past))

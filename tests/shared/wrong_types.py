@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from repository import REPOSITORY
 from saelens_fixture import D_IN, D_SAE, random_weights
 from safetensors.numpy import save_file
 
@@ -48,7 +49,9 @@ from mionnx import (
     statistics_of,
 )
 from mionnx.analysis.features.config import Config
+from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.machine.moments import Moments
+from mionnx.run.spans import Spans, TextSpan
 
 
 class Anything:
@@ -470,6 +473,16 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("Verification", lambda: losses, {"loss_table": {}, "matrix_table": {}})
     yield from _stored(folder, compared)
     ranges, forecast, diagnosis = model.check_range(PROMPT), model.forecast(PROMPT), model.doctor(PROMPT)
+    bert = MIModel.from_pretrained(REPOSITORY / "models" / "world-bert")
+    hidden = "The capital of <mask> is Paris ."
+    yield from _methods("MIModel", lambda: bert, {"fill_mask": {"texts": hidden}})
+    filled = bert.fill_mask(hidden)
+    spans = Spans.of(["Ann lives"], [TextSpan(0, "PER", "Ann", 0, 3, (1, 1), 0.75)])
+    pairs = TokenPairs("late interaction", ("a", "b"), ("a",), ("b",), np.ones((1, 1)), 1.0)
+    yield from _methods("Predictions", lambda: filled, {"table": {}, "probability": {"choice": filled.top[0]}})
+    yield from _methods("Spans", lambda: spans, {"table": {}, "of_text": {}})
+    yield from _methods("TokenPairs", lambda: pairs, {"table": {}, "top": {}})
+    yield from _stored(folder, filled, spans, pairs)
     yield from _methods("RangeReport", lambda: ranges, {"over": {}, "table": {}, "line": {}})
     yield from _methods("Forecast", lambda: forecast, {"table": {}, "line": {}})
     yield from _methods("Diagnosis", lambda: diagnosis, {"table": {}, "line": {}})

@@ -130,7 +130,7 @@ def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     op = Builder(graph, gradients.of, METRIC, report)
     if gradients.of == LOGITS:
         value = _plain(op, graph.tensors()[LOGITS])
-        if len(value.shape) == 2:  # one row of numbers a text, as that of one position
+        if value.shape is not None and len(value.shape) == 2:  # one row of numbers a text, as that of one position
             value = op.Unsqueeze(value, [1])
         weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
         metric = op.ReduceSum(weighted, [1], keepdims=0)
