@@ -40,12 +40,12 @@ def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
     entries = [texts] if isinstance(texts, str) or (pairs and is_pair(texts)) else None
     if entries is None:
         if not isinstance(texts, Iterable):
-            raise InputError(f"texts are a text or a list of them, got {spelled(texts)}")
+            raise InputError(f"texts are a text or a list of them, got a {type(texts).__name__}")
         entries = [*texts]
     for entry in entries:
         if not (isinstance(entry, str) or (pairs and is_pair(entry))):
             more = " or a pair (text, text)" if pairs else ""
-            raise InputError(f"each of the texts is a text{more}, got {spelled(entry)}")
+            raise InputError(f"each of the texts is a text{more}, got a {type(entry).__name__}")
     if not entries:
         raise InputError("texts=[]: there is nothing to run on")
     return entries
