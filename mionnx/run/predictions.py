@@ -136,7 +136,7 @@ def fill_mask(
     need_head(model, "fill_mask", "masked_lm")
     mask = mask_of(model.hooked)
     at_least("k", k, 1)
-    entries = listed_texts(texts, pairs=True)
+    entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
     for text, one in zip(entries, tokens, strict=True):
         if mask not in one.ids:

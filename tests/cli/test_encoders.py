@@ -15,7 +15,7 @@ TEXTS = ("The capital of France is <mask> .", "<mask> is the capital of Japan ."
 def test_masks_of_several_texts_are_filled(tmp_path):
     page = tmp_path / "masks.html"
     facts = json.loads(succeeded("fill-mask", BERT, *TEXTS, "--k", "2", "--json", "--html", page))
-    expected = MIModel.from_pretrained(BERT).fill_mask([*TEXTS], k=2)
+    expected = MIModel.from_pretrained(BERT).fill_mask(TEXTS, k=2)
     assert facts == json.loads(expected.to_json())
     assert expected.top == ["Paris", "Tokyo"]
     assert "Paris" in page.read_text()
