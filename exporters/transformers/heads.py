@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "ForSequenceClassification": "classes",
     "ForTokenClassification": "token_classes",
     "ForQuestionAnswering": "span",
+    "LMHeadModel": NEXT_TOKEN,
     "EncoderModel": "none",
     "Model": "none",
 }
@@ -108,7 +109,7 @@ def head_of(config: Any, folder: Path | None = None) -> TaskHead:
     if sentence is not None:
         return TaskHead("embedding", name, sentence)
     kind = next((kind for end, kind in ARCHITECTURES.items() if name.endswith(end)), None)
-    # GPT2LMHeadModel has a head whose class says so otherwise; a decoder's weights without one are tied to it.
+    # A decoder's weights without a head are tied to it.
     if kind is None or (kind in ("masked_lm", "none") and not is_encoder(config)):
         kind = "none" if is_encoder(config) and not name else NEXT_TOKEN
     return TaskHead(kind, name)

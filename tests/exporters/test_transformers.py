@@ -194,10 +194,14 @@ def test_experts_are_stacked_in_their_order(tmp_path):
 @pytest.mark.slow
 def test_what_neither_taps_nor_structure_fit(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 101, "intermediate_size": 96}
-    config = AutoConfig.for_model("bert", **sizes, num_attention_heads=4)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ExportError, match=r"no module 'model.layers'.*not found by structure either.*another form"):
-        export(tmp_path / "bert", tmp_path / "hooked")
+    for is_decoder, why in {
+        True: r"no module 'model.layers'.*not found by structure either.*another form",
+        False: "with BertLMHeadModel: mionnx exports those that predict masked tokens",
+    }.items():
+        config = AutoConfig.for_model("bert", **sizes, num_attention_heads=4, is_decoder=is_decoder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
+        with pytest.raises(ExportError, match=why):
+            export(tmp_path / "bert", tmp_path / "hooked")
 
 
 def test_a_rotation_that_no_graph_can_hold(tmp_path):
