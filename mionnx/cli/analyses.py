@@ -20,6 +20,7 @@ from mionnx.cli.command import Arguments, Command, Open
 from mionnx.cli.files import Prompts, PromptsFile, read_pairs, texts_of
 from mionnx.cli.tables import attention_table, attribution_table, dose_table, lens_table, mean_table
 from mionnx.errors import InputError
+from mionnx.graph.hooked_model import MASK_TOKENS
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -46,6 +47,10 @@ Cells = Annotated[int, typer.Option(min=1, help="Number of cells to list where t
 Leading = Annotated[int, typer.Option(min=1, help="Number of rows to print, the largest ones.")]
 Edges = Annotated[int, typer.Option(min=0, help="Number of leading edges to list.")]
 Place = Annotated[int, typer.Option(help="Token of the prompt to print: from 0, or negative from its end.")]
+PlaceOrMask = Annotated[
+    int | None,
+    typer.Option(help="Token of the prompt to print: from 0, or negative from its end; the mask, or the last."),
+]
 LAYER = (
     "Layer to steer; if left out, the one whose direction explains most of the pairs' differences, or the middle one "
     "for fewer than two pairs and for --gguf."
@@ -187,8 +192,10 @@ CIRCUIT = Command(
 )
 
 
-def _lens(result: Any, position: Place = -1) -> Iterator[Any]:
-    yield lens_table(result, result.at(position))
+def _lens(result: Any, position: PlaceOrMask = None) -> Iterator[Any]:
+    masks = [index for index, token in enumerate(result.tokens) if token in MASK_TOKENS]
+    last = masks[0] if len(masks) == 1 else -1
+    yield lens_table(result, result.at(result.positions[last] if position is None else position))
 
 
 LENS = Command(

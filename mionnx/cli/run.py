@@ -18,12 +18,15 @@ from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_gr
 from mionnx.cli.interventions import Captures, Interventions, intervention_group
 from mionnx.cli.parameters import options_of
 from mionnx.errors import InputError, InterventionError
+from mionnx.graph.metadata import NEXT_TOKEN
 from mionnx.inputs.tokens import Decoder, Tokens, decode
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
+from mionnx.run.encoder_texts import need_head
 from mionnx.run.generation import Generation
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import index_read
 from mionnx.run.prompt import token_text
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.hook_spec import HookSpec
@@ -71,19 +74,27 @@ def run(
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
     for hook in capture or ():
         spec.capture(hook)
+    at = _place(model, tokens.ids)
     cache = model.forward(tokens, spec)
-    treated = cache.output()[0, -1]
+    treated = cache.output()[0, at]
     facts: dict[str, Any] = {
         "top": _top_tokens(model, treated, k),
         "captures": {name: list(value.shape) for name, value in cache.items()},
     }
     if changes:
-        baseline = model.forward(tokens).output()[0, -1]
+        baseline = model.forward(tokens).output()[0, at]
         facts["baseline"] = _top_tokens(model, baseline, k)
         facts["kl_divergence"] = AblationResult(baseline, treated).kl_divergence()
     if save:
         cache.save(save)
     output.deliver(cache, facts, _tables(facts, cache))
+
+
+def _place(model: MIModel, ids: NDArray[np.int64]) -> int:
+    """Where the token stands that is predicted: the last one's successor, or of an encoder the mask."""
+    need_head(model, "mionnx run", NEXT_TOKEN, "masked_lm")
+    place = index_read(model.hooked, None, ids)
+    return -1 if place is None else place
 
 
 def _top_tokens(model: MIModel, logits: NDArray[Any], k: int) -> list[tuple[str, float]]:
@@ -95,7 +106,7 @@ def _top_tokens(model: MIModel, logits: NDArray[Any], k: int) -> list[tuple[str,
 
 def _tables(facts: dict[str, Any], cache: HookCache) -> Iterator[RenderableType]:
     compared = "baseline" in facts
-    columns = {"baseline": facts["baseline"], "treated": facts["top"]} if compared else {"next token": facts["top"]}
+    columns = {"baseline": facts["baseline"], "treated": facts["top"]} if compared else {"token": facts["top"]}
     table = Table(*(heading for title in columns for heading in (title, "probability")))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*(text for token, probability in cells for text in (repr(token), decimal(probability, 4))))

@@ -90,6 +90,8 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
 def _refuse_model(model: HookedModel) -> None:
     model.need_weights("a playground")
     meta = model.metadata
+    if meta.bidirectional:
+        raise ModelError(f"a playground continues texts, and this {meta.family} model is an encoder")
     if meta.recurrent:
         raise ModelError(f"a playground shows attention, and this {meta.family} model is recurrent: it has none")
     if meta.dtype != "float32":
@@ -99,7 +101,7 @@ def _refuse_model(model: HookedModel) -> None:
     ]
     if missing or not model.has_cache:
         lacks = f"hook_resid_post in layer {missing[0]}" if missing else "a past as inputs"
-        raise ModelError(f"a playground needs a lens and a past; this {meta.family} model has no {lacks}")
+        raise ModelError(f"a playground needs a lens and a past; this {meta.family} model lacks {lacks}")
 
 
 def _sites(model: HookedModel, spec: HookSpec, points: Sequence[str]) -> dict[str, EditSite]:

@@ -50,3 +50,17 @@ def test_texts_beside_others(text_encoder, tmp_path):
     page = tmp_path / "pairs.html"
     succeeded("attribute-similarity", model.hooked.folder, *texts, "--steps", "2", "--html", page)
     assert "rains" in page.read_text()
+
+
+def test_commands_of_predictions_read_the_mask():
+    facts = json.loads(succeeded("run", BERT, TEXTS[1], "--zero", "blocks.1.hook_mlp_out", "--json"))
+    assert facts["baseline"][0][0] == "Tokyo"
+    assert "position 0" in succeeded("lens", BERT, TEXTS[1])
+    for arguments, why in {
+        ("run", BERT, "The capital of France is Paris ."): "has no mask tokens",
+        ("demo", "--model", BERT): "the worked examples are of decoders",
+        ("playground", BERT, "-o", "never"): "a playground continues texts",
+    }.items():
+        refused = mionnx(*arguments)
+        assert refused.returncode == 1
+        assert why in refused.stderr.replace("\n", " ")

@@ -150,7 +150,7 @@ def demo(
     pages: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pages and pictures there.")] = None,
     name: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help=f"The same; {', '.join(PACKAGED)} has examples of its own."),
+        typer.Option("--model", metavar="NAME", help="The same; smollm2 has examples of its own."),
     ] = None,
 ) -> None:
     """Show what mionnx finds in a model, one method after the other.
@@ -166,6 +166,11 @@ def demo(
     source = opening.source or name
     names = [source] if source else SHIPPED
     models = [Opening(name, opening.settings).model() for name in names]
+    for model in models:
+        if model.bidirectional:
+            raise InputError(
+                f"the worked examples are of decoders; {model.hooked.name} is an encoder: models/README.md"
+            )
     # Beside JSON on the output, the examples are printed on the error stream.
     console = Console(stderr=output.as_json)
     titles = run_all(models, console, pages, real_model.EXAMPLES if source in PACKAGED else EXAMPLES)
