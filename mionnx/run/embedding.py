@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,6 +17,7 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
+PROMPT_NAME = re.compile(r"[\w.-]+")
 Vectors = NDArray[np.float32]
 
 
@@ -77,7 +79,8 @@ def _prompt(model: Runner, prompt: str | None) -> str:
     prompts = pooling.get("prompts") or {}
     name = pooling.get("default_prompt") if prompt is None else prompt
     text = "" if name is None else prompts.get(name, name)
-    if prompt is not None and prompt not in prompts and prompt.isidentifier():
+    # A text before each text ends in a space or a colon; a word without either is a name, perhaps mistyped.
+    if prompt and prompt not in prompts and PROMPT_NAME.fullmatch(prompt):
         has = ", ".join(prompts) or "none"
         advice = nearest(prompt, prompts)
         raise InputError(f"prompt_name={prompt!r} names no prompt of this model, which has {has}{advice}")
