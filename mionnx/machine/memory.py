@@ -14,6 +14,7 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
+MAPPINGS = Path("/proc/sys/vm/max_map_count")
 DONT_NEED = 4  # of madvise
 
 
@@ -37,6 +38,15 @@ def total() -> int:
         return machine if limit == "max" else min(machine, int(limit))
     except (OSError, ValueError):
         return machine
+
+
+@cache
+def most_mappings() -> int:
+    """Return how many pieces of files and of memory a process may map; a number beyond any use where none is set."""
+    try:
+        return int(MAPPINGS.read_text())
+    except (OSError, ValueError):
+        return sys.maxsize
 
 
 def release() -> bool:

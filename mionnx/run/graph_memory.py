@@ -9,6 +9,9 @@
 4. Each graph maps the weights' files anew, and a page counts once for each mapping that has read it. Where they are
    more than the weights once, when a graph was opened, or in such a pause, all are let go; the next run fetches its own
    from the system's cache.
+5. A mapping is a file's piece, one for each of the weights, and the system gives a process a certain number of them (of
+   which each thread takes one too). Half of them are for graphs: beyond that, those of the models used longest ago are
+   closed.
 """
 
 import time
@@ -16,7 +19,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from threading import RLock, Timer, current_thread
 from threading import enumerate as enumerate_threads
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 from mionnx.engine.options import Options
 from mionnx.machine import memory
@@ -29,6 +33,8 @@ LEAST_IDLE = 2**25  # bytes that may, however small the model
 PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 
 _uses = [0]  # how often any model's graph was asked for
+_pools: WeakSet["GraphMemory[Any, Any]"] = WeakSet()  # of all models
+_pools_lock = RLock()
 
 
 def idle_limit(weights: int) -> int:
@@ -56,6 +62,14 @@ class GraphMemory(Generic[Key, Graph]):
         self._limits = options.max_graphs, options.max_bytes
         self._recent: set[Key] = set()  # used since `close_idle`
         self._lock = RLock()  # held for no longer than the fields are read
+        self._used = 0  # of `_uses`, when a graph was last asked for
+        with _pools_lock:
+            _pools.add(self)
+
+    @property
+    def mappings(self) -> int:
+        """How many pieces of files the open graphs map, at most."""
+        return 0
 
     @property
     def cost(self) -> int:
@@ -65,6 +79,7 @@ class GraphMemory(Generic[Key, Graph]):
     def used(self, key: Key) -> Graph | None:
         """An open graph, which is the one used most recently from now on; None if it is not open."""
         with self._lock:
+            self._used = _uses[0]
             graph = self.open.pop(key, None)
             if graph is not None:
                 self._put(key, graph)
@@ -77,6 +92,7 @@ class GraphMemory(Generic[Key, Graph]):
         with self._lock:
             self._put(key, graph)
             self.close([*self.open][:-1], lambda: len(self.open) <= count and self.cost <= size)
+        limit_mappings(memory.most_mappings() // 2)
 
     def _put(self, key: Key, graph: Graph) -> None:
         self.open[key] = graph  # last in the dictionary
@@ -90,11 +106,28 @@ class GraphMemory(Generic[Key, Graph]):
                     return
                 del self.open[key]  # a thread that runs it meanwhile keeps it until it has its result
 
+    def close_mapped(self, allowed: float) -> None:
+        """Close all graphs but the last while they map more pieces of files than allowed."""
+        self.close([*self.open][:-1], lambda: self.mappings <= allowed)
+
     def close_idle(self, allowed: int) -> None:
         """Close graphs not used since the last such call, while all take more than allowed."""
         with self._lock:
             recent, self._recent = self._recent, set()
             self.close([key for key in self.open if key not in recent], lambda: self.cost <= allowed)
+
+
+def limit_mappings(most: float) -> None:
+    """Close graphs, those of the models used longest ago first, until all map no more than so many pieces of files."""
+    with _pools_lock:
+        pools = sorted(_pools, key=lambda pool: pool._used)
+    total = sum(pool.mappings for pool in pools)
+    for pool in pools:
+        if total <= most:
+            return
+        total -= pool.mappings
+        pool.close_mapped(most - total)
+        total += pool.mappings
 
 
 def count_use() -> None:

@@ -99,6 +99,10 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self._layers: dict[Plan, EveryLayer | None] = {}
         self._structures: dict[Plan | Cut, Plan] = {}  # that of every layer -> the first plan that was asked for
 
+    @property
+    def mappings(self) -> int:
+        return len(self.open) * len(self._parts) if self.open else 0
+
     @once_property
     def weights(self) -> int:
         return sum(onnx_file.locations(self.model.proto).values())
