@@ -60,7 +60,7 @@ BLOOM = replace(
     embedding="transformer.word_embeddings_layernorm",
 )
 GPTJ = replace(
-    OWN_ATTENTION,
+    PLAIN_MLP,
     **IN_H,
     attention="attn",
     output_projection="out_proj",

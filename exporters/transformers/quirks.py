@@ -160,22 +160,26 @@ def keep_axes(func: Any, args: Any, options: Any) -> Any:
     return args[0] if merges else func(*args, **options)
 
 
-class SplitHeads(Attachment):
-    """Taps on queries and keys, [batch, seq, n_heads, head_dim], as `_split_heads` gives them."""
+class ProjectedHeads(Attachment):
+    """Taps on queries and keys, [batch, n_heads, seq, head_dim], as one projection or two give them."""
 
     def cut_heads(self, i: int, attention: Any) -> None:
-        points, split = list[HookPoint](), attention._split_heads
-
-        def splitting(*args: Any, **kwargs: Any) -> Tensor:
-            heads = split(*args, **kwargs)
-            return self.taps.at(points.pop(0), heads.transpose(1, 2)).transpose(1, 2) if points else heads
-
-        def begin(_module: nn.Module, _args: Any) -> None:
-            points[:] = [HookPoint.AttnQ(i), HookPoint.AttnK(i)]
+        def cut(point: HookPoint, x: Tensor) -> Tensor:
             self.taps.rotated.add(i)
+            heads = x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            return self.taps.at(point, heads).transpose(1, 2).flatten(2)
 
-        replace_for(self.stack, attention, "_split_heads", splitting)
-        self.stack.callback(attention.register_forward_pre_hook(begin).remove)
+        def fused(x: Tensor) -> Tensor:  # parts of several cores, each of queries, values and keys
+            query, value, key = x.unflatten(-1, (attention.mp_num, 3, -1)).unbind(-2)
+            query, key = cut(points[0], query.flatten(2)), cut(points[1], key.flatten(2))
+            return torch.stack((query.view_as(value), value, key.view_as(value)), -2).flatten(2)
+
+        points = HookPoint.AttnQ(i), HookPoint.AttnK(i)
+        if self.has("qkv_proj", attention):
+            self.after(attention.qkv_proj, fused)
+            return
+        for point, projection in zip(points, (attention.q_proj, attention.k_proj), strict=True):
+            self.after(projection, partial(cut, point))
 
 
 class RotationOfClass(Attachment):
@@ -236,15 +240,17 @@ class Quirk(NamedTuple):
     why: str
 
 
-SPLIT_HEADS = Quirk(SplitHeads, "rotates slices of queries and keys, and writes them back in place: no cut is seen")
+PROJECTED = Quirk(
+    ProjectedHeads, "rotates slices of keys, then of queries, heads last, or all of them: no cut is seen"
+)
 BESIDE = Quirk(MlpBesideExperts, "adds an MLP to its experts in the block itself, so that no module gives the sum")
 QUIRKS = {
-    "codegen": SPLIT_HEADS,
+    "codegen": PROJECTED,
     "ctrl": Quirk(
         EmbeddingsInCode, "scales embeddings and looks positions up in the code of the model, not in modules"
     ),
     "gemma3n_text": Quirk(SeveralStreams, "predicts four streams before a layer and corrects them after it (AltUp)"),
-    "gptj": SPLIT_HEADS,
+    "gptj": PROJECTED,
     "granitemoe_swa": BESIDE,
     "granitemoeshared": BESIDE,
     "jetmoe": Quirk(MixedHeads, "lets each token choose the projections of its queries and of its heads' outputs"),

@@ -142,6 +142,8 @@ class BoundSpec:
             if capture.request.positions is not None:
                 places[capture.node.output] = _in_text(capture.request.positions, batch)
         outputs = self.plan.outputs
+        if not self.model.metadata.positional:
+            places = {**self._tokens_read(batch), **places}
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
         # token shifts of a state intervention may skip tokens: a channel mix then reads any token before
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
@@ -149,6 +151,14 @@ class BoundSpec:
         selections = self.selections(batch) if selections is None else selections
         refuse_idle_in(selections, self.plan, shown, self.model)
         refuse_idle_states(self.spec, self.edits, shown, self.model, batch)
+
+    def _tokens_read(self, batch: TokenBatch) -> dict[str, ByRow]:
+        """Output -> text positions of the tokens that it is made of, where that is the first or last of each text."""
+        sources = {node.output: HookPoint.parse(node.hook).source.name for node in self.plan.captures}
+        sources[LOGITS] = self.model.metadata.main_point
+        tokens = {name: self.model.influence.token_read(source) for name, source in sources.items()}
+        at = {"first": [[0]] * batch.batch, "last": [[end_of(batch, row) - 1] for row in range(batch.batch)]}
+        return {name: dict(enumerate(at[token])) for name, token in tokens.items() if token is not None}
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
         """As `inputs`, with the inputs of the past, and of `values` and `weights`, at hand."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from mionnx.cli.command import Arguments, Command, Open
+from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 
 Texts = Annotated[list[str], typer.Argument(metavar="TEXT", help="One text, or several.")]
@@ -33,7 +34,7 @@ def _matrix(result: tuple[list[str], NDArray[Any]]) -> list[Table]:
     columns, numbers = result
     table = Table(*columns)
     for row in numbers.tolist():
-        table.add_row(*(f"{number:.4f}" for number in row))
+        table.add_row(*(decimal(number, 4) for number in row))
     return [table]
 
 

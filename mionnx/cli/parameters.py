@@ -29,7 +29,7 @@ from mionnx.spec.hook_spec import HookSpec
 Verb = Callable[..., Any]
 Number = TypeVar("Number", int, float)
 MOST = 10_000  # numbers of one range
-SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"], "texts": ["--text"]}
+SAME = {"layers": ["--layer"], "layer": ["--layers"], "heads": ["--head"], "folder": ["-o"], "texts": ["--text"]}
 REFERENCE = re.compile(r"\b(?:see|as for) `([\w.]+)`")
 MANY = "Several with commas between, or the option again."
 NUMBERS = "As 0,3 or 16-29, or the option again."

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import onnx
 
-from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.dataflow import Dataflow, attributes, reads
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
 from mionnx.graph.metadata import Metadata
@@ -50,6 +50,7 @@ class Influence:
     def __init__(self, proto: onnx.ModelProto, metadata: Metadata) -> None:
         self.proto, self.metadata = proto, metadata
         self._known: dict[tuple[str, frozenset[str]], Reach] = {}
+        self._tokens_read: dict[str, str | None] = {}
 
     @cached_property
     def _flow(self) -> Dataflow:
@@ -87,6 +88,34 @@ class Influence:
         # have nothing changed before them, and change at their own positions alone
         first = min(layer_of(name) or 0 for name in mixing)
         return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))
+
+    def token_read(self, output: str) -> str | None:
+        """The "first" or "last" token of each text, where a value that has none is made of that one's stream alone.
+
+        Classes and embeddings may be: both are gathered where the mask of the text begins or ends.
+        """
+        if output not in self._tokens_read:
+            self._tokens_read[output] = self._token_read(output)
+        return self._tokens_read[output]
+
+    def _token_read(self, output: str) -> str | None:
+        ends, ahead, known = set[str](), [output], {output}
+        while ahead:
+            name = ahead.pop()
+            if "seq" in self.metadata.hooks.get(name, ()):
+                return None  # a stream, of all tokens
+            node = self._flow.producer(name)
+            if node is None or node.op_type == "Shape":
+                continue
+            read = reads(node)
+            if node.op_type == "GatherElements" and attributes(node).get("axis") == 1:
+                before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
+                if "ArgMax" in before:
+                    ends.add("last" if "CumSum" in before else "first")
+                    continue
+            ahead += {*read} - known
+            known |= {*read}
+        return ends.pop() if len(ends) == 1 else None
 
     @cached_property
     def _has_cache(self) -> bool:

@@ -113,10 +113,14 @@ def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
         return op.input(TOKEN_POSITIONS, np.int64, 2)
-    mask, ids, positions = (tensors[name] for name in ("attention_mask", "input_ids", "position_ids"))
+    mask, ids = (tensors[name] for name in ("attention_mask", "input_ids"))
     # the mask covers the past as well: its last columns are those of this call's tokens
     first = op.Sub(op.Shape(mask, start=1, end=2), op.Shape(ids, start=1, end=2))
     tokens = op.Slice(mask, first, [np.iinfo(np.int64).max], [1])
+    positions = tensors.get("position_ids")
+    if positions is None:  # distances alone count (ALiBi)
+        counted = op.Slice(op.CumSum(mask, 1), first, [np.iinfo(np.int64).max], [1])
+        positions = op.Sub(counted, 1)
     return op.Where(op.Cast(tokens, to=np.bool_), positions, -1, name="of_tokens")
 
 

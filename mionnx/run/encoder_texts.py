@@ -37,15 +37,14 @@ def need_head(model: Runner, verb: str, *heads: str) -> None:
 
 def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
     """Texts as a list of texts or pairs of texts."""
-    entries = [texts] if isinstance(texts, str) or (pairs and is_pair(texts)) else None
-    if entries is None:
-        if not isinstance(texts, Iterable):
-            raise InputError(f"texts are a text or a list of them, got a {type(texts).__name__}")
-        entries = [*texts]
-    for entry in entries:
+    if not isinstance(texts, Iterable):
+        raise InputError(f"texts are a text or a list of them, got a {type(texts).__name__}")
+    entries = list[Any]()
+    for entry in [texts] if isinstance(texts, str) or (pairs and is_pair(texts)) else texts:  # may be range(10**12)
         if not (isinstance(entry, str) or (pairs and is_pair(entry))):
             more = " or a pair (text, text)" if pairs else ""
             raise InputError(f"each of the texts is a text{more}, got a {type(entry).__name__}")
+        entries.append(entry)
     if not entries:
         raise InputError("texts=[]: there is nothing to run on")
     return entries

@@ -33,7 +33,7 @@ LEAST_IDLE = 2**25  # bytes that may, however small the model
 PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 
 _uses = [0]  # how often any model's graph was asked for
-_pools: WeakSet["GraphMemory[Any, Any]"] = WeakSet()  # of all models
+all_pools: WeakSet["GraphMemory[Any, Any]"] = WeakSet()  # of all models
 _pools_lock = RLock()
 
 
@@ -64,7 +64,7 @@ class GraphMemory(Generic[Key, Graph]):
         self._lock = RLock()  # held for no longer than the fields are read
         self._used = 0  # of `_uses`, when a graph was last asked for
         with _pools_lock:
-            _pools.add(self)
+            all_pools.add(self)
 
     @property
     def mappings(self) -> int:
@@ -120,7 +120,7 @@ class GraphMemory(Generic[Key, Graph]):
 def limit_mappings(most: float) -> None:
     """Close graphs, those of the models used longest ago first, until all map no more than so many pieces of files."""
     with _pools_lock:
-        pools = sorted(_pools, key=lambda pool: pool._used)
+        pools = sorted(all_pools, key=lambda pool: pool._used)
     total = sum(pool.mappings for pool in pools)
     for pool in pools:
         if total <= most:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
-from mionnx import HookSpec, InputError, Intervention, MIModel
+from mionnx import HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.run.spans import _words
 
 ATOL = 5e-5
@@ -140,6 +140,7 @@ def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encode
         ("masked_lm", lambda model: model.embed("it rains"), "'embedding'"),
         ("masked_lm", lambda model: model.classify("it rains"), "'classes'"),
         ("embedding", lambda model: model.embed([]), "nothing to run on"),
+        ("embedding", lambda model: model.embed(iter(int, 1)), "each of the texts is a text"),
         ("embedding", lambda model: model.embed([3]), "each of the texts is a text"),
         ("embedding", lambda model: model.embed("a", prompt_name="query"), "names no prompt"),
         ("embedding", lambda model: model.embed("a", prompt_name="s2p-query"), "names no prompt"),
@@ -159,9 +160,11 @@ def test_what_has_no_meaning_is_refused_by_name(text_encoder, head, call, messag
         call(text_encoder(head)[0])
 
 
-def test_a_decoder_embeds_by_its_last_token(text_encoder, tmp_path):
-    """As Qwen3-Embedding does: left to right, the last token of each text, length 1."""
+@pytest.fixture(scope="module")
+def embedder(text_encoder, tmp_path_factory):
+    """A decoder that embeds as Qwen3-Embedding does, by the last token, and its transformer in torch."""
     words, _ = text_encoder("embedding")
+    tmp_path = tmp_path_factory.mktemp("embedder")
     source = words.hooked.folder.parent / "checkpoint"
     beside = shutil.ignore_patterns("config.json", "model.safetensors")
     folder = shutil.copytree(
@@ -176,9 +179,45 @@ def test_a_decoder_embeds_by_its_last_token(text_encoder, tmp_path):
     config = Qwen3Config(vocab_size=vocabulary, num_hidden_layers=2, head_dim=8, **sizes)
     reference = Qwen3Model(config).eval()
     reference.save_pretrained(folder)
-    model = MIModel.from_pretrained(folder, threads=1)
+    return MIModel.from_pretrained(folder, threads=1), reference
+
+
+def test_a_decoder_embeds_by_its_last_token(embedder):
+    """Left to right, the last token of each text, length 1."""
+    model, reference = embedder
     assert not model.bidirectional
     for text, vector in zip(TEXTS, model.embed(TEXTS), strict=True):
         with torch.no_grad():
             last = reference(input_ids=torch.from_numpy(model.tokenize(text).ids[None])).last_hidden_state[0, -1]
         assert np.abs(vector - torch.nn.functional.normalize(last, dim=0).numpy()).max() < ATOL
+
+
+@pytest.mark.parametrize(
+    ("head", "shown"), [("classes", None), ("classes", "pooler.hook_out"), ("last", None), ("last", "hook_pooled")]
+)
+def test_what_no_pooling_reads_is_refused(text_encoder, embedder, head, shown):
+    """An edit has an effect or is refused, at each position of texts whose classes or embedding one token gives."""
+    model, _ = embedder if head == "last" else text_encoder(head)
+    ids = [model.tokenize(text).ids for text in TEXTS[:2]]
+    width = min(map(len, ids))
+    seen = HookSpec() if shown is None else HookSpec().capture(shown)
+
+    def value(spec):
+        cache = model.forward(ids, spec, logits=shown is None)
+        return cache.output() if shown is None else cache[shown]
+
+    whole, idle = value(seen), set()
+    for hook in ("hook_resid_post", "attn.hook_z", "attn.hook_q", "attn.hook_k", "attn.hook_v"):
+        for layer in (0, 1):
+            for at in (0, 1, width - 1, -1):
+                edit = Intervention.Scale(1.5, positions=[at])
+                spec = HookSpec().intervene(f"blocks.{layer}.{hook}", edit)
+                try:
+                    changed = value(spec if shown is None else spec.capture(shown))
+                except InterventionError as error:
+                    idle.add((layer, hook.removeprefix("attn."), at, "changes nothing that is asked for" in str(error)))
+                else:  # a decoder's first token reads one key, whatever it asks
+                    alone = head == "last" and (hook, at) == ("attn.hook_q", 0)
+                    assert np.array_equal(changed, whole) == alone, (hook, layer, at)
+    where = (0, 1) if head == "last" else (1, width - 1, -1)
+    assert idle == {(1, f"hook_{name}", at, True) for name in ("resid_post", "z", "q") for at in where}
