@@ -3,10 +3,11 @@
     python benchmarks/random_specs.py [--specs 1820] [--seed 0] [--families llama,rwkv7] [--pieces FOLDER] [--save]
 
 Each spec is run by mionnx in float32 and by a reference that was written on its own, shares no code with the exporter
-or the rewriter, and runs each row's text alone and whole: decoders in torch (`tests/shared/decoder_reference.py`),
-RWKV in numpy (`tests/shared/rwkv_loop.py`). Logits and captures are compared, and RWKV's states. What mionnx refuses
-must be an MIError, and is counted; a difference prints the seed. With `--pieces`, hundred after hundred of them is
-kept in a folder, and what is there already is not run again. `--save` writes benchmarks/results/random_specs.md.
+or the rewriter, and runs each row's text alone and whole: decoders and masked language models in torch
+(`tests/shared/decoder_reference.py`, `encoder_reference.py`), RWKV in numpy (`tests/shared/rwkv_loop.py`). Logits and
+captures are compared, and RWKV's states. What mionnx refuses must be an MIError, and is counted; a difference prints
+the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not run
+again. `--save` writes benchmarks/results/random_specs.md.
 """
 
 import argparse
@@ -27,15 +28,17 @@ from tables import present
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 
+from encoders import make_encoder  # noqa: E402
 from families import make_checkpoint  # noqa: E402
-from random_specs import draw  # noqa: E402
+from random_specs import VOCAB, draw  # noqa: E402
 from rwkv_checkpoints import write  # noqa: E402
-from spec_reference import TOLERANCE, Reference, check, decoder, recurrent  # noqa: E402
+from spec_reference import TOLERANCE, Reference, check, decoder, encoder, recurrent  # noqa: E402
 
 from exporters import rwkv, transformers  # noqa: E402
 from mionnx import MIModel  # noqa: E402
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
+ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
 PIECE = 100  # specs of a piece
 COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")
 CONSOLE = Console(stderr=True)
@@ -80,10 +83,13 @@ def opened(family: str, folder: Path) -> tuple[MIModel, Reference]:
         rwkv.export(checkpoint, hooked)
         model = MIModel.from_pretrained(hooked, threads=1)
         return model, recurrent(version, tensors, model)
-    make_checkpoint(family, checkpoint)
+    if family in ENCODERS:
+        make_encoder(family, checkpoint, vocab_size=VOCAB)
+    else:
+        make_checkpoint(family, checkpoint)
     transformers.export(checkpoint, hooked)
     model = MIModel.from_pretrained(hooked, threads=1)
-    return model, decoder(checkpoint, model)
+    return model, (encoder if family in ENCODERS else decoder)(checkpoint, model)
 
 
 def measure(family: str, seeds: range, pieces: Path) -> Counts:
@@ -129,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--specs", type=int, default=1820, help="of each family")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--families", default=",".join((*FAMILIES, *ENCODERS)))
     parser.add_argument("--pieces", type=Path, help="the folder of those that ran, made if it is not there")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

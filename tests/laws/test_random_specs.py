@@ -10,23 +10,27 @@ from random import Random
 
 import numpy as np
 import pytest
+from encoders import make_encoder
+from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import Call, Capture, Edit, Point, draw, points_of
+from random_specs import VOCAB, Call, Capture, Edit, Point, draw, points_of
 from rwkv_checkpoints import blinkdl
-from spec_reference import Comparison, Reference, Text, batches_of, check, decoder, recurrent
+from spec_reference import Comparison, Reference, Text, batches_of, check, decoder, encoder, recurrent
 
+from exporters.transformers import export
 from mionnx import Intervention, MIModel
 from mionnx.spec.kinds import KINDS
 
-FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")
-OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6")
+FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7", "bert")
+OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "modernbert")
+ENCODERS = ("bert", "modernbert")
 MOST_REFUSED = 0.3  # of the specs: more, and the rest would say little
 Beside = tuple[MIModel, Reference]
 
 
 @pytest.fixture(scope="session")
-def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
+def beside(models, checkpoint, rwkv, shared) -> Callable[[str], Beside]:
     """Family -> its model, and its reference."""
     made: dict[str, Beside] = {}
 
@@ -36,6 +40,15 @@ def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
                 version = int(family.removeprefix("rwkv"))
                 model = rwkv(f"{version}-pth")
                 made[family] = model, recurrent(version, blinkdl(version), model)
+            elif family in ENCODERS:
+                folder = shared / "random_specs" / family
+                folder.mkdir(parents=True, exist_ok=True)
+                with FileLock(f"{folder}.lock"):
+                    if not (folder / "hooked").exists():
+                        make_encoder(family, folder / "checkpoint", vocab_size=VOCAB)
+                        export(folder / "checkpoint", folder / "hooked")
+                model = MIModel.from_pretrained(folder / "hooked", threads=1)
+                made[family] = model, encoder(folder / "checkpoint", model)
             else:
                 made[family] = models(family), decoder(checkpoint(family), models(family))
         return made[family]

@@ -164,23 +164,29 @@ class Decoder:
         k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
         scale = self.config.get("query_pre_attn_scalar") or q.shape[-1]
         scores = _capped(q @ k.transpose(1, 2) / math.sqrt(scale), self.config.get("attn_logit_softcapping"))
-        behind = torch.arange(seq)[:, None] - torch.arange(seq)[None, :]
-        seen = behind >= 0
-        sliding = self.family == "gemma2" and self.config["layer_types"][i] == "sliding_attention"
-        if sliding or self.family == "mistral":
-            seen &= behind < self.config["sliding_window"]
-        scores = see(f"{block}.hook_scores", torch.where(seen, scores, LOWEST))
+        scores = see(f"{block}.hook_scores", torch.where(self._read(i, seq), scores, LOWEST))
         pattern = see(f"{block}.hook_pattern", torch.softmax(scores, dim=-1))
         z = torch.stack(
             [pattern[:, query, :stop, None].mul(v[:, :stop]).sum(-2) for query, stop in enumerate(self.keys)]
         )
         return see(f"{block}.hook_z", z)
 
+    def _read(self, i: int, seq: int) -> Tensor:
+        """[queries, keys] bool: the keys that a query reads."""
+        behind = torch.arange(seq)[:, None] - torch.arange(seq)[None, :]
+        sliding = self.family == "gemma2" and self.config["layer_types"][i] == "sliding_attention"
+        window = self.config["sliding_window"] if sliding or self.family == "mistral" else seq
+        return (behind >= 0) & (behind < window)
+
+    @property
+    def _speed(self) -> float:
+        return (self.config.get("rope_parameters") or self.config)["rope_theta"]
+
     def _rotated(self, x: Tensor) -> Tensor:
         rope = self.config.get("rope_parameters") or self.config
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1))
         half = width // 2
-        speeds = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        speeds = self._speed ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = torch.arange(x.shape[1])[:, None] * speeds
         cos, sin, left, right = angles.cos(), angles.sin(), x[..., :half], x[..., half:width]
         return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., width:]], dim=-1)

@@ -156,7 +156,7 @@ def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
     removal = ("erase",) if facts.has_removal else ()
-    return Draw(rng, points_of(model), model.num_layers, facts.recurrent, removal).all_calls()
+    return Draw(rng, points_of(model), model.num_layers, facts.recurrent, removal, facts.bidirectional).all_calls()
 
 
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:
@@ -180,6 +180,7 @@ class Draw:
     layers: int
     recurrent: bool
     removal: Sequence[str] = ("erase",)  # RWKV-6 removes nothing
+    both: bool = False  # an encoder: one call, and every token reads every other
     calls: list[Call] = field(default_factory=list)
 
     def chance(self, share: float) -> bool:
@@ -195,6 +196,10 @@ class Draw:
     def all_calls(self) -> list[Call]:
         """One call, or two of which the second continues the first; the last may be a generation."""
         batch = self.rng.randint(1, 3)
+        if self.both:
+            self.calls.append(self.tokens(batch))
+            self.calls[-1] = self.with_spec(self.calls[-1], True)
+            return self.calls
         for last in [False, True] if self.chance(0.35) else [True]:
             call = self.tokens(batch)
             if last and self.chance(0.15):
@@ -378,7 +383,9 @@ class DrawSpec:
         batch = self.rng.choice([1, len(self.rows), len(edit.rows or [0])])
         shape = (batch, heads, queries, longest)
         cut = np.random.default_rng(self.rng.getrandbits(32)).random(shape) < self.rng.choice([0.15, 0.4])
-        if queries == longest:  # of its own key at times, of which some query may have no other
+        if self.draw.both:
+            cut[..., np.arange(queries), np.arange(queries)] &= self.chance(0.2)
+        elif queries == longest:  # of its own key at times, of which some query may have no other
             cut &= np.tri(longest, k=-int(self.chance(0.8)), dtype=bool)
         else:
             cut[..., -1 - longest // 2 :] = False

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoder_reference import Decoder
+from encoder_reference import Encoder
 from random_specs import MOST_READ, Call, Capture, Edit, Point, Row, points_of, rows_of
 from rwkv_loop import Gates, Loop
 
@@ -341,7 +342,8 @@ def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcom
         for n, call in enumerate(calls):
             results.append(_run(model, call, past, last=n + 1 == len(calls)))
             cache = results[-1] if not call.new else results[-1].cache
-            past = cache if call.new else cache.state if model.hooked.metadata.recurrent else cache.kv_cache
+            if n + 1 < len(calls):
+                past = cache if call.new else cache.state if model.hooked.metadata.recurrent else cache.kv_cache
     except MIError as error:
         return Outcome(refused=f"{type(error).__name__}: {error}")
     comparison = _compared(reference, batches, results)
@@ -431,6 +433,11 @@ def _check_greedy(texts: Sequence[Text], batch: Batch, ids: Sequence[Array]) -> 
 def decoder(folder: Path, model: MIModel) -> Reference:
     """The reference of a checkpoint in transformers' layout."""
     return Reference(Decoder.of(folder), model)
+
+
+def encoder(folder: Path, model: MIModel) -> Reference:
+    """The reference of a masked language model in transformers' layout."""
+    return Reference(Encoder.of(folder), model)
 
 
 def recurrent(version: int, tensors: dict[str, Any], model: MIModel) -> Reference:
