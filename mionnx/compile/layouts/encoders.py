@@ -14,16 +14,18 @@ import onnx
 
 from mionnx.compile.layouts.layout import ClientLayout, Content
 from mionnx.compile.token_facts import replace_input
-from mionnx.graph.builder import Builder, Variable, edit, to_proto
+from mionnx.errors import ModelError
+from mionnx.graph.builder import Builder, edit, to_proto
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
+from mionnx.inputs.tokens import TOKENIZER_FILE
 
-STREAM, SENTENCE = "last_hidden_state", "sentence_embedding"
+HIDDEN_STATE, SENTENCE_EMBEDDING = "last_hidden_state", "sentence_embedding"
 SPAN = ("start_logits", "end_logits")
 # What a model is for -> the end of the names of the classes that run it in transformers and what follows it.
-CLASSES = {
+HEAD_CLASSES = {
     "masked_lm": "MaskedLM",
     "classes": "SequenceClassification",
     "token_classes": "TokenClassification",
@@ -34,7 +36,9 @@ TOKENIZER_SETTINGS = "tokenizer_config.json"
 
 def output_of(metadata: Metadata) -> str:
     """The output that shows what an encoder is for."""
-    return SENTENCE if metadata.head == "embedding" else SPAN[0] if metadata.head == "span" else metadata.output
+    return (
+        SENTENCE_EMBEDDING if metadata.head == "embedding" else SPAN[0] if metadata.head == "span" else metadata.output
+    )
 
 
 def last_stream(metadata: Metadata) -> str:
@@ -60,8 +64,8 @@ def check_encoder(layout: ClientLayout, content: Content) -> None:
         raise layout.refuse(f"{layout.client} pools the last stream, and the graph has no {stream}: use layout='plain'")
     hooks = [*metadata.hooks]
     behind = {*hooks[hooks.index(stream) + 1 :]}
-    for edited in content.facts["interventions"]:  # "add at hook_embedding"
-        kind, _, hook = edited.rpartition(" at ")
+    for intervention in content.facts["interventions"]:  # "add at hook_embedding"
+        kind, _, hook = intervention.rpartition(" at ")
         if hook in behind:
             raise layout.refuse(
                 f"{layout.client} pools {stream} itself, and would not show {kind} at {hook}, which lies behind it: "
@@ -88,9 +92,9 @@ def as_transformers(content: Content) -> onnx.ModelProto:
     elif metadata.head == "embedding":
         stream = tensors[last_stream(metadata)]
         # Under a name of its own: it may be an output already, as a capture.
-        shown = op.Identity(stream, name=STREAM)
-        shown.name, shown.shape = STREAM, ["batch", "seq", metadata.sizes.hidden_size]
-        main.name = SENTENCE
+        shown = op.Identity(stream, name=HIDDEN_STATE)
+        shown.name, shown.shape = HIDDEN_STATE, ["batch", "seq", metadata.sizes.hidden_size]
+        main.name = SENTENCE_EMBEDDING
         first = [shown, main]
     else:
         first = [main]
@@ -109,7 +113,11 @@ def write_tokenizer(content: Content, at: Path, classes: frozenset[str] = frozen
             them.
     """
     path = at / TOKENIZER_SETTINGS
+    if not (path.is_file() or (at / TOKENIZER_FILE).is_file()):
+        return  # a model without a tokenizer
     settings = read_json(path) if path.is_file() else {}
+    if not isinstance(settings, dict):
+        raise ModelError(f"{content.model.folder / TOKENIZER_SETTINGS} holds no table")
     longest = content.model.longest_text
     if longest is not None:
         settings["model_max_length"] = longest

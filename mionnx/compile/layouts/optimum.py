@@ -4,7 +4,14 @@ from pathlib import Path
 
 import onnx
 
-from mionnx.compile.layouts.encoders import CLASSES, STREAM, as_transformers, check_encoder, output_of, write_tokenizer
+from mionnx.compile.layouts.encoders import (
+    HEAD_CLASSES,
+    HIDDEN_STATE,
+    as_transformers,
+    check_encoder,
+    output_of,
+    write_tokenizer,
+)
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content
 
 
@@ -18,9 +25,10 @@ class OptimumLayout(ClientLayout):
 
     def check(self, content: Content) -> None:
         if content.encodes:
-            return check_encoder(self, content)
-        self.need_keys_and_values(content)
-        self.need_config(content)
+            check_encoder(self, content)
+        else:
+            self.need_keys_and_values(content)
+            self.need_config(content)
 
     def adapt(self, content: Content) -> onnx.ModelProto:
         return as_transformers(content) if content.encodes else content.proto
@@ -30,10 +38,10 @@ class OptimumLayout(ClientLayout):
             write_tokenizer(content, at)
 
     def loop(self, content: Content) -> str:
-        head = content.model.metadata.head
-        kind = CLASSES.get(head, "FeatureExtraction") if content.encodes else "CausalLM"
+        head, output = content.model.metadata.head, output_of(content.model.metadata)
+        kind = HEAD_CLASSES.get(head, "FeatureExtraction") if content.encodes else "CausalLM"
         if content.encodes:
-            run = f"""output = model(**inputs).{STREAM if head == "embedding" else output_of(content.model.metadata)}
+            run = f"""output = model(**inputs).{HIDDEN_STATE if head == "embedding" else output}
 print(tuple(output.shape), output.ravel()[:8].tolist())"""
         else:
             run = f"""tokens = model.generate(**inputs, max_new_tokens={NEW_TOKENS}, do_sample=False)

@@ -80,23 +80,20 @@ def _modules(content: Content) -> list[dict[str, Any]]:
 
 def _module_weights(content: Content) -> dict[str, dict[str, Any]]:
     """Folder of a module that has weights -> those, by the names in its file."""
-    found: dict[str, dict[str, Any]] = {}
+    folders, proto = dict[str, dict[str, Any]](), content.model.proto
+    there = {tensor.name for tensor in proto.graph.initializer}
     for number, module in enumerate(_modules(content)[2:]):  # behind the transformer and its pooling
-        kind = str(module.get("type", "")).rpartition(".")[2]
+        kind, path = str(module.get("type", "")).rpartition(".")[2], str(module.get("path"))
         if kind not in WEIGHED:
             continue
-        path, proto = str(module.get("path")), content.model.proto
-        if not (Path(path).name == path and (content.model.folder / path / "config.json").is_file()):
-            raise InputError(f"{content.model.folder / MODULES} names no folder beside it for {kind}: {path!r}")
-        prefix, there = f"sentence.modules_behind.{number}.", {tensor.name for tensor in proto.graph.initializer}
-        found[path] = {
-            name: onnx_file.weight(proto, content.model.folder, prefix + name)
-            for name in WEIGHED[kind]
-            if prefix + name in there
-        }
-        if WEIGHED[kind][0] not in found[path]:
+        if Path(path).name != path or not (content.model.folder / path / "config.json").is_file():
+            raise ModelError(f"{content.model.folder / MODULES} names no folder beside it for {kind}: {path!r}")
+        names = {name: f"sentence.modules_behind.{number}.{name}" for name in WEIGHED[kind]}
+        own = {name: full for name, full in names.items() if full in there}
+        if WEIGHED[kind][0] not in own:
             raise InputError(
                 f"layout 'sentence-transformers': {content.model.name} has no weights of {path} by their name: use "
                 "layout='plain'"
             )
-    return found
+        folders[path] = {name: onnx_file.weight(proto, content.model.folder, full) for name, full in own.items()}
+    return folders

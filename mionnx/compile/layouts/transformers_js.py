@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 
 from mionnx.compile.knobs import sentence
-from mionnx.compile.layouts.encoders import CLASSES, as_transformers, check_encoder, output_of, write_tokenizer
+from mionnx.compile.layouts.encoders import HEAD_CLASSES, as_transformers, check_encoder, output_of, write_tokenizer
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content, write_json
 
 WRAPPER = "compiled.mjs"
@@ -114,7 +114,7 @@ class TransformersJsLayout(ClientLayout):
         knobs = {name: facts["default"] for name, facts in content.facts["knobs"].items()}
         monitors = [*content.facts.get("monitors", {})]
         metadata = content.model.metadata
-        kind = CLASSES.get(metadata.head) if content.encodes else "CausalLM"
+        kind = HEAD_CLASSES.get(metadata.head) if content.encodes else "CausalLM"
         kind = f"AutoModelFor{kind}" if kind else "AutoModel"
         shown = ", ".join(f'out["{name}"].tolist()[0].at(-1)' for name in monitors)
         read = f", (out) => console.log({shown})" if monitors else ""
@@ -122,7 +122,8 @@ class TransformersJsLayout(ClientLayout):
             run = f"""const output = (await model(inputs)).{output_of(metadata)};
 console.log(output.dims, [...output.data.slice(0, 8)]);"""
         else:
-            run = f"""const tokens = await model.generate({{ ...inputs, max_new_tokens: {NEW_TOKENS}, do_sample: false }});
+            how = f"max_new_tokens: {NEW_TOKENS}, do_sample: false"
+            run = f"""const tokens = await model.generate({{ ...inputs, {how} }});
 console.log(tokenizer.decode(tokens.tolist()[0], {{ skip_special_tokens: true }}));"""
         return f"""import {{ {kind}, AutoTokenizer, env }} from "@huggingface/transformers";
 import {{ compiled }} from "./{WRAPPER}";
