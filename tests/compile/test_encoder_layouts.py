@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from mionnx import HookSpec, InputError, Intervention, Knob, MIModel
 from mionnx.compile.layouts.layout import CARD_PROMPT
+from mionnx.verify.plain_model import export_plain
 
 # The releases of datasets that are imported with it want the newest huggingface_hub, and optimum's transformers not.
 SENTENCES = f"sentence-transformers==5.4.1 {OPTIMUM} datasets==4.4.1"
@@ -150,6 +151,27 @@ def test_a_knob_and_a_capture_of_the_stream_stand_beside_the_sentence(text_encod
     stream, sentence, captured = session_of(folder, "transformers.js").run(None, feeds)
     assert (stream == captured).all()
     assert np.abs(sentence - model.embed(TEXTS[1], SPEC)).max() < 1e-6
+
+
+def test_a_file_a_dose_is_the_spec_of_that_strength(text_encoder, tmp_path):
+    model, _ = text_encoder("embedding")
+    spec = HookSpec().intervene("blocks.0.hook_mlp_out", Intervention.Add(np.cos(np.arange(32.0))))
+    folder = model.compile(spec, tmp_path / "out", layout="optimum", knobs={"push": Knob(doses=[0, 1])})
+    encoding = model.tokenizer.encode(TEXTS[1])
+    feeds = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask, "token_type_ids": encoding.type_ids}
+    feeds = {name: np.array([ids]) for name, ids in feeds.items()}
+    for dose, hooks in ((0, None), (1, spec)):
+        _, sentence = onnxruntime.InferenceSession(folder / f"model_push_{dose}.onnx").run(None, feeds)
+        assert np.abs(sentence - model.embed(TEXTS[1], hooks)).max() < 1e-6
+
+
+@pytest.mark.slow
+def test_an_export_that_leaves_at_once_refuses_an_encoder(text_encoder, tmp_path):
+    model, _ = text_encoder("embedding")
+    source = model.hooked.folder.parent / "checkpoint"
+    with pytest.raises(InputError, match=r"is an encoder.*--plain --layout optimum"):
+        export_plain(source, tmp_path / "out", "optimum", "float32", lambda *_: None)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture(scope="session")
