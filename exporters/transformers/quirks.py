@@ -240,9 +240,7 @@ class Quirk(NamedTuple):
     why: str
 
 
-PROJECTED = Quirk(
-    ProjectedHeads, "rotates slices of keys, then of queries, heads last, or all of them: no cut is seen"
-)
+PROJECTED = Quirk(ProjectedHeads, "rotates slices of keys, then of queries, heads last, or all of them: no cut is seen")
 BESIDE = Quirk(MlpBesideExperts, "adds an MLP to its experts in the block itself, so that no module gives the sum")
 QUIRKS = {
     "codegen": PROJECTED,

@@ -88,6 +88,8 @@ def columns_of(
         by_text = not {*SEQUENCE_AXES, "seq_k", "seq_src"} & {*node.axes}
         if by_text and not pooled and right:
             raise HookError(f"{node.output} {list(node.axes)} has one value a text: harvest(..., positions='pooled')")
+        if has_sequence(node.axes) and pooled:
+            raise HookError(f"{node.output} {list(node.axes)} has a value a token: harvest(..., positions='first')")
         if (not has_sequence(node.axes) and not (by_text and pooled)) or {"seq_k", "seq_src"} & {*node.axes}:
             raise HookError(
                 f"{node.output} {list(node.axes)} has no value of one size for each token, and cannot be harvested"
