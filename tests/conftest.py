@@ -229,7 +229,7 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
 
 @pytest.fixture(scope="session")
 def environment(shared: Path) -> Callable[[str], Path]:
-    """A package -> the Python of a virtual environment that has it, and all that is installed here besides."""
+    """A package, or several -> the Python of a virtual environment with them, and all that is installed here."""
 
     def find(package: str) -> Path:
         folder = shared / "environments" / package
@@ -240,7 +240,7 @@ def environment(shared: Path) -> Callable[[str], Path]:
                 packages = next((folder / "lib").glob("python3*/site-packages"))
                 here = next(path for path in sys.path if path.endswith("site-packages"))
                 (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
-                pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", package]
+                pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", *package.split()]
                 ran = subprocess.run(pip, capture_output=True, text=True)
                 if ran.returncode:
                     pytest.skip(f"{package} cannot be installed here: {ran.stderr[-300:]}")

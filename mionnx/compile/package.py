@@ -78,19 +78,22 @@ def write_package(
     """
     layout = CLIENT_LAYOUTS[packaging.layout]
     onnx_file.rename(proto, LOGITS, model.metadata.output)  # as clients know it
-    name_axes(proto.graph)
     if last:
         _mark_last(proto)
     facts = json.loads(onnx_file.properties(proto)[COMPILED])
-    document(proto, facts["knobs"])
-    document_monitors(proto, facts["monitors"])
     embedded = packaging.placed == "embedded"
     config, generation = (_json(model.folder, name) for name in ("config.json", "generation_config.json"))
     turned = {name: knob for name, knob in knobs.items() if not knob.doses}
     content = Content(model, proto, target.name, facts, turned, last, embedded, config, generation)
-    if model.metadata.bidirectional and not layout.takes_encoders:
+    if content.encodes and not layout.takes_encoders:
         raise layout.refuse(f"{layout.client} decodes, and {model.name} is an encoder: use layout='plain'")
+    if not content.encodes and not layout.takes_decoders:
+        raise layout.refuse(f"{layout.client} runs encoders, and {model.name} is a decoder: use layout='plain'")
     layout.check(content)
+    content = replace(content, proto=layout.adapt(content))
+    name_axes(content.proto.graph)
+    document(content.proto, facts["knobs"])
+    document_monitors(content.proto, facts["monitors"])
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial, _room(model, packaging):
         graph = partial / layout.graph(content)
@@ -219,15 +222,16 @@ def _write_rest(content: Content, spec: HookSpec, at: Path) -> None:
     copy_beside([file for file in files if file.name != TOKENIZER_FILE], content.model.folder, at)
     for file in [file for file in files if file.name == TOKENIZER_FILE]:
         copy_tokenizer(file, at / file.name)
-    _name_inputs(at / "tokenizer_config.json")
+    types = ["token_type_ids"] * content.model.has_token_types
+    _name_inputs(at / "tokenizer_config.json", [*INPUT_NAMES, *types])
 
 
-def _name_inputs(path: Path) -> None:
+def _name_inputs(path: Path, names: list[str]) -> None:
     """Name the graph's inputs in a tokenizer's config without their names."""
     # A tokenizer class of transformers 4 gives segments too, which no decoder reads.
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
-        path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))
+        path.write_text(json.dumps({**config, "model_input_names": names}, ensure_ascii=False, indent=1))
 
 
 def _write_sums(home: Path, folder: Path, progress: Progress) -> None:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from mionnx.compile.compile_model import compile_plain
 from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, InputError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.io_names import cache_names
+from mionnx.graph.metadata import NEXT_TOKEN
 from mionnx.machine.progress import Progress
 from mionnx.machine.softmax import log_softmax
 from mionnx.run import exporting
@@ -42,7 +43,7 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
 
     Raises:
         ExportError: no exporter knows the checkpoint, or what was written differs from it.
-        InputError: what the layout's client cannot run.
+        InputError: what the layout's client cannot run, or an encoder.
         ModelError: the folder exists or cannot be written.
     """
     if folder.exists():
@@ -52,6 +53,11 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
         hooked_folder = Path(scratch) / checkpoint.resolve().stem
         exporting.export(checkpoint, hooked_folder, dtype, progress)
         hooked = HookedModel.open(hooked_folder)
+        if hooked.metadata.bidirectional or hooked.metadata.head != NEXT_TOKEN:
+            raise InputError(
+                f"{checkpoint} is an encoder, and what leaves at once is checked by its next tokens: export it, then "
+                f"`mionnx compile FOLDER -o {folder} --plain --layout {layout}`"
+            )
         return compile_plain(hooked, folder, layout, lambda graph: _verify(graph, hooked, checkpoint), progress)
 
 

@@ -5,9 +5,6 @@ onnxruntime-node under Node, plain onnxruntime. A cheap test of each runs always
 """
 
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -16,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from repository import SHARED
+from client_programs import CLIENTS, OPTIMUM, loop_of, run
 
 from mionnx import HookPoint, HookSpec, Intervention, Knob, MIModel
 from mionnx.compile.layouts.layout import CARD_PROMPT
 
-CLIENTS = SHARED / "clients"
-GENAI, OPTIMUM = "onnxruntime-genai==0.18.0", "optimum-onnx==0.1.0"
+GENAI = "onnxruntime-genai==0.18.0"
 COUNTRIES = ("France", "Germany")
 DOSES = (0.0, 1.0, -1.0)
 PROMPTS = [CARD_PROMPT, "When Mary and John went to the store , John gave a drink to"]
@@ -37,21 +33,6 @@ def steering(model: MIModel, strength: float = 1.0) -> HookSpec:
     push = strength * 0.05 * np.cos(np.arange(128))
     spec = HookSpec().intervene(point, Intervention.Add(strength * (ends[1] - ends[0]), positions=3))
     return spec.intervene("blocks.2.hook_resid_post", Intervention.Add(push))
-
-
-def loop_of(card: Path) -> str:
-    """The program on a card."""
-    found = re.search(r"## Running it.*?```\w+\n(.*?)\n```", card.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
-def run(command: list[Any], cwd: Path) -> str:
-    """What a program prints that knows nothing of mionnx."""
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, env=bare)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from mionnx.compile.knobs import Knob
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.io_names import cache_names
+from mionnx.graph.metadata import NEXT_TOKEN
 
 CARD_PROMPT = "The capital of France is"  # of the loops on cards
 NEW_TOKENS = 16
@@ -43,6 +44,12 @@ class Content:
     embedded: bool
     config: dict[str, Any]
     generation: Mapping[str, Any]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the model reads a text whole, and continues none."""
+        metadata = self.model.metadata
+        return metadata.bidirectional or metadata.head != NEXT_TOKEN
 
     @property
     def interface(self) -> GraphInterface:
@@ -77,10 +84,15 @@ class ClientLayout(ABC):
     required_knobs: ClassVar[bool] = False  # the client feeds no input that has a default
     turns_knobs: ClassVar[bool] = True  # the client feeds further inputs at all
     takes_encoders: ClassVar[bool] = False  # the client runs models that read a text whole
+    takes_decoders: ClassVar[bool] = True  # the client runs models that continue a text
     language: ClassVar[str] = "python"  # of `loop`
 
     def check(self, content: Content) -> None:  # noqa: B027  a layout need not refuse anything
         """Refuse what the client cannot run, with the reason."""
+
+    def adapt(self, content: Content) -> onnx.ModelProto:
+        """The graph with the inputs and outputs that the client knows."""
+        return content.proto
 
     def graph(self, content: Content) -> str:
         """The path of the graph in the folder."""

@@ -16,7 +16,7 @@ class PlainLayout(ClientLayout):
     takes_encoders = True
 
     def loop(self, content: Content) -> str:
-        write = encode_once if content.model.metadata.bidirectional else decode_loop
+        write = encode_once if content.encodes else decode_loop
         return write(content, self.graph(content))
 
 

@@ -10,7 +10,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import onnx
+
 from mionnx.compile.knobs import sentence
+from mionnx.compile.layouts.encoders import HEAD_CLASSES, as_transformers, check_encoder, output_of, write_tokenizer
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content, write_json
 
 WRAPPER = "compiled.mjs"
@@ -29,6 +32,16 @@ vaultgemma
 """,
     )
 )
+JS_ENCODER = "bert"  # the type of any encoder: the client feeds what the graph names
+# Types of encoders that it knows with every head.
+JS_ENCODERS = frozenset(
+    ("bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet", "neobert", "roberta")
+) | {"roformer", "xlm", "xlm-roberta"}
+# Its tokenizers that give token types.
+JS_TOKENIZERS = frozenset(
+    f"{name}Tokenizer"
+    for name in ("Albert", "Bert", "ConvBert", "Deberta", "DebertaV2", "Electra", "Herbert", "MobileBert", "RoFormer")
+) | {"SqueezeBertTokenizer", "XLMTokenizer"}
 MOST_FILES = 100
 
 
@@ -38,13 +51,20 @@ class TransformersJsLayout(ClientLayout):
     name = "transformers.js"
     client = "transformers.js"
     required_knobs = True
+    takes_encoders = True
     language = "js"
 
     def check(self, content: Content) -> None:
-        self.need_keys_and_values(content)
-        self.need_config(content)
+        if content.encodes:
+            check_encoder(self, content)
+        else:
+            self.need_keys_and_values(content)
+            self.need_config(content)
         if content.activations == "bfloat16":
             raise self.refuse("JavaScript has no bfloat16: open the model with dtype='float32' or 'float16'")
+
+    def adapt(self, content: Content) -> onnx.ModelProto:
+        return as_transformers(content) if content.encodes else content.proto
 
     def dtype(self, content: Content) -> str:
         """Its name for the dtype of the weights."""
@@ -69,7 +89,11 @@ class TransformersJsLayout(ClientLayout):
         files = 0 if content.embedded else sum(1 for _ in (at / "onnx").glob("*_data*"))
         metadata = content.model.metadata
         config = dict(content.config)
-        if metadata.family not in JS_TYPES or config.get("model_type") not in JS_TYPES:
+        if content.encodes:
+            write_tokenizer(content, at, JS_TOKENIZERS)
+            if config.get("model_type") not in JS_ENCODERS:
+                config |= {"mionnx.model_type": config.get("model_type"), "model_type": JS_ENCODER}
+        elif metadata.family not in JS_TYPES or config.get("model_type") not in JS_TYPES:
             heads, width, _ = metadata.heads(0)
             # The graph says the rest: a client that does not know the family runs it as one that it knows.
             config |= {
@@ -89,19 +113,28 @@ class TransformersJsLayout(ClientLayout):
     def loop(self, content: Content) -> str:
         knobs = {name: facts["default"] for name, facts in content.facts["knobs"].items()}
         monitors = [*content.facts.get("monitors", {})]
+        metadata = content.model.metadata
+        kind = HEAD_CLASSES.get(metadata.head) if content.encodes else "CausalLM"
+        kind = f"AutoModelFor{kind}" if kind else "AutoModel"
         shown = ", ".join(f'out["{name}"].tolist()[0].at(-1)' for name in monitors)
         read = f", (out) => console.log({shown})" if monitors else ""
-        return f"""import {{ AutoModelForCausalLM, AutoTokenizer, env }} from "@huggingface/transformers";
+        if content.encodes:
+            run = f"""const output = (await model(inputs)).{output_of(metadata)};
+console.log(output.dims, [...output.data.slice(0, 8)]);"""
+        else:
+            how = f"max_new_tokens: {NEW_TOKENS}, do_sample: false"
+            run = f"""const tokens = await model.generate({{ ...inputs, {how} }});
+console.log(tokenizer.decode(tokens.tolist()[0], {{ skip_special_tokens: true }}));"""
+        return f"""import {{ {kind}, AutoTokenizer, env }} from "@huggingface/transformers";
 import {{ compiled }} from "./{WRAPPER}";
 
 env.allowRemoteModels = false;
 env.localModelPath = "";
 const folder = import.meta.dirname ?? "."; // in a browser, the folder's address
 const tokenizer = await AutoTokenizer.from_pretrained(folder);
-const model = compiled(await AutoModelForCausalLM.from_pretrained(folder), {json.dumps(knobs)}{read});
+const model = compiled(await {kind}.from_pretrained(folder), {json.dumps(knobs)}{read});
 const inputs = tokenizer("{CARD_PROMPT}");
-const tokens = await model.generate({{ ...inputs, max_new_tokens: {NEW_TOKENS}, do_sample: false }});
-console.log(tokenizer.decode(tokens.tolist()[0], {{ skip_special_tokens: true }}));"""
+{run}"""
 
 
 def _wrapper(content: Content) -> str:
