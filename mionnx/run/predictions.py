@@ -14,7 +14,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.brief import count, cut
 from mionnx.machine.decimals import decimal
-from mionnx.machine.ranges import at_least
+from mionnx.machine.ranges import at_least, index_within
 from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
@@ -58,11 +58,11 @@ class Predictions(Shown):
 
     def probability(self, choice: str, place: int = 0) -> float:
         """The probability of one of the choices that are told at a place."""
-        if choice not in self.choices[place]:
-            raise InputError(
-                f"{choice!r} is not among the choices told: {', '.join(self.choices[place])}; k= tells more"
-            )
-        return float(self.probabilities[place][self.choices[place].index(choice)])
+        place = index_within("place", place, len(self.choices))
+        choices = self.choices[place]
+        if choice not in choices:
+            raise InputError(f"{choice!r} is not among the choices told: {', '.join(choices)}; k= tells more")
+        return float(self.probabilities[place][choices.index(choice)])
 
     def _facts(self) -> Iterator[str]:
         yield f"{count(len(self.texts), 'place')}, {self.of}"
