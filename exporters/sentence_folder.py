@@ -12,7 +12,7 @@ from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.metadata import POOLINGS
 
-MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+MODULES_FILE, SETTINGS = "modules.json", "config_sentence_transformers.json"
 TEXTS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
 PACKAGE = "sentence_transformers."  # where a module's class has to come from
 NAMED = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"} | {
@@ -60,15 +60,19 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
     Raises:
         ExportError: a damaged file, or modules that are not known.
     """
-    if not (folder / MODULES).is_file():
+    if not (folder / MODULES_FILE).is_file():
         return None
-    entries = _read(folder, MODULES, list)
+    entries = _read(folder, MODULES_FILE, list)
     kinds = [_kind(entry, folder) for entry in entries]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Pooling") > 1:
-        raise ExportError(f"{folder / MODULES} has the modules {', '.join(kinds)}: no transformer with one pooling")
+        raise ExportError(
+            f"{folder / MODULES_FILE} has the modules {', '.join(kinds)}: no transformer with one pooling"
+        )
     paths = [str(entry.get("path", "")) for entry in entries]
     if paths[0]:
-        raise ExportError(f"{folder / MODULES} keeps its transformer in {paths[0]!r}: give that folder, it has no head")
+        raise ExportError(
+            f"{folder / MODULES_FILE} keeps its transformer in {paths[0]!r}: give that folder, it has no head"
+        )
     poolings, whole = _poolings(_read(folder, f"{paths[1]}/config.json", dict), folder / paths[1])
     behind = [
         Module(kind, {} if kind == "Normalize" else _read(folder, f"{path}/config.json", dict), folder / path)
@@ -95,13 +99,13 @@ def _kind(entry: Any, folder: Path) -> str:
     """The class of a module by its last word; its path has moved between versions."""
     path = entry.get("type") if isinstance(entry, dict) else None
     if not isinstance(path, str):
-        raise ExportError(f"{folder / MODULES} is damaged: an entry has no type")
+        raise ExportError(f"{folder / MODULES_FILE} is damaged: an entry has no type")
     kind = path.rpartition(".")[2]
     if not path.startswith(PACKAGE):
         raise ExportError(f"{folder} brings code of its own for the module {path}: code of a checkpoint is never run")
     known = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
     if kind not in known:
-        raise ExportError(f"{folder / MODULES} has a module {kind!r}; mionnx knows {', '.join(known)}")
+        raise ExportError(f"{folder / MODULES_FILE} has a module {kind!r}; mionnx knows {', '.join(known)}")
     return kind
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exporters.checkpoint_tensors import StoredTensor, read_tensors
-from exporters.sentence_folder import MODULES, Module, SentenceModules
+from exporters.sentence_folder import MODULES_FILE, Module, SentenceModules
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.files import link_or_copy
@@ -52,7 +52,7 @@ def load(sentence: SentenceModules, dtype: torch.dtype) -> "Sentence":
     try:
         made.load_state_dict(read)
     except RuntimeError as error:
-        raise ExportError(f"the modules of {MODULES} have other weights: {error}") from error
+        raise ExportError(f"the modules of {MODULES_FILE} have other weights: {error}") from error
     return made.to(dtype).eval()
 
 
@@ -69,8 +69,7 @@ def tensors_of(sentence: SentenceModules, staging: Path) -> list[StoredTensor]:
         for file, own in files.items():
             link_or_copy(file, own)
         tensors += [
-            replace(one, name=f"{SENTENCE}.modules_behind.{number}.{one.name}", file=files[one.file])
-            for one in read
+            replace(one, name=f"{SENTENCE}.modules_behind.{number}.{one.name}", file=files[one.file]) for one in read
         ]
     return tensors
 
