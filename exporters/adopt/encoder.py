@@ -143,7 +143,8 @@ def name_head(decoder: Recognised, model: ir.Model, head: FileHead) -> None:
     stream, ends = _stream(decoder), (HookPoint.FinalNorm.name, HookPoint.Logits.name)
     for name, value in decoder.points:
         points += [(sum_of(name), sums[name])] if name in sums else []
-        points += [(name, value)] if name not in ends else []
+        alone = name == HookPoint.Embed.name and decoder.points[1][0] not in ADDED_EMBEDDINGS  # a norm follows
+        points += [(name, decoder.flow.embedding if alone else value)] if name not in ends else []
     decoder.notes[:] = [note for note in decoder.notes if not note.startswith(HookPoint.FinalNorm.name)]
     final = _final_norm(decoder, stream)
     points += [(HookPoint.FinalNorm.name, final)] if final is not None else []
