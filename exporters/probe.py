@@ -113,6 +113,8 @@ def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: 
         return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3
     if entry.name == "attention_mask":
         return np.ones((batch, past + seq), np.int64)
+    if entry.name == "token_type_ids":
+        return np.zeros((batch, seq), np.int64)
     if entry.name == "position_ids":
         return np.tile(np.arange(past, past + seq, dtype=np.int64), (batch, 1))
     if entry.type in ONNX_FLOATS and len(entry.shape) == 4:

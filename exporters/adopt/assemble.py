@@ -9,8 +9,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.extension import AS_STOCK, Plain, complete
-from exporters.adopt.facts import SINKS, add_metadata, config_of, other_windows, windows_of
+from exporters.adopt.encoder import (
+    DECODER_HEAD,
+    FileHead,
+    drop_positions,
+    find_head,
+    name_head,
+    reads_both_ways,
+    stream_point,
+)
+from exporters.adopt.extension import AS_STOCK, LACKING, Plain, complete
+from exporters.adopt.facts import SINKS, add_metadata, config_of, counted_places, other_windows, windows_of
+from exporters.adopt.flow import rank
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.onnx_files import config_folder
@@ -19,7 +29,15 @@ from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import Interface, keep_fused, keep_stock
-from exporters.adopt.self_check import LawResult, check_laws, compare, probe_points, refuse_broken, rounding
+from exporters.adopt.self_check import (
+    LawResult,
+    check_laws,
+    check_padding,
+    compare,
+    probe_points,
+    refuse_broken,
+    rounding,
+)
 from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
 from exporters.op_writer import OpWriter
 from exporters.probe import Probe, check_bounded, open_session, run
@@ -27,6 +45,8 @@ from exporters.sidecar_files import find_files, keep_files
 from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, MAIN_OUTPUTS
+from mionnx.graph.onnx_file import rename
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.files import link_or_copy
@@ -81,16 +101,18 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     decoder = recognise(source.model.graph)
     stock_logits = str(decoder.flow.logits.name)  # before `name_points` calls it "logits"
     padding = all(heeds_mask(source.model, attention.scores) for attention in decoder.attention)
-    cached = name_caches(decoder)
-    renamed = {str(value.name): name for value, name in stock_inputs.items()}
-    interface, names = Interface.of(renamed, ends, stock_logits), name_points(decoder)
-    decoder.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
-    lacks = frozenset(lack for lack, has in (("mask", padding), ("cache", cached)) if not has)
-    proto, windows = _clean(source.model), windows_of(config_of(file), len(decoder.attention))
+    windows, config = windows_of(config_of(file), len(decoder.attention)), config_of(file)
     try:
+        head = _head_of(source, target, decoder, config, unread=positions is not None)
+        cached = name_caches(decoder)
+        renamed = {str(value.name): name for value, name in stock_inputs.items()}
+        interface, names = Interface.of(renamed, ends, stock_logits), name_points(decoder)
+        decoder.notes.extend([positions] if positions is not None and not head.both else [])
+        lacks = frozenset(lack for lack, has in (("mask", padding), ("cache", cached or head.both)) if not has)
+        proto = _clean(source.model)
         check_bounded(proto, target)
-        probed = probe_points(proto, target, names)
+        probed = probe_points(proto, target, [*names, *(counted_places(decoder) if head.both else ())])
     except ExportError as error:
         # the probe has two rows: a file exported for one fails for that reason, and is told how to mend it
         if not isinstance(rows.get(tokens), int):
@@ -103,22 +125,53 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        laws = check_laws(probed, proto, target, len(decoder.attention), decoder.sinks)
-        return laws + _as_stock(source, target, probed, renamed, stock_logits, rounding(proto, probed), decoder)
+        laws = check_laws(probed, proto, target, len(decoder.attention), decoder.sinks, head.both)
+        own = probed.values[LOGITS] if not head.added else probed.values[stream_point(names)]
+        return laws + _as_stock(source, target, probed, renamed, stock_logits, own, rounding(proto, probed), decoder)
 
-    proto, probed, laws = complete(plain, _clean, checked)
+    proto, probed, laws = _completed(plain, checked) if head.both else complete(plain, _clean, checked)
     refuse_broken(laws, f"{file} was")
     progress("writing", 4, STAGES)
     decoder.notes.extend(other_windows(decoder.windows or [], windows or []))
     same, runs = proto is plain.proto, any(law.law == AS_STOCK for law in laws)  # nothing was added
-    add_metadata(proto, source, decoder, probed, same and "mask" in lacks, hashes())
+    add_metadata(proto, source, decoder, probed, same and "mask" in lacks, hashes(), head)
     keep_fused(proto, target, probed, fused if same else map(moved, fused), len(decoder.attention), decoder.notes)
-    keep_stock(proto, target, replace(source, stock=own), interface, probed, bool(expanded), runs, decoder.notes)
-    _write(proto, file, target)
+    if not head.added:
+        keep_stock(proto, target, replace(source, stock=own), interface, probed, bool(expanded), runs, decoder.notes)
+    _write(proto, file, target, MAIN_OUTPUTS[head.kind])
     return Adopted(file, names, expanded, laws, decoder.notes)
 
 
-def _write(proto: onnx.ModelProto, file: Path, target: Path) -> None:
+def _head_of(
+    source: SourceFile, target: Path, decoder: Recognised, config: Mapping[str, Any], unread: bool
+) -> FileHead:
+    """What a file is for; the points of an encoder's head are put among the others."""
+    if not reads_both_ways(decoder, lambda: _clean(source.model), target):
+        if rank(decoder.flow.logits) == 2:
+            raise ExportError(f"{source.file} is a decoder's with one vector a text: such a head is not adopted")
+        return DECODER_HEAD
+    if config.get("is_decoder"):
+        raise ExportError(f"{source.file} reads tokens on both sides, and config.json says that it is a decoder")
+    if unread:
+        drop_positions(source.model.graph)
+    head = find_head(decoder, config_folder(source.file), config)
+    name_head(decoder, source.model, head)
+    return head
+
+
+def _completed(
+    plain: Plain, checked: Callable[[onnx.ModelProto, Probe], list[LawResult]]
+) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
+    """An encoder's graph as it is: it takes no past, and is checked with padding behind its texts."""
+    laws, layers = checked(plain.proto, plain.probed), len(plain.found.attention)
+    if "mask" in plain.lacks:
+        plain.found.notes.append(LACKING["mask"])
+        return plain.proto, plain.probed, laws
+    return plain.proto, plain.probed, laws + check_padding(plain.probed, plain.proto, plain.folder, layers)
+
+
+def _write(proto: onnx.ModelProto, file: Path, target: Path, output: str) -> None:
+    rename(proto, LOGITS, output)
     (target / GRAPH).write_bytes(proto.SerializeToString())
     keep_files(find_files(config_folder(file)), config_folder(file), target)
     try:
@@ -133,7 +186,10 @@ def check_folder(folder: Path) -> list[LawResult]:
     if hooked.metadata.recurrent:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
     probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
-    return check_laws(probed, hooked.proto, folder, hooked.metadata.sizes.num_layers, SINKS in hooked.metadata.exporter)
+    metadata, layers = hooked.metadata, hooked.metadata.sizes.num_layers
+    laws = check_laws(probed, hooked.proto, folder, layers, SINKS in metadata.exporter, metadata.bidirectional)
+    padded = metadata.bidirectional and ATTENDS_TO_PADDING not in metadata.exporter
+    return laws + (check_padding(probed, hooked.proto, folder, layers) if padded else [])
 
 
 def _clean(model: ir.Model) -> onnx.ModelProto:
@@ -156,10 +212,11 @@ def _as_stock(
     probed: Probe,
     renamed: Mapping[str, str],
     logits: str,
+    own: np.ndarray,
     rounding: float,
     decoder: Recognised,
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime; a merged one runs its other branch."""
+    """Compare the logits, or the stream, with the file's own in the same runtime; a merged one by its other branch."""
     try:
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in probed.feeds.items() if name in renamed}
@@ -170,7 +227,7 @@ def _as_stock(
         decoder.notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
     # roundings add up, layer by layer
-    return [compare(AS_STOCK, None, probed.values[LOGITS], expected, len(decoder.attention) * rounding)]
+    return [compare(AS_STOCK, None, own, expected, len(decoder.attention) * rounding)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from exporters.adopt.encoder import FileHead, vocabulary
 from exporters.adopt.flow import ROW_LOOKUPS
 from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
@@ -35,7 +36,13 @@ SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
 
 def add_metadata(
-    proto: onnx.ModelProto, source: SourceFile, decoder: Recognised, probed: Probe, attends: bool, hashes: Hashes
+    proto: onnx.ModelProto,
+    source: SourceFile,
+    decoder: Recognised,
+    probed: Probe,
+    attends: bool,
+    hashes: Hashes,
+    head: FileHead,
 ) -> None:
     """Write the metadata of an adopted graph into it; `attends` says whether it attends to padding."""
     names = [name for name, _ in decoder.points]
@@ -45,7 +52,7 @@ def add_metadata(
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
         raise ExportError(f"{source.file} computes in {', '.join(unknown)}: no such model runs here")
     dtype = max({*dtypes.values()}, key=DTYPE_NAMES.index)  # the coarsest, that of the weights
-    annotate(proto, probed, hooks)
+    annotate(proto, probed, hooks, decoder.main)
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
         dtype=dtype,
@@ -63,6 +70,7 @@ def add_metadata(
         weight_files=hashes[1],
         context_length=context_length(config),
         hook_dtypes={name: other for name, other in dtypes.items() if other != dtype},
+        **head.facts(probed.values, f"blocks.{sizes.num_layers - 1}.hook_resid_post"),
     )
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
@@ -102,27 +110,47 @@ def sizes_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> Sizes:
     """The sizes of a decoder, from one run of it."""
     queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
     learned = next((value for name, value in decoder.points if name == "hook_pos_embed"), None)
+    width, hidden = (values[name].shape[-1] for name in ("hook_embed", "blocks.0.hook_resid_pre"))
+    rows = vocabulary(decoder.flow)
     routed = {name.rpartition(".")[2]: value.shape[-1] for name, value in values.items() if value.ndim == 3}
     return Sizes(
         num_layers=len(decoder.attention),
         num_heads=queries[1],
         num_kv_heads=keys[1],
         head_dim=queries[3],
-        hidden_size=values["hook_embed"].shape[-1],
-        vocab_size=values["hook_logits"].shape[-1],
-        max_positions=None if learned is None else _rows(learned),
+        hidden_size=hidden,
+        vocab_size=values["hook_logits"].shape[-1] if "hook_logits" in values else rows or 1,
+        max_positions=None if learned is None else _rows(learned, values),
+        embedding_size=None if width == hidden else width,
         n_experts=routed.get("hook_router_logits"),
         n_chosen=routed.get("hook_expert_indices"),
     )
 
 
-def _rows(learned: ir.Value) -> int | None:
-    """Number of learned positions: the rows of the table that they come from."""
+def _rows(learned: ir.Value, values: Mapping[str, np.ndarray]) -> int | None:
+    """Number of learned positions: the rows of the table that they come from, those before the first one left out."""
+    node = _look_up(learned)
+    shape = None if node is None or node.inputs[0] is None else node.inputs[0].shape
+    if shape is None or not isinstance(shape[0], int):
+        return None
+    places = values.get(str(node.inputs[1].name))
+    return shape[0] - (0 if places is None else int(places.reshape(-1)[0]))
+
+
+def _look_up(learned: ir.Value) -> ir.Node | None:
+    """The node that picks rows of the table of learned positions."""
     node = learned.producer()
     while node is not None and node.op_type not in ROW_LOOKUPS:
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-    shape = None if node is None or node.inputs[0] is None else node.inputs[0].shape
-    return shape[0] if shape is not None and isinstance(shape[0], int) else None
+    return node
+
+
+def counted_places(decoder: Recognised) -> list[str]:
+    """The value of the rows that are picked from a table of learned positions, where the graph counts them itself."""
+    learned = next((value for name, value in decoder.points if name == "hook_pos_embed"), None)
+    node = None if learned is None else _look_up(learned)
+    picked = None if node is None else node.inputs[1]
+    return [str(picked.name)] if picked is not None and picked.producer() is not None else []
 
 
 def other_windows(own: Sequence[int | None], stated: Sequence[int | None]) -> list[str]:
@@ -141,7 +169,9 @@ def windows_of(config: Mapping[str, Any], layers: int) -> list[int | None] | Non
     return [window if slides else None for slides in sliding]
 
 
-def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
+def annotate(
+    proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]], main: str | None = "hook_logits"
+) -> None:
     """Write down the dtype of every value, and the axes of hook points: rewrites read them."""
     ends = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
     del proto.graph.value_info[:]
@@ -153,4 +183,5 @@ def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str
             continue
         proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, hooks.get(name)))
     logits = ends[LOGITS]
-    logits.CopyFrom(onnx.helper.make_tensor_value_info(LOGITS, logits.type.tensor_type.elem_type, hooks["hook_logits"]))
+    axes = hooks[main or "blocks.0.hook_resid_pre"]
+    logits.CopyFrom(onnx.helper.make_tensor_value_info(LOGITS, logits.type.tensor_type.elem_type, axes))

@@ -16,9 +16,10 @@ CONTENT_KEEPING = frozenset(
     ("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile", "Flatten")
 )
 KEEPING = frozenset(("Identity", "Cast"))
-TABLES = KEEPING | {"DequantizeLinear", "Transpose", "Reshape"}
+TABLES = KEEPING | {"DequantizeLinear", "Transpose", "Reshape", "Mul"}  # a factor is the scale of integers
 SIZE_OPERATORS = frozenset(("Shape", "Size"))
 ROW_LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
+FEW_ROWS = 16  # of a table of token types, at most
 INDEX_TYPES = (ir.DataType.INT64, ir.DataType.INT32)
 LINEAR_PRODUCTS = frozenset(
     ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulBnb4", "MatMulInteger", "DynamicQuantizeMatMul")
@@ -73,13 +74,19 @@ class Flow:
                 self._above[value], self._depth[value] = top, self._depth[top] + 1
 
     def _logits(self) -> ir.Value:
-        """The last output of text with three axes, or with an unknown number."""
-        outputs = [value for value in self.graph.outputs if self.is_text(value) and rank(value) in (3, None)]
-        outputs = [value for value in outputs if value.producer() is not None]
-        if not outputs:
+        """The main output of text: the last one with an entry for each text, else for each token."""
+        outputs = [value for value in self.graph.outputs if self.is_text(value) and value.producer() is not None]
+        texts = [value for value in outputs if rank(value) == 2]
+        tokens = [value for value in outputs if rank(value) in (3, None)]
+        if tokens:  # a pooler beside a stream is not what the file is for
+            texts = [value for value in texts if value.producer().op_type != "Tanh"]
+        if not (texts or tokens):
             raise ExportError("no output with three axes follows from the embedding: there are no logits")
+        if len(texts) > 1:
+            names = ", ".join(str(value.name) for value in texts)
+            raise ExportError(f"{names}: several outputs with two axes, as the ends of a span: no such file is adopted")
         # hidden states have three axes as well, and are made earlier
-        return max(outputs, key=lambda value: self.order[value.producer()])
+        return max(texts or tokens, key=lambda value: self.order[value.producer()])
 
     def is_text(self, value: ir.Value | None) -> bool:
         return value is not None and self.origin.get(value) == Origin.TEXT
@@ -176,7 +183,8 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
         raise ExportError("no integer input picks rows of a matrix: the graph has no token embedding")
     # positions and token types pick rows too: the table with a row for each logit is that of the tokens
     wide = [entry for entry in lookups if entry[0] in vocabularies] or lookups
-    named = [entry for entry in wide if entry[1].name == "input_ids"] or wide
+    named = [entry for entry in wide if entry[1].name == "input_ids"]
+    named = named or [entry for entry in wide if (entry[0] or FEW_ROWS + 1) > FEW_ROWS] or wide
     sources = {entry[1] for entry in named}
     if len(sources) > 1:
         names = ", ".join(f"{source.name} ({rows} rows)" for rows, source, _ in named)

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.adopt.flow import (
+    FEW_ROWS,
     INDEX_TYPES,
     ROW_LOOKUPS,
     SIZE_OPERATORS,
@@ -23,19 +24,22 @@ from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 
 INT64_TYPE = ir.TensorType(ir.DataType.INT64)
+TYPE_INPUT = "token_type_ids"
 INPUT_AXES = {TOKEN_INPUT: ("batch", "seq"), MASK_INPUT: ("batch", "total"), POSITIONS: ("batch", "seq")}
+TYPE_AXES = {TYPE_INPUT: ("batch", "seq")}
 UNKNOWN = -1  # no axis
 NEAR_ANGLES = 40  # nodes from positions to a cosine
 
 
 def name_inputs(model: ir.Model) -> ir.Value:
-    """Name the inputs of tokens, mask and positions by their readers; all become int64. Returns that of tokens."""
+    """Name the inputs of tokens, mask, positions, types by their readers; all become int64. Returns that of tokens."""
     graph = model.graph
     tokens = climb(find_embedding(graph).inputs[1])
     _take(graph, tokens, TOKEN_INPUT)
     for value in [value for value in graph.inputs if value.name != TOKEN_INPUT and value.uses()]:
         if value.dtype is None or not value.dtype.is_floating_point():  # those of fractions are pasts
-            _take(graph, value, POSITIONS if _feeds_angles(value) else MASK_INPUT)
+            picks_types = any(place == 1 and _has_few_rows(node) for node, place in value.uses())
+            _take(graph, value, TYPE_INPUT if picks_types else POSITIONS if _feeds_angles(value) else MASK_INPUT)
     return tokens
 
 
@@ -54,7 +58,7 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
     # a value inside may have the name already, and names are unique in a graph
     for inner in [inner for node in graph for inner in node.outputs if inner.name == name]:
         inner.name = f"stock.{name}"
-    value.name, value.shape = name, ir.Shape(INPUT_AXES[name])
+    value.name, value.shape = name, ir.Shape((INPUT_AXES | TYPE_AXES)[name])
     if kind not in (ir.DataType.INT64, None):
         reads = list(value.uses())
         # readers keep the file's own dtype, int32 for one, as their operators may ask for it
@@ -90,6 +94,11 @@ def _is_table_look_up(node: ir.Node) -> bool:
         return False
     table, _ = table_of(node.inputs[0])
     return table.is_initializer() and rank(table) in (2, 3)
+
+
+def _has_few_rows(node: ir.Node) -> bool:
+    """Whether a node picks rows of a table as small as that of token types."""
+    return _is_table_look_up(node) and (static(*table_of(node.inputs[0])) or FEW_ROWS + 1) <= FEW_ROWS
 
 
 def supply_positions(model: ir.Model) -> str | None:
@@ -130,7 +139,9 @@ def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
         if node.op_type in ("Cos", "Sin"):
             read = _counted_read(node)
         elif _is_table_look_up(node):
-            read = (node, 1) if node.inputs[1] is not None and _is_counted(node.inputs[1]) else None
+            entry = node.inputs[1]
+            counts = entry is not None and (_is_counted(entry) or _is_cut(entry, static(*table_of(node.inputs[0]))))
+            read = (node, 1) if counts else None
         else:
             continue
         if read is not None:
@@ -155,6 +166,18 @@ def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
 def _is_counted(value: ir.Value) -> bool:
     node = climb(value).producer()
     return node is not None and node.op_type == "Range"
+
+
+def _is_cut(value: ir.Value, rows: int | None) -> bool:
+    """Whether a value is cut from a constant of integers, one for each row of a table but a few: of all positions."""
+    node = climb(value).producer()
+    if node is None or node.op_type != "Slice":
+        return False
+    while node is not None and node.op_type == "Slice":
+        value = climb(node.inputs[0])
+        node = value.producer()
+    count, stored = static(value, -1), value.is_initializer() or (node is not None and node.op_type == "Constant")
+    return stored and value.dtype in INDEX_TYPES and FEW_ROWS < (count or 0) <= (rows or 0)
 
 
 def _added_axis(value: ir.Value | None) -> int | None:

@@ -10,6 +10,7 @@ from exporters.adopt.recognise import Recognised, sum_of
 from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
 from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.metadata import MAIN_OUTPUTS
 from mionnx.graph.output_head import LOGITS
 
 
@@ -17,12 +18,12 @@ def name_points(decoder: Recognised) -> list[str]:
     """Give every recognised value its hook name; returns the names, in execution order."""
     graph, current = decoder.flow.graph, {value: _turned(decoder.flow.graph, value) for value in decoder.seq_first}
     current |= {value: _by_rows(decoder.flow.graph, value, *like) for value, like in decoder.flat.items()}
-    _free(graph, {name for name, _ in decoder.points})
+    _free(graph, {name for name, _ in decoder.points} | {*MAIN_OUTPUTS.values()} - {LOGITS})
     taken: set[ir.Value] = set()
     for name, origin in decoder.points:
         value = current.get(origin, origin)
-        if name == "hook_logits":
-            _name_logits(graph, value)
+        if name == decoder.main:
+            _name_output(graph, value, name, taken)
             continue
         within = decoder.within.get(name, set())
         # of a parallel block: attention reads the same normed value, and is not to be changed by the MLP's hook
@@ -84,21 +85,23 @@ def _free(graph: ir.Graph, names: set[str]) -> None:
                 value.name = f"stock.{value.name}"
 
 
-def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
-    """Name the value before the output of logits, in the model's own dtype."""
+def _name_output(graph: ir.Graph, value: ir.Value, name: str, taken: Collection[ir.Value]) -> None:
+    """Name the value before the main output, in the model's own dtype."""
     # a file may cast its logits to float32 at the end: the hook point stands before that
     place, inner = graph.outputs.index(value), climb(value, KEEPING)
+    if inner in taken:  # it has the name of another hook point
+        inner = _identity(graph, inner)
     node = node_like("Identity", [inner], inner)
     graph.insert_after(inner.producer(), node)
     value.name = "adopted.logits"
-    inner.name, node.outputs[0].name = "hook_logits", LOGITS
+    inner.name, node.outputs[0].name = name, LOGITS
     graph.outputs[place] = node.outputs[0]
 
 
 def name_caches(decoder: Recognised) -> int:
     """Name the inputs and outputs of keys and values, drop others but the logits; count layers with a cache."""
     flow, cached = decoder.flow, 0
-    graph, outputs = flow.graph, {flow.logits}
+    graph, outputs = flow.graph, {flow.logits, *decoder.kept}
     for layer, attention in enumerate(decoder.attention):
         joined = {"key": attention.keys.joined, "value": attention.values.joined}
         if None in joined.values():

@@ -8,7 +8,22 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from exporters.adopt.attention import AttentionValues, attention_patterns, find_attention
-from exporters.adopt.flow import KEEPING, Flow, Origin, climb, input_of, linear_maps, perm_of, present, rank
+from exporters.adopt.flow import (
+    FEW_ROWS,
+    KEEPING,
+    ROW_LOOKUPS,
+    Flow,
+    Origin,
+    climb,
+    input_of,
+    is_linear,
+    linear_maps,
+    perm_of,
+    present,
+    rank,
+    static,
+    table_of,
+)
 from exporters.adopt.mlp import find_mlp
 from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
@@ -33,6 +48,8 @@ class Recognised:
     seq_first: list[ir.Value] = field(default_factory=list)
     # Value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
     flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
+    main: str | None = "hook_logits"  # the hook point of the main output; None where that is the stream
+    kept: list[ir.Value] = field(default_factory=list)  # outputs beside the main one that stay
     notes: list[str] = field(default_factory=list)  # the hook points that the graph has not, and why
     windows: list[int | None] | None = None  # the window of each layer's own mask, where that has been looked at
 
@@ -55,7 +72,7 @@ class Step:
 
 def sum_of(name: str) -> str:
     """Name of the sum that is normed to a value of the stream."""
-    return f"{name}.sum"
+    return f"{name}_sum"
 
 
 def recognise(graph: ir.Graph) -> Recognised:
@@ -81,14 +98,24 @@ def recognise(graph: ir.Graph) -> Recognised:
 
 def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
     """The embedding as the first layer reads it, and learned positions."""
-    inner = climb(first, KEEPING)
-    node = inner.producer()
-    if inner is not flow.embedding and node is not None and node.op_type == "Add" and len(flow.text(node)) == 1:
-        (tokens,) = flow.text(node)
-        positions = [value for value in present(node.inputs) if flow.origin.get(value) == Origin.CALL]
-        if positions:
-            return [("hook_embed", tokens), ("hook_pos_embed", positions[0])]
-    return [("hook_embed", first)]
+    added = list[tuple[str, ir.Value]]()
+    for value in flow.chain(first, flow.embedding):
+        node = value.producer()
+        if node is None or node.op_type != "Add" or len(flow.text(node)) != 1:
+            continue
+        called = [one for one in present(node.inputs) if flow.origin.get(one) == Origin.CALL]
+        if called:
+            added = added or [("hook_embed", flow.text(node)[0])]
+            added.append(("hook_token_type_embed" if _has_few_rows(called[0]) else "hook_pos_embed", called[0]))
+    names = [name for name, _ in added]
+    return added if added and len({*names}) == len(names) else [("hook_embed", first)]
+
+
+def _has_few_rows(value: ir.Value) -> bool:
+    """Whether a value are rows of a table of token types."""
+    node = climb(value).producer()
+    table = node.inputs[0] if node is not None and node.op_type in ROW_LOOKUPS else None
+    return table is not None and (static(*table_of(table)) or FEW_ROWS + 1) <= FEW_ROWS
 
 
 def _layer(decoder: Recognised, step: Step) -> None:
@@ -129,6 +156,11 @@ def _residual_steps(flow: Flow) -> list[Step]:
         )
     steps, stream, norms = list[Step](), flow.above(sums[0]), set[str]()
     for value in sums:
+        if steps and any(is_linear(flow, one.producer()) for one in flow.chain(value, stream)):
+            # behind a matrix: a sum of the head, as in an activation by tanh
+            if attention_patterns(flow, stream, flow.logits):
+                raise ExportError(f"a matrix lies on every path to the sum {value.name}: the stream is cut there")
+            break
         added = _summands(flow, value, stream)
         # the next addition does not read the last sum itself: a norm stands between, as in a post-norm stream
         if added is None and steps:
@@ -147,7 +179,8 @@ def _residual_steps(flow: Flow) -> list[Step]:
 
 def _normed(flow: Flow, summed: ir.Value, following: ir.Value) -> tuple[ir.Value, list[ir.Value] | None]:
     """The value between two sums to which the second one adds, and the added values; else the first sum and None."""
-    for value in flow.chain(following, summed)[:-1]:
+    # the last one: before the bias of a norm in several nodes lies a value that would do as well
+    for value in flow.chain(following, summed)[-2::-1]:
         added = _summands(flow, following, value)
         if added is not None:
             return value, added

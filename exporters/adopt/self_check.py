@@ -1,4 +1,4 @@
-"""Laws that hold in every decoder, whatever its weights: an adopted graph is run once and checked against them.
+"""Laws that hold in every decoder or encoder, whatever its weights: an adopted graph is run once and checked.
 
 No reference is needed. What is named wrongly breaks a law: a pattern that is no pattern, keys that are values, a branch
 without its bias.
@@ -15,6 +15,7 @@ from exporters.adopt.recognise import sum_of
 from exporters.probe import PROBE_TOKENS, Array, Probe, open_part, open_session, probe, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.fused_operators import MASKED_SCORE
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import difference
@@ -47,15 +48,17 @@ class LawResult:
 def probe_points(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
     """Run a graph once, with its hook points and the sums behind normed ones as outputs."""
     sums = {sum_of(name) for name in names} & {name for node in proto.graph.node for name in node.output}
-    return probe(proto, folder, [*names, *sorted(sums)])
+    return probe(proto, folder, [*names, *sorted(sums - {*names})])
 
 
-def check_laws(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
-    """Check every law; a result is that of the layer with the largest difference."""
+def check_laws(
+    probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool, both: bool = False
+) -> list[LawResult]:
+    """Check every law; a result is that of the layer with the largest difference. `both`: of an encoder."""
     results = [
         compare(law, layer, left, right, probed.rounding)
         for layer in range(layers)
-        for law, left, right in _laws_of_layer(probed.values, layer, sinks)
+        for law, left, right in _laws_of_layer(probed.values, layer, sinks, both)
     ]
     last = f"blocks.{layers - 1}.hook_resid_post"
     head = open_part(Dataflow(proto), folder, [last], [LOGITS])
@@ -95,6 +98,31 @@ def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers:
     return results
 
 
+def check_padding(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
+    """Check an encoder on texts with padding behind them: no token reads it, and no stream of a token changes."""
+    points = [f"blocks.{layer}.{name}" for layer in range(layers) for name in ("hook_resid_post", "attn.hook_pattern")]
+    session = open_session(proto, folder, points)
+    feeds = {name: _padded_behind(name, value) for name, value in probed.feeds.items()}
+    padded = dict(zip(points, run(session, points, feeds), strict=True))
+    rounds, tokens = rounds_activations(proto), PROBE_TOKENS
+    results = list[LawResult]()
+    for layer in range(layers):
+        stream, pattern = (f"blocks.{layer}.{name}" for name in ("hook_resid_post", "attn.hook_pattern"))
+        behind = padded[pattern][..., :tokens, tokens:]
+        results.append(compare("no weight on padding", layer, behind, np.zeros_like(behind), probed.rounding))
+        allowed = INT8_CALLS if rounds else layers * probed.rounding
+        same = padded[stream][:, :tokens]
+        results.append(compare("stream before padding = stream", layer, same, probed.values[stream], allowed))
+    return worst_of(results)
+
+
+def _padded_behind(name: str, value: Array) -> Array:
+    """An input of the probe with padding behind the text."""
+    # a row of the table of positions, and of tokens, that the probe has
+    filler = value[:, -PADDING:] if name in ("position_ids", "input_ids") else np.zeros_like(value[:, :PADDING])
+    return np.concatenate([value, filler], axis=1)
+
+
 def _padded(name: str, value: Array) -> Array:
     """An input of the probe with padding before the text."""
     filler = np.zeros((value.shape[0], PADDING), value.dtype)
@@ -127,7 +155,9 @@ def compare(law: str, layer: int | None, left: Array, right: Array, allowed: flo
     return LawResult(law, layer, off, allowed)
 
 
-def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iterator[tuple[str, Array, Array]]:
+def _laws_of_layer(
+    values: Mapping[str, Array], layer: int, sinks: bool, both: bool
+) -> Iterator[tuple[str, Array, Array]]:
     """Each law in words, with its two sides."""
 
     def get(name: str) -> Array | None:
@@ -139,10 +169,11 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
     sums = pattern.sum(-1, dtype=np.float64).astype(pattern.dtype)
     # a sink takes a share of each row: rows sum to at most 1
     yield ("pattern rows sum to 1", np.maximum(sums, 1) if sinks else sums, np.ones_like(sums))
-    yield ("pattern is causal", np.triu(pattern, 1), np.zeros_like(pattern))
+    if not both:
+        yield ("pattern is causal", np.triu(pattern, 1), np.zeros_like(pattern))
     groups = pattern.shape[1] // v.shape[1]
     yield ("z = pattern v", np.einsum("bhqk,bhkd->bqhd", pattern, np.repeat(v, groups, 1)), z)
-    yield ("scores rise with q k", *_rises(q, np.repeat(k, groups, 1), get("attn.hook_scores")))
+    yield ("scores rise with q k", *_rises(q, np.repeat(k, groups, 1), get("attn.hook_scores"), both))
     pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
     mid_sum, post_sum = get(sum_of("hook_resid_mid")), get(sum_of("hook_resid_post"))
     mid_sum, post_sum = mid if mid_sum is None else mid_sum, post if post_sum is None else post_sum
@@ -160,26 +191,27 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
         yield ("present = values", values[f"present.{layer}.value"], v)
 
 
-def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
+def _rises(q: Array, k: Array, scores: Array, both: bool) -> tuple[Array, Array]:
     """Scores of each query in the order of q k, and sorted: equal if they rise with q k."""
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
     # A scale and a soft cap keep the order; so does a mask, among the keys that are seen. What positions add (ALiBi) is
     # the same in all rows: the differences of two rows rise with those of their q k.
-    alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
+    # later keys, or those of a window, come last in the order, and count as equal
+    hidden = scores <= MASKED_SCORE if both else np.broadcast_to(~np.tri(scores.shape[-1], dtype=bool), scores.shape)
+    alone, wide = _rise(products, scores.astype(np.float64), hidden), scores.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of two masked scores
-        between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])
+        between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1], hidden[1:])
     off = [float(np.abs(one - other).max(initial=0)) for one, other in (alone, between)]
     pair = alone if not off[1] < off[0] else between
     return pair[0].astype(scores.dtype), pair[1].astype(scores.dtype)
 
 
-def _rise(products: Array, scores: Array) -> tuple[Array, Array]:
+def _rise(products: Array, scores: Array, hidden: Array) -> tuple[Array, Array]:
     """The seen scores of each query in the order of some products, and sorted."""
     products = products.copy()
-    # later keys come last in the order, and count as equal
-    products[..., ~np.tri(products.shape[-1], dtype=bool)] = np.inf
+    products[hidden] = np.inf
     shown = np.where(np.isinf(products), 0, scores)
     order = np.argsort(products, axis=-1)
     ordered, visible = np.take_along_axis(shown, order, -1), np.take_along_axis(np.isfinite(products), order, -1)

@@ -26,6 +26,7 @@ from exporters.transformers.families import FAMILIES
 from exporters.transformers.heads import TaskHead, head_of
 from exporters.transformers.hooked_graph import EXPORT_PACKAGES, HookedGraph, Stage, make_graph
 from exporters.transformers.refused import refuse
+from exporters.transformers.sentence import tensors_of
 from exporters.transformers.weights import bind_weights, leave_heads, map_tensors
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
@@ -76,7 +77,7 @@ def export_checkpoint(
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = _read(folder, Path(staging), config)
-        tensors += head.sentence.tensors(Path(staging)) if head.sentence else []
+        tensors += tensors_of(head.sentence, Path(staging)) if head.sentence else []
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)

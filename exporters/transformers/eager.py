@@ -15,6 +15,7 @@ from transformers.utils import logging
 from exporters.transformers.config import native_config
 from exporters.transformers.heads import DECODER, TaskHead, head_of
 from exporters.transformers.sentence import SENTENCE
+from exporters.transformers.sentence import load as load_sentence
 from exporters.transformers.trace import run_eagerly, run_once
 from exporters.transformers.weights import beside_stream
 from mionnx.errors import ModelError
@@ -74,7 +75,7 @@ def load(folder: Path, config: Any, dtype: str, head: TaskHead = DECODER) -> tup
     model, info = loaded
     missing = {name for name in info["missing_keys"] if head.kind == NEXT_TOKEN or not beside_stream(name, model)}
     if head.sentence is not None:
-        model.add_module(SENTENCE, head.sentence.load(getattr(torch, dtype)))
+        model.add_module(SENTENCE, load_sentence(head.sentence, getattr(torch, dtype)))
     return model.eval(), missing
 
 

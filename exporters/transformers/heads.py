@@ -13,22 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from exporters.head_facts import activation_of, head_named, label_names
+from exporters.sentence_folder import SentenceModules, sentence_modules
 from exporters.transformers.encoder_families import is_encoder
-from exporters.transformers.sentence import SENTENCE, SentenceModules, sentence_modules
+from exporters.transformers.sentence import SENTENCE, make
 from mionnx.errors import ExportError
 from mionnx.graph.metadata import NEXT_TOKEN
 
-# End of an architecture's name -> the head; the first that fits.
-ARCHITECTURES = {
-    "ForMaskedLM": "masked_lm",
-    "ForPreTraining": "masked_lm",
-    "ForSequenceClassification": "classes",
-    "ForTokenClassification": "token_classes",
-    "ForQuestionAnswering": "span",
-    "LMHeadModel": NEXT_TOKEN,
-    "EncoderModel": "none",
-    "Model": "none",
-}
 # TaskHead -> transformers' table of classes by config.
 MAPPINGS = {
     NEXT_TOKEN: "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -39,7 +30,6 @@ MAPPINGS = {
     "embedding": "MODEL_MAPPING",
     "none": "MODEL_MAPPING",
 }
-ENDS = ["start", "end"]  # of a span
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class TaskHead:
         pooled = self.kind == "embedding" and "add_pooling_layer" in signature(kind.__init__).parameters
         model = kind._from_config(config, dtype=dtype, **({"add_pooling_layer": False} if pooled else {}))
         if self.sentence is not None:
-            model.add_module(SENTENCE, self.sentence.make().to(dtype))
+            model.add_module(SENTENCE, make(self.sentence).to(dtype))
         return model
 
     def model_class(self, config: Any) -> type[PreTrainedModel]:
@@ -83,20 +73,11 @@ class TaskHead:
 
     def labels(self, config: Any) -> list[str]:
         """Names of the head's logits in their order; empty where they are the vocabulary's."""
-        if self.kind == "span":
-            return [*ENDS]
-        if self.kind not in ("classes", "token_classes"):
-            return []
-        return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
+        return label_names(self.kind, config.id2label, config.num_labels)
 
     def activation(self, config: Any) -> str:
         """What makes probabilities of the logits of classes, as transformers' pipeline has it."""
-        if self.kind != "classes":
-            return ""
-        kind = getattr(config, "problem_type", None)
-        if kind == "regression":
-            return "identity"
-        return "sigmoid" if kind == "multi_label_classification" or config.num_labels == 1 else "softmax"
+        return activation_of(self.kind, getattr(config, "problem_type", None), config.num_labels)
 
 
 DECODER = TaskHead()
@@ -108,7 +89,7 @@ def head_of(config: Any, folder: Path | None = None) -> TaskHead:
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if sentence is not None:
         return TaskHead("embedding", name, sentence)
-    kind = next((kind for end, kind in ARCHITECTURES.items() if name.endswith(end)), None)
+    kind = head_named(name)
     # A decoder's weights without a head are tied to it.
     if kind is None or (kind in ("masked_lm", "none") and not is_encoder(config)):
         kind = "none" if is_encoder(config) and not name else NEXT_TOKEN

@@ -7,6 +7,7 @@ A quantised weight w is integers q with scales s and zero points z, w = (q - z) 
 holds for all of w, where they are [size of an axis], for each slice of it, and where they have the rank of w, for each
 block. The scales are found by what the graph does with the integers:
 
+Cast and Mul       the other factor of Mul
 DequantizeLinear   its own inputs; before an operator (QDQ), or behind the rows that a Gather has picked
 QLinearMatMul      its own inputs
 MatMulInteger      the scale that its result is multiplied with, beside that of its first input (dynamic quantisation)
@@ -132,6 +133,9 @@ def _scaled(flow: Dataflow, folder: Path, name: str, integers: Matrix) -> Matrix
                 return dequantise(integers, scale, _input(flow, folder, following[0], 2))
             if following:  # rows of several scales: none of them holds for the table
                 break
+        if node.op_type == "Cast" and (factor := _factor_of(flow, node)):
+            scales = onnx_file.weight(flow.proto, folder, factor)
+            return (integers.astype(scales.dtype) * scales).astype(scales.dtype)
         if node.op_type == "QLinearMatMul" and place == 3:
             scale, zero = (onnx_file.weight(flow.proto, folder, one) for one in node.input[4:6])
             return dequantise(integers, scale, zero, columns)
@@ -149,6 +153,14 @@ def _scaled(flow: Dataflow, folder: Path, name: str, integers: Matrix) -> Matrix
         "scales where they are known: DequantizeLinear, QLinearMatMul, MatMulInteger, MatMulNBits. Open the model "
         "that it was quantised from"
     )
+
+
+def _factor_of(flow: Dataflow, cast: onnx.NodeProto) -> str | None:
+    """The scale that integers are multiplied with behind their cast; None where it is no weight."""
+    for user in flow.readers(cast.output[0]):
+        if user.op_type == "Mul":
+            return next((one for one in user.input if one in flow.initializers), None)
+    return None
 
 
 def _scale_of_product(flow: Dataflow, value: str) -> str | None:

@@ -2,6 +2,7 @@
 
 1. A weight of floats is itself.
 2. The numbers of a DequantizeLinear are computed once more, by other operators.
+   So are those of a Cast and a Mul with scales, which some tools write.
 3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
 4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
    times the scales of the blocks, without the numbers that fill up the last block: [N, K]; offsets are added, and
@@ -32,6 +33,8 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
             return _of_dequantise(op, node)
         if node.op == "MatMulNBits":
             return _of_blocks(op, node)
+        if node.op == "Cast" and (factor := _factor_of(node)) is not None:
+            return op.Mul(_cast(op, weight, factor), factor)
         if node.op == "MatMulInteger":
             scale = _scale_of_product(node)
             if scale is not None:
@@ -115,6 +118,14 @@ def _is_float(value: Tensor) -> bool:
 def _input(node: Node, place: int) -> Tensor | None:
     """An input that may be left out."""
     return node.inputs[place] if place < len(node.inputs) and node.inputs[place].name else None
+
+
+def _factor_of(cast: Node) -> Tensor | None:
+    """The scale that integers are multiplied with behind their cast; None where it is no weight."""
+    for user in cast.outputs[0].outputs:
+        if user.op == "Mul":
+            return next((one for one in user.inputs if one is not cast.outputs[0] and not one.inputs), None)
+    return None
 
 
 def _scale_of_product(node: Node) -> Tensor | None:

@@ -107,7 +107,9 @@ class Trial:
 
     @once_property
     def _hooked(self) -> Program:
-        return open_to_try(self._model.folder / GRAPH, self._model.folder)
+        model = self._model
+        own = model.folder / GRAPH if model.as_on_disk else model.proto.SerializeToString()
+        return open_to_try(own, model.folder)
 
     def problem(self, kind: int) -> str:
         """Run a call of a kind in both, and say what differs; "" if nothing does."""
@@ -143,7 +145,10 @@ def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: fl
         right, of_past = expected[name], name.startswith(KEYS_AND_VALUES.present)
         if left.shape != right.shape:
             return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"
-        real = batch.attention_mask.astype(bool) if of_past else batch.real[:, -left.shape[1] :]
+        if left.ndim < 3:  # one vector a text
+            real: Any = slice(None)
+        else:
+            real = batch.attention_mask.astype(bool) if of_past else batch.real[:, -left.shape[1] :]
         one, other = (np.moveaxis(array, 2, 1)[real] if of_past else array[real] for array in (left, right))
         if not (off := difference(one, other)) <= allowed:  # NaN is more
             return f"{name} differs by {off:.1e} of its largest number, allowed {allowed:.1e}"

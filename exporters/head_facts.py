@@ -1,0 +1,43 @@
+"""Facts of a head for the metadata, by the words of a config.json: its kind, labels and activation. Without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mionnx.graph.metadata import NEXT_TOKEN
+
+# End of an architecture's name -> the head; the first that fits.
+ARCHITECTURES = {
+    "ForMaskedLM": "masked_lm",
+    "ForPreTraining": "masked_lm",
+    "ForSequenceClassification": "classes",
+    "ForTokenClassification": "token_classes",
+    "ForQuestionAnswering": "span",
+    "LMHeadModel": NEXT_TOKEN,
+    "EncoderModel": "none",
+    "Model": "none",
+}
+ENDS = ["start", "end"]  # of a span
+
+
+def head_named(architecture: str) -> str | None:
+    """The head that the name of an architecture says; None if it says none."""
+    return next((kind for end, kind in ARCHITECTURES.items() if architecture.endswith(end)), None)
+
+
+def label_names(kind: str, id2label: Mapping[Any, Any], count: int) -> list[str]:
+    """Names of a head's logits in their order; empty where they are the vocabulary's."""
+    if kind == "span":
+        return [*ENDS]
+    if kind not in ("classes", "token_classes"):
+        return []
+    named = {str(key): str(label) for key, label in id2label.items()}  # numbers in transformers, texts in a file
+    return [named.get(str(i), f"LABEL_{i}") for i in range(count)]
+
+
+def activation_of(kind: str, problem: str | None, count: int) -> str:
+    """What makes probabilities of the logits of classes, as transformers' pipeline has it; empty for other heads."""
+    if kind != "classes":
+        return ""
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if problem == "multi_label_classification" or count == 1 else "softmax"
