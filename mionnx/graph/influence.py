@@ -108,14 +108,25 @@ class Influence:
             if node is None or node.op_type == "Shape":
                 continue
             read = reads(node)
-            if node.op_type == "GatherElements" and attributes(node).get("axis") == 1:
-                before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
-                if "ArgMax" in before:
-                    ends.add("last" if "CumSum" in before else "first")
-                    continue
+            if (token := self._token_taken(node)) is not None:
+                ends.add(token)
+                continue
             ahead += {*read} - known
             known |= {*read}
         return ends.pop() if len(ends) == 1 else None
+
+    def _token_taken(self, node: onnx.NodeProto) -> str | None:
+        """Which token of each text a node takes: by the mask, or as files of other tools do, the first column."""
+        if node.op_type not in ("GatherElements", "Gather", "Slice"):
+            return None
+        if node.op_type == "GatherElements" and attributes(node).get("axis") == 1:
+            before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
+            return ("last" if "CumSum" in before else "first") if "ArgMax" in before else None
+        numbers = [self._flow.facts.number(name) for name in node.input[1:4]]
+        given = [None if one is None else one.ravel().tolist() for one in numbers]
+        if node.op_type == "Gather":
+            return "first" if attributes(node).get("axis", 0) == 1 and given == [[0]] else None
+        return "first" if node.op_type == "Slice" and given == [[0], [1], [1]] else None
 
     @cached_property
     def _has_cache(self) -> bool:

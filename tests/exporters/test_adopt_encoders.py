@@ -16,7 +16,7 @@ from exporters.adopt import adopt, check
 from exporters.adopt.pooling import poolings_of
 from exporters.probe import open_session
 from exporters.transformers.sentence import pooled
-from mionnx import ExportError, HookSpec, Intervention, MIModel
+from mionnx import ExportError, HookSpec, Intervention, InterventionError, MIModel
 from mionnx.graph.metadata import POOLINGS
 
 TOLERANCE = 5e-5
@@ -240,3 +240,17 @@ def test_an_int8_minilm_of_another_tool(tmp_path):
     )
     bias = head["blocks.2.hook_attn_out"] - head["blocks.2.attn.hook_result"].sum(2)
     assert np.abs(bias - bias[0, 0])[mask.astype(bool)].max() < 1e-5  # integers with their scales
+
+
+def test_edits_that_a_file_s_classes_do_not_read_are_refused(adopted):
+    """Such a file reads the first column by a number, and not by the mask."""
+    model, _, _ = adopted("bert", "classes")
+    ids = np.array([[5, 6, 7, 8]])
+    whole = model.forward(ids).output()
+    specs = [
+        HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0, positions=[at])) for at in range(4)
+    ]
+    assert not np.array_equal(model.forward(ids, specs[0]).output(), whole)
+    for spec in specs[1:]:
+        with pytest.raises(InterventionError, match="changes nothing"):
+            model.forward(ids, spec)
