@@ -86,7 +86,7 @@ def verify(
         tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
             5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
         local: measure what each step between hook points adds by itself, and find the first that adds too much.
-        greedy: tokens to choose greedily after each prompt, and compare.
+        greedy: tokens to choose greedily after each prompt, and compare; an encoder chooses none.
         positions: compare (and record) these positions of each prompt only.
         repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
             a batch, at all positions.
@@ -113,7 +113,8 @@ def verify(
     if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
         runtimes = RUNTIMES[:1]
     prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
-    greedy = 0 if texts else greedy  # windows are cut anywhere: what follows them says nothing
+    # windows are cut anywhere: what follows them says nothing; an encoder continues no text
+    greedy = 0 if texts or model.bidirectional else greedy
     calls = [call_of(model, prompt) for prompt in prompts]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
@@ -298,7 +299,8 @@ def _keep(
         "hashes": hashes,
         "environment": environment,
     }
-    side.recording.keep(path, facts)
+    types = [None if call.token_type_ids is None else call.token_type_ids.tolist() for call in calls]
+    side.recording.keep(path, facts | ({"types": types} if any(types) else {}))
     points = names[0] if len(names) == 1 else f"{len(names)} hook points from {names[0]} to {names[-1]}"
     where = "" if settings.positions is None else f", positions {', '.join(map(str, settings.positions))} only"
     chosen = f", {count(settings.greedy, 'greedy token')} after each" if settings.greedy else ""
