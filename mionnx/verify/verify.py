@@ -68,7 +68,8 @@ def verify(
     narrowing a fault down to its nodes holds the values of its one step.
 
     Args:
-        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
+        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding. A pair of texts of an
+            encoder is `model.tokenize(a, b)`; KL is then of its labels, tags, tokens, or of a span's start and end.
         runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
             (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
             ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first. If left
