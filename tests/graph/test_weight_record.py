@@ -171,7 +171,7 @@ def test_a_blob_of_the_hubs_cache_is_called_by_its_hash(tmp_path):
     (tmp_path / "snapshot").symlink_to(named)
     os.link(named, tmp_path / "linked")
     file_digest.start([tmp_path / "snapshot"])
-    assert file_digest.known(tmp_path / "linked") == "ab" * 32
+    assert file_digest.peek(tmp_path / "linked") == "ab" * 32
 
 
 def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
@@ -179,11 +179,11 @@ def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
     first.write_bytes(b"one")
     assert file_digest.wait(first) == hashlib.sha256(b"one").hexdigest()
     os.link(first, tmp_path / "other")
-    assert file_digest.known(tmp_path / "other") == file_digest.wait(first)
+    assert file_digest.peek(tmp_path / "other") == file_digest.wait(first)
     shutil.copy(first, tmp_path / "copy")
-    assert file_digest.known(tmp_path / "copy") is None
+    assert file_digest.peek(tmp_path / "copy") is None
     first.write_bytes(b"two!")
-    assert file_digest.known(first) is None
+    assert file_digest.peek(first) is None
     assert file_digest.wait(first) == hashlib.sha256(b"two!").hexdigest()
     first.unlink()
     with pytest.raises(OSError, match="No such file"):
