@@ -55,7 +55,7 @@ HARVEST = Command(
     "An interrupted harvest goes on where it was. With --ray the processes of a Ray cluster run it.",
     call=_harvest,
     show=lambda activations: [str(activations)],
-    facts=lambda made: {name: getattr(made, name) for name in ("tokens", "texts", "columns", "settings")},
+    facts=lambda activations: {name: getattr(activations, name) for name in ("tokens", "texts", "columns", "settings")},
     positional=("texts",),
     optional=("address", "points"),
     words={"address": "ray"},
