@@ -1,8 +1,8 @@
 """What a model lost of another one: `ModelLosses` at hook points and in layers, `MatrixLosses` of single matrices."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,9 @@ class ModelLosses(Shown):
             "local": np.array([np.nan if row.local is None else row.local for row in self.rows]),
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
     def layer_table(self) -> Table:
         """The distance before and after each layer."""
         logits, name = self.logits, self.other
@@ -77,7 +80,9 @@ class ModelLosses(Shown):
         curve = Series("distance", [row.lost for row in self.rows])
         share = "length of the difference / length of the value"
         lines = Lines([row.name for row in self.rows], [curve], "", share, 0, heading="Distance")
-        return View(f"{self.reference}: {self!r}", [lines, self.layer_table()])
+        return View(
+            f"Distance from {self.other}", [lines, self.layer_table()], self.reference, ", ".join(self._facts())
+        )
 
 
 @dataclass(repr=False)
@@ -97,6 +102,9 @@ class MatrixLosses(Shown):
         names = ("name", "bits", "bytes", "weight_error", "output_error", "kl", "top_1")
         return {name: [getattr(one, name) for one in self.losses] for name in names}
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
     def view(self) -> View:
         """KL of each as bars, and the table."""
         bars = Bars(
@@ -113,7 +121,7 @@ class MatrixLosses(Shown):
             "top token."
         )
         table.title, table.on_page = None, {"heading": "Matrices", "note": note, "most": 24}
-        return View(repr(self), [bars, table])
+        return View("Matrices, each alone", [bars, table], facts=", ".join(self._facts()))
 
 
 def percent(share: float | None) -> str:

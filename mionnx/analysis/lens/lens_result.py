@@ -86,7 +86,7 @@ class LensResult(Shown):
     def _contents(self) -> dict[str, Any]:
         contents, reader = super()._contents(), _reader(self)
         # These functions belong to an open model: a `SavedReader` takes their place.
-        for name in ("spell", "known", "read"):
+        for name in ("spell", "token_id", "read"):
             del contents[name]
         tokens = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist(), *self.tracked})
         contents["words"] = {token: self.spell(token) for token in tokens}
