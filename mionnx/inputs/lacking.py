@@ -44,9 +44,9 @@ def refuse_without_vocabulary(model: HookedModel, what: str) -> None:
 def refuse_without_distribution(model: HookedModel, what: str) -> None:
     """Refuse what measures the KL of predictions, "a budget" for one, if the main output has no probabilities."""
     if not model.metadata.has_distribution:
-        given = "numbers of a regression" if model.metadata.output == LOGITS else f"vectors ({model.metadata.output})"
+        output = "numbers of a regression" if model.metadata.output == LOGITS else f"vectors ({model.metadata.output})"
         raise InputError(
-            f"{what} measures the KL of predictions, and {model.name} gives {given}, which have no probabilities. "
+            f"{what} measures the KL of predictions, and {model.name} gives {output}, which have no probabilities. "
             "verify(other=) compares two models by hook point and by layer"
         )
 

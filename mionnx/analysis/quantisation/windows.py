@@ -45,11 +45,11 @@ def _parts(model: Runner, text: str) -> tuple[Ids, Ids, Ids]:
     return ids[:at], bare, ids[at + len(bare) :] if model.bidirectional else bare[:0]
 
 
-def own_text(model: Runner, given: str) -> list[Ids]:
+def own_text(model: Runner, argument: str) -> list[Ids]:
     """Texts [2, 128] that a model samples at temperature 1 from its first special token, always with the same seed."""
-    # `given`: the argument that names texts in their place
+    # `argument`: that which names texts in their place
     if model.bidirectional:
-        raise InputError(f"{model.hooked.name} is an encoder, which writes no text to measure on: give {given}")
+        raise InputError(f"{model.hooked.name} is an encoder, which writes no text to measure on: give {argument}")
     first = 0
     if model.has_tokenizer:
         special = np.asarray(encode(model.tokenizer, "").ids, np.int64)
