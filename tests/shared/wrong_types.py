@@ -447,7 +447,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
         "at": {"hook": "blocks.1.hook_resid_post"},
         "direction": {"feature": 1},
         "fragment": {},
-        "known": {"feature": 1},
+        "number_of": {"feature": 1},
         "monitor": {"features": [1]},
         "spec": {"fix": {1: 1.0}},
         "splice": {},
@@ -471,7 +471,10 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     other = MIModel.from_pretrained(model.quantise(folder / "int4"))
     losses = model.verify(PROMPT, ["ort-cpu"], points="*.hook_resid_p*", greedy=0, other=other)
     yield from _methods("Verification", lambda: losses, {"model_losses": {}})
-    yield from _stored(folder, compared)
+    tables = {"ModelLosses": losses.model_losses(), "MatrixLosses": losses.matrix_losses()}
+    for name, table in tables.items():
+        yield from _methods(name, lambda table=table: table, {"table": {}})
+    yield from _stored(folder, compared, *tables.values())
     ranges, forecast, diagnosis = model.check_range(PROMPT), model.forecast(PROMPT), model.doctor(PROMPT)
     bert = MIModel.from_pretrained(REPOSITORY / "models" / "world-bert")
     hidden = "The capital of <mask> is Paris ."
@@ -536,7 +539,7 @@ def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
     circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
     edge = {"sender": "m1", "receiver": "logits"}
     yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
-    yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}, "table": {}})
+    yield from _methods("Circuit", lambda: circuit, {"leading": {"edges": 3}, "smallest": {}, "table": {}})
     yield from _stored(folder, circuit, circuit.attribution)
 
 
