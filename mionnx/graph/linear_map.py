@@ -18,11 +18,11 @@ from mionnx.errors import HookError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import attributes
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.value_path import Followed, Step, ValuePaths
+from mionnx.graph.value_path import Followed, PathStep, ValuePaths
 from mionnx.graph.weight_value import WEIGHT_PLACE, Matrix, linear_bias, linear_weight, product_of
 
-TOKEN_AXES = ("batch", "seq")
-NORM_OPERATORS = frozenset(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"))
+ROW_AXES = ("batch", "seq")
+NORM_NODES = frozenset(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"))
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class LinearMap:
     value: str
     gives: str
     reads: str
-    into: tuple[Step, ...]
-    onto: tuple[Step, ...]
+    into: tuple[PathStep, ...]
+    onto: tuple[PathStep, ...]
     experts: int | None = None
 
     @cached_property
@@ -69,7 +69,7 @@ class LinearMap:
         followed = self.paths.follow(self.value, self.onto)
         axes = self.paths.model.metadata.hooks[self.gives]
         # an expert's matrix is the same for each of a token's choices
-        dropped = [axis in TOKEN_AXES or (self.experts is not None and i == 2) for i, axis in enumerate(axes)]
+        dropped = [axis in ROW_AXES or (self.experts is not None and i == 2) for i, axis in enumerate(axes)]
         return followed.moved(lambda array: array[tuple(0 if drop else slice(None) for drop in dropped)])
 
     @cached_property
@@ -184,7 +184,7 @@ def columns_of(matrix: Matrix, places: NDArray[np.int64]) -> Matrix:
     return np.lib.stride_tricks.as_strided(matrix[..., origin:], (*matrix.shape[:-1], *axes), strides, writeable=False)
 
 
-def norm_of(paths: ValuePaths, steps: Sequence[Step]) -> NormMap | None:
+def norm_of(paths: ValuePaths, steps: Sequence[PathStep]) -> NormMap | None:
     """The norm that a path goes through; None where it goes through none."""
     weight: NDArray[Any] | None = None
     bias: NDArray[Any] | None = None
@@ -192,7 +192,7 @@ def norm_of(paths: ValuePaths, steps: Sequence[Step]) -> NormMap | None:
     for step in steps:
         node, varying = step.node, paths.flow.varying
         others = [name for name in node.input if name and name != step.read]
-        if node.op_type in NORM_OPERATORS:
+        if node.op_type in NORM_NODES:
             normed, centred = True, centred or node.op_type == "LayerNormalization"
             epsilon = float(attributes(node).get("epsilon", 1e-5))
             constants = [paths.constant(name) for name in node.input[1:] if name]
@@ -252,10 +252,15 @@ class LinearMaps:
             experts = next(iter(self.paths.flow.initializers[product.input[0]].dims))
             return LinearMap(self.paths, product, value, point, "", (), tuple(onto), experts)
         hooks = self.model.metadata.hooks
-        into: list[Step] | None = []
+        into: list[PathStep] | None = []
         if entry not in hooks:
             into = self.paths.back(entry, lambda one: one in hooks or self._product(one) is not None)
         reads = entry if into == [] else into[0].read if into else ""
+        try:
+            if reads in hooks:
+                self.paths.follow_all(reads, into or ())
+        except ModelError:  # a mixture of several values or tokens
+            reads = ""
         if reads not in hooks:
             reads, into = "", []
         return LinearMap(self.paths, product, value, point, reads, tuple(into or ()), tuple(onto))

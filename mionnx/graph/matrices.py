@@ -13,6 +13,7 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, ModelError
+from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
@@ -29,7 +30,7 @@ from mionnx.graph.weight_value import (
 ACTIVATION_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
 RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
-POSITIONS = "position_ids"
+POSITION_INPUT = "position_ids"
 WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 
@@ -88,14 +89,14 @@ def position_embedding(model: HookedModel) -> NDArray[Any]:
 def _first_row(flow: Dataflow, model: HookedModel, rows: str) -> int:
     """The row of position 0 (OPT and RoBERTa begin at row 2)."""
     first = 0
-    while rows != POSITIONS:
+    while rows != POSITION_INPUT:
         node = flow.producer(rows)
         varying = [] if node is None else [name for name in node.input if name in flow.varying]
         if node is None or len(varying) != 1 or node.op_type not in RESHAPING | {"Add"}:
             raise HookError(f"{model.metadata.family}: no W_pos: the graph computes rows of its table from the text")
         if node.op_type == "Add":
             other = next(name for name in node.input if name != varying[0])
-            first += int(weight_value(flow, model.folder, other).reshape(-1)[0])
+            first += int(onnx_file.weight(model.proto, model.folder, other).reshape(-1)[0])
         rows = varying[0]
     return first
 

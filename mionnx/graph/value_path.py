@@ -31,7 +31,7 @@ AFFINE = frozenset(("Add", "Sub", "Mul", "Div"))
 DETOUR = 1000  # of a node that passes nothing on as it is, or reads several values of the text
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """A node, and which of its inputs and outputs a path goes through."""
 
     node: onnx.NodeProto
@@ -83,10 +83,10 @@ class ValuePaths:
         """Shapes of all values of a text of one token, and the numbers that sizes follow from."""
         return check_sizes(self.model.proto, validate.input_shapes(self.model.proto, *ONE_TOKEN), validate.UNBOUNDED)
 
-    def back(self, value: str, reached: Callable[[str], bool]) -> list[Step] | None:
+    def back(self, value: str, reached: Callable[[str], bool]) -> list[PathStep] | None:
         """The most direct path from a value before this one that is wanted; None where there is none."""
         waiting: list[tuple[int, int, str]] = [(0, 0, value)]
-        after: dict[str, Step] = {}
+        after: dict[str, PathStep] = {}
         costs = {value: 0}
         while waiting:
             cost, _, name = heapq.heappop(waiting)
@@ -101,7 +101,7 @@ class ValuePaths:
             total = cost + (1 if len(operands) == 1 and node.op_type in MOVING | AFFINE else DETOUR)
             for entry in operands:
                 if total < costs.get(entry, total + 1):
-                    costs[entry], after[entry] = total, Step(node, entry, name)
+                    costs[entry], after[entry] = total, PathStep(node, entry, name)
                     heapq.heappush(waiting, (total, len(after), entry))
         return None
 
@@ -111,8 +111,8 @@ class ValuePaths:
         return [name for name in dict.fromkeys(names) if name in self.flow.varying]
 
     @staticmethod
-    def _chain(first: str, last: str, after: dict[str, Step]) -> list[Step]:
-        steps, name = list[Step](), first
+    def _chain(first: str, last: str, after: dict[str, PathStep]) -> list[PathStep]:
+        steps, name = list[PathStep](), first
         while name != last:
             steps.append(after[name])
             name = steps[-1].made
@@ -125,7 +125,7 @@ class ValuePaths:
             raise ModelError(f"the shape of {name!r} does not follow from the graph: its weight cannot be told apart")
         return tuple(dim or 0 for dim in known.shape)
 
-    def follow(self, start: str, steps: Sequence[Step]) -> Followed:
+    def follow(self, start: str, steps: Sequence[PathStep]) -> Followed:
         """Follow each number of a value's last axis along a path."""
         begin = next((i for i in reversed(range(len(steps))) if self._picks_rows(steps[i])), -1) + 1
         shape = self.shape(steps[begin - 1].made if begin else start)
@@ -134,7 +134,7 @@ class ValuePaths:
             followed = self._step(followed, step)
         return followed
 
-    def follow_all(self, start: str, steps: Sequence[Step]) -> Followed:
+    def follow_all(self, start: str, steps: Sequence[PathStep]) -> Followed:
         """Follow every number of a value for one token along a path."""
         shape = self.shape(start)
         followed = Followed(np.arange(int(np.prod(shape))).reshape(shape))
@@ -142,13 +142,13 @@ class ValuePaths:
             followed = self._step(followed, step)
         return followed
 
-    def _picks_rows(self, step: Step) -> bool:
+    def _picks_rows(self, step: PathStep) -> bool:
         """Whether a node picks rows by the text: of each, all numbers of the last axis."""
         node = step.node
         picked = node.op_type == "Gather" and node.input[1] in self.flow.varying
         return picked and self.known[node.input[1]].data is None and attributes(node).get("axis", 0) == 0
 
-    def _step(self, followed: Followed, step: Step) -> Followed:
+    def _step(self, followed: Followed, step: PathStep) -> Followed:
         node = step.node
         if node.op_type in MOVING:
             return followed.moved(lambda array: self._moved(step, array))
@@ -173,7 +173,7 @@ class ValuePaths:
             node = self.flow.producer(node.input[0])
         return node is not None and node.op_type == "Gather" and node.input[0] not in self.flow.varying
 
-    def _moved(self, step: Step, array: NDArray[Any]) -> NDArray[Any]:
+    def _moved(self, step: PathStep, array: NDArray[Any]) -> NDArray[Any]:
         node, settings = step.node, attributes(step.node)
         if node.op_type in SHAPED:
             return array.reshape(self.shape(step.made))

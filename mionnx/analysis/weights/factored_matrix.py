@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
+from mionnx.machine.arrays import to_array
+from mionnx.machine.typed import typed
 
 Array = NDArray[Any]
 
@@ -80,7 +82,7 @@ class FactoredMatrix:
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, FactoredMatrix):
             return (self @ other.A) @ other.B
-        array = np.asarray(other)
+        array = _read("other", other)
         self._check(array, array.ndim > 1, self.rdim)
         if array.ndim < 2:
             return (self.A @ (self.B @ array[..., None]))[..., 0]
@@ -88,7 +90,7 @@ class FactoredMatrix:
         return FactoredMatrix(self.A, self.B @ array) if self.rdim > self.mdim else FactoredMatrix(self.AB, array)
 
     def __rmatmul__(self, other: Any) -> Any:
-        array = np.asarray(other)
+        array = _read("other", other)
         if array.ndim < 1 or array.shape[-1] != self.ldim:
             raise InputError(f"{list(array.shape)} @ {list(self.shape)}: the inner axes differ")
         if array.ndim < 2:
@@ -100,9 +102,10 @@ class FactoredMatrix:
             raise InputError(f"{list(self.shape)} @ {list(array.shape)}: the inner axes differ")
 
     def __mul__(self, factor: float) -> FactoredMatrix:
-        if np.ndim(factor):
-            raise InputError(f"a FactoredMatrix times an array {list(np.shape(factor))}: @ multiplies matrices")
-        return FactoredMatrix(self.A * factor, self.B)
+        number = _read("factor", factor)
+        if number.ndim:
+            raise InputError(f"a FactoredMatrix times an array {list(number.shape)}: @ multiplies matrices")
+        return FactoredMatrix(self.A * number, self.B)
 
     __rmul__ = __mul__
 
@@ -122,7 +125,10 @@ class FactoredMatrix:
             for one in full[-2:]
         )
         leading = tuple(full[:-2])
-        return FactoredMatrix(self.A[leading][..., rows, :], self.B[leading][..., :, columns])
+        try:
+            return FactoredMatrix(self.A[leading][..., rows, :], self.B[leading][..., :, columns])
+        except (IndexError, TypeError, ValueError) as error:
+            raise InputError(f"no index of a matrix {list(self.shape)}: {error}") from error
 
     @cached_property
     def _decomposition(self) -> tuple[Array, Array, Array]:
@@ -175,6 +181,7 @@ class FactoredMatrix:
         """U diag(S), [..., ldim, n]."""
         return self.U * self.S[..., None, :]
 
+    @typed()
     def get_corner(self, k: int = 3) -> Array:
         """The first k rows and columns."""
         return self.A[..., :k, :] @ self.B[..., :, :k]
@@ -183,8 +190,15 @@ class FactoredMatrix:
         return f"FactoredMatrix({list(self.shape)}, rank {self.mdim} at most)"
 
 
+def _read(name: str, values: ArrayLike) -> Array:
+    try:
+        return to_array(values)
+    except ValueError as error:
+        raise InputError(f"{name} must be numbers: {error}") from error
+
+
 def _numbers(name: str, values: ArrayLike) -> Array:
-    array = np.asarray(values)
+    array = _read(name, values)
     if array.ndim < 2 or array.dtype.kind not in "fiuV":
         raise InputError(f"{name} is {array.dtype} {list(array.shape)}; it must be numbers [..., rows, columns]")
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.weights.factored_matrix import FactoredMatrix, transposed
-from mionnx.analysis.weights.graph_weights import BIASES, GraphWeights
-from mionnx.analysis.weights.head_circuits import repeated
-from mionnx.analysis.weights.named_weights import NamedWeights, Reader
+from mionnx.analysis.weights.graph_weights import WEIGHT_OF_BIAS, GraphWeights, repeated
+from mionnx.analysis.weights.named_weights import NamedWeights, WeightReader
 from mionnx.errors import HookError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
@@ -25,7 +24,7 @@ from mionnx.graph.metadata import NORMED_STREAM
 
 Array = NDArray[Any]
 W = TypeVar("W", bound=NamedWeights)
-Change = Callable[[Reader, str, int], Array]
+Change = Callable[[WeightReader, str, int], Array]
 # weight -> the norm before it
 NORM_BEFORE = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "ln1"),
@@ -39,7 +38,7 @@ WRITING = ("W_E", "W_pos", "W_O", "W_out", "b_O", "b_out")
 class Folded:
     """A reader of weights that changes what another one reads."""
 
-    def __init__(self, graph: GraphWeights, origin: Reader, change: Change) -> None:
+    def __init__(self, graph: GraphWeights, origin: WeightReader, change: Change) -> None:
         self.graph, self._origin, self._change = graph, origin, change
 
     def read(self, name: str, layer: int = 0) -> Array:
@@ -68,12 +67,12 @@ def fold_layer_norm(weights: W) -> W:
     return _with(weights, lambda origin, name, layer: _without_norm(weights.graph, origin, name, layer))
 
 
-def _without_norm(graph: GraphWeights, origin: Reader, name: str, layer: int) -> Array:
+def _without_norm(graph: GraphWeights, origin: WeightReader, name: str, layer: int) -> Array:
     norm, _, part = name.rpartition("_")
     if norm in FOLDED_NORMS:
         whole = origin.read(name, layer)
         return np.ones_like(whole) if part == "w" else np.zeros_like(whole)
-    of_bias = {**BIASES, "b_U": "W_U"}
+    of_bias = {**WEIGHT_OF_BIAS, "b_U": "W_U"}
     matrix = of_bias.get(name, name)
     found = _norm_of(graph, NORM_BEFORE.get(matrix), layer)
     if found is None:
@@ -115,7 +114,7 @@ def center_writing_weights(weights: W) -> W:
     return _with(weights, _centred)
 
 
-def _centred(origin: Reader, name: str, layer: int) -> Array:
+def _centred(origin: WeightReader, name: str, layer: int) -> Array:
     array = origin.read(name, layer)
     return array - array.mean(axis=-1, keepdims=True) if name in WRITING else array
 
@@ -149,7 +148,7 @@ def center_unembed(weights: W) -> W:
     return _with(weights, _centred_unembedding)
 
 
-def _centred_unembedding(origin: Reader, name: str, layer: int) -> Array:
+def _centred_unembedding(origin: WeightReader, name: str, layer: int) -> Array:
     array = origin.read(name, layer)
     return array - array.mean(axis=-1, keepdims=True) if name in ("W_U", "b_U") else array
 
@@ -163,7 +162,7 @@ def fold_value_biases(weights: W) -> W:
     return _with(weights, _without_value_biases)
 
 
-def _without_value_biases(origin: Reader, name: str, layer: int) -> Array:
+def _without_value_biases(origin: WeightReader, name: str, layer: int) -> Array:
     own = origin.read(name, layer)
     if name == "b_V":
         return np.zeros_like(own)
@@ -200,7 +199,7 @@ def refactor_factored_attn_matrices(weights: W) -> W:
     return _with(fold_value_biases(weights), _even)
 
 
-def _even(origin: Reader, name: str, layer: int) -> Array:
+def _even(origin: WeightReader, name: str, layer: int) -> Array:
     own = origin.read(name, layer)
     head, kind = name[2:], name[:2]
     if kind not in ("W_", "b_") or head not in "QKVO" or name == "b_O":

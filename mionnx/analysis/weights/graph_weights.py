@@ -22,7 +22,7 @@ from mionnx.graph.metadata import NORMED_STREAM
 Array = NDArray[Any]
 
 
-class Product(NamedTuple):
+class WeightPlace(NamedTuple):
     """Where a layer's weight and bias lie: the hook point that their product gives, and what it reads."""
 
     gives: Callable[[int], HookPoint]
@@ -32,18 +32,18 @@ class Product(NamedTuple):
 
 
 HEAD_AXES = ("head", "d_model", "d_head")
-PRODUCTS = {
-    "W_Q": Product(HookPoint.AttnQ, "stream", HEAD_AXES),
-    "W_K": Product(HookPoint.AttnK, "stream", ("kv_head", *HEAD_AXES[1:])),
-    "W_V": Product(HookPoint.AttnV, "stream", ("kv_head", *HEAD_AXES[1:])),
-    "W_O": Product(HookPoint.AttnOut, "AttnZ", ("head", "d_head", "d_model")),
-    "W_in": Product(HookPoint.MlpUp, "MlpPre", ("d_model", "d_mlp"), HookPoint.MlpExpertUp),
-    "W_gate": Product(HookPoint.MlpGate, "MlpPre", ("d_model", "d_mlp"), HookPoint.MlpExpertGate),
-    "W_out": Product(HookPoint.MlpPost, "MlpAct", ("d_mlp", "d_model"), HookPoint.MlpExpertOut),
+WEIGHT_PRODUCTS = {
+    "W_Q": WeightPlace(HookPoint.AttnQ, "stream", HEAD_AXES),
+    "W_K": WeightPlace(HookPoint.AttnK, "stream", ("kv_head", *HEAD_AXES[1:])),
+    "W_V": WeightPlace(HookPoint.AttnV, "stream", ("kv_head", *HEAD_AXES[1:])),
+    "W_O": WeightPlace(HookPoint.AttnOut, "AttnZ", ("head", "d_head", "d_model")),
+    "W_in": WeightPlace(HookPoint.MlpUp, "MlpPre", ("d_model", "d_mlp"), HookPoint.MlpExpertUp),
+    "W_gate": WeightPlace(HookPoint.MlpGate, "MlpPre", ("d_model", "d_mlp"), HookPoint.MlpExpertGate),
+    "W_out": WeightPlace(HookPoint.MlpPost, "MlpAct", ("d_mlp", "d_model"), HookPoint.MlpExpertOut),
 }
-BIASES = {name.replace("W_", "b_"): name for name in PRODUCTS}
+WEIGHT_OF_BIAS = {name.replace("W_", "b_"): name for name in WEIGHT_PRODUCTS}
 BIAS_AXES = {"b_Q": ("head", "d_head"), "b_K": ("kv_head", "d_head"), "b_V": ("kv_head", "d_head")}
-NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "q_norm", "k_norm")
+NORM_NAMES = ("ln1", "ln1_post", "ln2", "ln2_post", "q_norm", "k_norm")
 STREAM = ("Embed", "ResidPre", "ResidMid", "ResidPost")
 
 
@@ -59,22 +59,23 @@ class GraphWeights:
         Raises:
             HookError: the model has no such weight; it says which comes next to it.
         """
-        if name in PRODUCTS:
+        if name in WEIGHT_PRODUCTS:
             return self._weight(name, layer)
-        if name in BIASES:
+        if name in WEIGHT_OF_BIAS:
             return self._bias(name, layer)
-        if name in WHOLE:
-            return WHOLE[name](self.hooked)
+        if name in UNLAYERED:
+            return UNLAYERED[name](self.hooked)
         norm, _, part = name.rpartition("_")
         return self._norm_part(norm, part, layer)
 
     def product(self, name: str, layer: int) -> LinearMap:
         """The product whose weight has a name, in one layer."""
         self.hooked.need_weights(f"reading {name}")
-        spec = PRODUCTS[name]
+        spec = WEIGHT_PRODUCTS[name]
         point, hooks = spec.gives(layer), self.hooked.metadata.hooks
-        if str(point) not in hooks and spec.of_experts is not None and str(spec.of_experts(layer)) in hooks:
-            return self.maps.behind(str(spec.of_experts(layer)))
+        experts = "" if spec.of_experts is None else str(spec.of_experts(layer))
+        if experts in hooks and str(HookPoint.MlpAct(layer)) not in hooks:  # of a shared expert, where there is one
+            return self.maps.behind(experts)
         if str(point) not in hooks:
             raise HookError(
                 f"{self._family}: layer {layer} has no {point}, and so no {name}{self._nearest(name, layer)}"
@@ -85,7 +86,9 @@ class GraphWeights:
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: {error}{self._nearest(name, layer)}"
             ) from error
-        if found.experts is None and not self._reads(found, spec.reads):
+        if found.experts is not None:  # JetMoE's heads are experts
+            raise HookError(f"{self._family}: no {name} in layer {layer}: each token chooses its own projections")
+        if not self._reads(found, spec.reads):
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: the product behind {point} reads "
                 f"{found.reads or 'no hook point'}{self._nearest(name, layer)}"
@@ -112,14 +115,16 @@ class GraphWeights:
         return f"; `weights.behind` has the products of {', '.join(products[:6])}" if products else ""
 
     def _with_products(self, layer: int) -> list[str]:
-        names = []
-        for point in self.hooked.metadata.hooks:
-            if point.startswith(f"blocks.{layer}."):
-                try:
-                    if self.maps.behind(point).reads.startswith(f"blocks.{layer}."):
-                        names.append(point)
-                except (ModelError, HookError):
-                    continue
+        names, hooks = list[str](), self.hooked.metadata.hooks
+        for point in hooks:
+            try:
+                # without another hook point in between
+                if point.startswith(f"blocks.{layer}.") and not any(
+                    step.read in hooks for step in self.maps.behind(point).onto
+                ):
+                    names.append(point)
+            except ModelError:
+                continue
         return names
 
     def _weight(self, name: str, layer: int) -> Array:
@@ -133,7 +138,7 @@ class GraphWeights:
         return weight
 
     def _bias(self, name: str, layer: int) -> Array:
-        found = self.product(BIASES[name], layer)
+        found = self.product(WEIGHT_OF_BIAS[name], layer)
         bias = found.bias()
         return np.zeros(found.axes, found.dtype) if bias is None else bias
 
@@ -146,7 +151,7 @@ class GraphWeights:
         self.hooked.need_weights(f"reading {name}")
         found = self._norm(name, layer)
         if found is None:
-            others = [one for one in NORMS if one != name and self._has_norm(one, layer)]
+            others = [one for one in NORM_NAMES if one != name and self._has_norm(one, layer)]
             has = f"; it has {', '.join(others)}" if others else ""
             where = "" if name == "ln_final" else f" in layer {layer}"
             raise HookError(f"{self._family}: no norm {name}{where}{has}")
@@ -192,7 +197,14 @@ class GraphWeights:
         return np.full(width, float(part == "w"), dtype)
 
 
-WHOLE: dict[str, Callable[[HookedModel], Array]] = {
+def repeated(array: Array, heads: int) -> Array:
+    """Keys or values of grouped heads, once for each query head, [head, ...]."""
+    if heads % len(array):
+        raise HookError(f"{len(array)} heads of keys do not divide {heads} heads of queries")
+    return np.repeat(array, heads // len(array), axis=0) if len(array) != heads else array
+
+
+UNLAYERED: dict[str, Callable[[HookedModel], Array]] = {
     "W_E": matrices.embedding,
     "W_pos": matrices.position_embedding,
     "W_U": matrices.unembedding,

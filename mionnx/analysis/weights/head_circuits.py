@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.weights.factored_matrix import FactoredMatrix, transposed
+from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.named_weights import NamedWeights
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
@@ -84,13 +85,6 @@ def _layers(weights: NamedWeights, layer: int | None) -> list[int]:
 
 def _wide(array: Array) -> Array:
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
-
-
-def repeated(array: Array, heads: int) -> Array:
-    """Keys or values of grouped heads, once for each query head, [head, ...]."""
-    if heads % len(array):
-        raise HookError(f"{len(array)} heads of keys do not divide {heads} heads of queries")
-    return np.repeat(array, heads // len(array), axis=0) if len(array) != heads else array
 
 
 def _query_key(weights: NamedWeights, layer: int, distance: int) -> FactoredMatrix:

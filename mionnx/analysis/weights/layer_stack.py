@@ -62,11 +62,16 @@ class LayerStack(NDArrayOperatorsMixin):
             if not -self._count <= layer < self._count:
                 raise InputError(f"{self.name}[{layer}]: the model has layers 0 to {self._count - 1}")
             array = self._read(layer % self._count)
-            return array[tuple(rest)] if rest else array
+            return self._picked(array, tuple(rest)) if rest else array
         if isinstance(first, slice):
-            chosen = self._stacked(range(self._count)[first])
-            return chosen[(slice(None), *rest)]
-        return np.asarray(self)[index]
+            return self._picked(self._stacked(range(self._count)[first]), (slice(None), *rest))
+        return self._picked(np.asarray(self), index)
+
+    def _picked(self, array: NDArray[Any], index: Index) -> NDArray[Any]:
+        try:
+            return array[index]
+        except (IndexError, TypeError, ValueError) as error:
+            raise InputError(f"no index of {self.name} {list(array.shape)}: {error}") from error
 
     def _stacked(self, layers: Sequence[int]) -> NDArray[Any]:
         if not layers:

@@ -9,7 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.weights.graph_weights import BIAS_AXES, BIASES, PRODUCTS, WHOLE, GraphWeights
+from mionnx.analysis.weights.graph_weights import (
+    BIAS_AXES,
+    UNLAYERED,
+    WEIGHT_OF_BIAS,
+    WEIGHT_PRODUCTS,
+    GraphWeights,
+    repeated,
+)
 from mionnx.analysis.weights.layer_stack import LayerStack
 from mionnx.errors import HookError, InputError, MIError
 from mionnx.graph.hook_points import HookPoint
@@ -25,7 +32,7 @@ NORM_PARTS = tuple(
 FINAL_NORM = ("ln_final_w", "ln_final_b")
 
 
-class Reader(Protocol):
+class WeightReader(Protocol):
     """Gives the numbers of a weight; see `GraphWeights`, `Folded`."""
 
     def read(self, name: str, layer: int = 0) -> Array: ...
@@ -34,17 +41,17 @@ class Reader(Protocol):
 class NamedWeights:
     """Every weight under its name, as one reader gives it; `Weights` says which."""
 
-    def __init__(self, model: Runner, reader: Reader | None = None) -> None:
+    def __init__(self, model: Runner, reader: WeightReader | None = None) -> None:
         self.model = model
         self.graph = GraphWeights(model.hooked) if reader is None else reader.graph  # type: ignore[attr-defined]
-        self.reader: Reader = self.graph if reader is None else reader
+        self.reader: WeightReader = self.graph if reader is None else reader
 
     def __getattr__(self, name: str) -> Any:
-        if name in WHOLE or name in FINAL_NORM:
+        if name in UNLAYERED or name in FINAL_NORM:
             return self.reader.read(name)
         if name == "W_E_pos":
             return np.concatenate([self.W_E, self.W_pos])
-        if name in PRODUCTS or name in BIASES or name in NORM_PARTS:
+        if name in WEIGHT_PRODUCTS or name in WEIGHT_OF_BIAS or name in NORM_PARTS:
             return self._stack(name)
         raise AttributeError(f"weights have no {name!r}; there are {', '.join(self.names)}")
 
@@ -54,7 +61,7 @@ class NamedWeights:
     @property
     def names(self) -> list[str]:
         """The names of weights; not every model has each."""
-        return [*WHOLE, "W_E_pos", *PRODUCTS, *BIASES, *NORM_PARTS, *FINAL_NORM]
+        return [*UNLAYERED, "W_E_pos", *WEIGHT_PRODUCTS, *WEIGHT_OF_BIAS, *NORM_PARTS, *FINAL_NORM]
 
     def _stack(self, name: str) -> LayerStack:
         layers = self.model.num_layers
@@ -67,13 +74,13 @@ class NamedWeights:
                 refusals.append(error)
         if len(refusals) == layers:
             raise refusals[0]
-        spec = PRODUCTS.get(name)
+        spec = WEIGHT_PRODUCTS.get(name)
         axes = spec.axes if spec else BIAS_AXES.get(name, ("d_mlp",) if name in ("b_in", "b_gate") else ("d_model",))
         return LayerStack(name, layers, partial(self._read, name), axes)
 
     def _find(self, name: str, layer: int) -> None:
-        product = BIASES.get(name, name)
-        if product in PRODUCTS:
+        product = WEIGHT_OF_BIAS.get(name, name)
+        if product in WEIGHT_PRODUCTS:
             self.graph.product(product, layer)
         else:
             self.graph.norm(name.rpartition("_")[0], layer)
@@ -101,7 +108,7 @@ class NamedWeights:
     def parameters(self) -> Mapping[str, Array]:
         """All that the model has, by TransformerLens' names of parameters: "blocks.0.attn.W_Q", "ln_final.w".
 
-        Each is read when it is asked for.
+        Each is read when it is asked for. Keys and values of grouped heads stand there once for each query head.
 
         Example:
             model.weights.parameters()["blocks.0.attn.W_Q"].shape
@@ -114,7 +121,7 @@ PLACES = {
     **dict.fromkeys(("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out"), "mlp."),
     **dict.fromkeys(("q_norm_w", "k_norm_w"), "attn."),
 }
-WHOLE_NAMES = {
+UNLAYERED_NAMES = {
     "embed.W_E": "W_E",
     "pos_embed.W_pos": "W_pos",
     "ln_final.w": "ln_final_w",
@@ -125,23 +132,23 @@ WHOLE_NAMES = {
 
 
 class Parameters(Mapping[str, Array]):
-    """TransformerLens' parameter names -> numbers, read when they are asked for."""
+    """TransformerLens' names of parameters -> numbers, read when they are asked for."""
 
     def __init__(self, weights: NamedWeights) -> None:
         self._weights = weights
         self._places: dict[str, tuple[str, int]] = {}
-        for key, name in WHOLE_NAMES.items():
+        for key, name in UNLAYERED_NAMES.items():
             if self._has(name, 0):
                 self._places[key] = (name, 0)
         for layer in range(weights.model.num_layers):
-            for name in (*PRODUCTS, *BIASES, *NORM_PARTS):
+            for name in (*WEIGHT_PRODUCTS, *WEIGHT_OF_BIAS, *NORM_PARTS):
                 if self._has(name, layer):
                     base = name if name in PLACES and "norm" not in name else name[:-2] + "." + name[-1]
                     self._places[f"blocks.{layer}.{PLACES.get(name, '')}{base}"] = (name, layer)
 
     def _has(self, name: str, layer: int) -> bool:
         try:
-            if name in WHOLE:
+            if name in UNLAYERED:
                 if name == "W_pos":
                     self._weights.reader.read(name)
             elif name in FINAL_NORM:
@@ -155,7 +162,16 @@ class Parameters(Mapping[str, Array]):
     def __getitem__(self, key: str) -> Array:
         if key not in self._places:
             raise InputError(f"no parameter {key!r}; the first are {', '.join([*self._places][:6])}")
-        return self._weights.reader.read(*self._places[key])
+        name, layer = self._places[key]
+        array = self._weights.reader.read(name, layer)
+        return repeated(array, self._weights.model.num_heads) if name[2:] in ("K", "V") else array
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The numbers of a parameter, or the default where there is no such parameter."""
+        return self[key] if key in self._places else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -18,7 +18,7 @@ from mionnx.machine.typed import typed
 Array = NDArray[Any]
 Vector = NDArray[np.float64]
 Scored = list[tuple[int, float]]  # (token id, score), the largest first
-KINDS = ("OV", "W_in", "W_out")
+MATRIX_KINDS = ("OV", "W_in", "W_out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +101,11 @@ def neuron(weights: NamedWeights, layer: int, index: int) -> Neuron:
 
 def through_norm(weights: NamedWeights, layer: int, columns: Array) -> Array:
     """Columns [d_model, ...] of an MLP's input as directions of the stream: times the weight of its norm, if any."""
-    wide = columns.astype(np.float64)
     try:
-        norm = weights.graph.norm("ln2", layer)
+        weight = weights.reader.read("ln2_w", layer)
     except HookError:
-        return wide
-    wide = wide * weights.reader.read("ln2_w", layer).astype(np.float64).reshape(-1, *[1] * (columns.ndim - 1))
-    return wide - wide.mean(axis=0) if norm.centred else wide
+        return columns.astype(np.float64)
+    return columns * weight.astype(np.float64).reshape(-1, *[1] * (columns.ndim - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +157,8 @@ def singular_vectors(
         found = model.weights.singular_vectors("OV", 2, head=1, k=2)
         print([model.to_string(token) for token, _ in found.tokens(0, k=3)])
     """
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r}: one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    if kind not in MATRIX_KINDS:
+        raise InputError(f"kind={kind!r}: one of {', '.join(MATRIX_KINDS)}{nearest(kind, MATRIX_KINDS)}")
     if (head is None) == (kind == "OV"):
         raise InputError("an OV has a head: give head=" if kind == "OV" else f"{kind} is of the whole layer: no head")
     at_least("k", k, 1)

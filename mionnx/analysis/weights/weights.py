@@ -19,7 +19,7 @@ class Weights(NamedWeights):
 
     Matrices stand on the right of what they multiply, y = x W + b, and y is the value at the hook point, to the last
     scale (OPT's of queries). x is the layer's norm of the stream for W_Q, W_K, W_V; z for W_O; `mlp.hook_pre` for W_in
-    and W_gate; the neurons, `mlp.hook_act`, for W_out. Where a head's queries and keys, or an output, are normed (Qwen3,
+    and W_gate; the neurons, `mlp.hook_act`, for W_out. Where heads' queries and keys, or an output, are normed (Qwen3,
     Gemma), the weights are those before that norm. Numbers are those that the graph multiplies with: a weight in blocks
     is dequantised, a norm's weight is what the norm multiplies with (Gemma: 1 + w).
 
