@@ -109,7 +109,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         """A cache of the outputs of a pass, on the device that computed them."""
         return cls(LazyLayers(parts, cls.layer_of), attention_mask)
 
-    def held(self) -> Sequence[Iterable[Value]]:
+    def device_parts(self) -> Sequence[Iterable[Value]]:
         """The parts of every layer on their device, to be fed again without a copy."""
         return self.layers.parts if isinstance(self.layers, LazyLayers) else self.layers
 
@@ -132,7 +132,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         yield from (count(self.num_layers, "layer"), count(self.batch, "row"), count(self.seq_len, "position"))
 
     def _lines(self) -> Iterator[str]:
-        for part, value in zip(self.PARTS, next(iter(self.held()), ()), strict=False):
+        for part, value in zip(self.PARTS, next(iter(self.device_parts()), ()), strict=False):
             yield f"{part} of each layer: {shape_of(value)}"
 
     def get_layer(self, layer: int) -> Layer:
@@ -180,7 +180,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         Raises:
             InputError: it has several rows already, or less than one row, or more than memory holds, are requested.
         """
-        size = rows * sum(value.nbytes for layer in self.held() for value in layer)
+        size = rows * sum(value.nbytes for layer in self.device_parts() for value in layer)
         if rows < 1 or (size > LARGE_ARRAY and size > memory.available()):
             raise InputError(f"repeat({rows}): one or more rows, and {memory.format_bytes(size)} of memory are needed")
         if self.batch != 1:
@@ -197,7 +197,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         return type(self)(layers, self.attention_mask[at])
 
     def _contents(self) -> dict[str, Any]:
-        layers = [tuple(map(np.asarray, layer)) for layer in self.held()]
+        layers = [tuple(map(np.asarray, layer)) for layer in self.device_parts()]
         return {"layers": layers, "attention_mask": self.attention_mask}
 
     @classmethod
@@ -263,7 +263,7 @@ def fitting_feeds(
     if cache.num_layers != (layers := len(shapes) // len(cache.PARTS)):
         raise InputError(f"the {cache.NOUN} has {cache.num_layers} layers, the model {layers}")
     feeds: dict[str, Value] = {}
-    parts = [part for layer in cache.held() for part in layer]
+    parts = [part for layer in cache.device_parts() for part in layer]
     kinds = [np.dtype(one) for one in dtypes] * layers
     for (name, shape), dtype, part in zip(shapes.items(), kinds, parts, strict=True):
         value: Value = part if hasattr(part, "__array__") else np.asarray(part)

@@ -63,17 +63,17 @@ def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json")
     shown = "".join(f', out["{name}"][0, -1]' for name in content.facts.get("monitors", {}))
     lines = ["import numpy as np", "import onnxruntime", "from tokenizers import Tokenizer", ""]
     lines += ["options = onnxruntime.SessionOptions()", "options.log_severity_level = 3"] * _warns(content)
-    given = f'"{graph}"' + ", options" * _warns(content)
+    arguments = f'"{graph}"' + ", options" * _warns(content)
     lines += [
-        f"session = onnxruntime.InferenceSession({given})",
+        f"session = onnxruntime.InferenceSession({arguments})",
         f'tokenizer = Tokenizer.from_file("{tokenizer}")',
         f'new, length = np.array([tokenizer.encode("{CARD_PROMPT}").ids]), 0',
         'size = {"batch_size": 1, "past_sequence_length": 0}',
     ]
     if past is not None:
         zeros = f"np.zeros([size.get(dim, dim) for dim in one.shape], np.{NUMPY.get(past.dtype, 'float32')})"
-        made = f'for one in session.get_inputs() if one.name.startswith("{names.past}.")'
-        lines += [f"past = {{one.name: {zeros} {made}}}"]
+        loop = f'for one in session.get_inputs() if one.name.startswith("{names.past}.")'
+        lines += [f"past = {{one.name: {zeros} {loop}}}"]
     lines += [
         f"for _ in range({NEW_TOKENS}):",
         "    length += new.shape[1]",
