@@ -215,7 +215,7 @@ class LinearMaps:
 
     def __init__(self, model: HookedModel) -> None:
         self.model, self.paths = model, ValuePaths(model)
-        self._known: dict[str, LinearMap] = {}
+        self._maps: dict[str, LinearMap] = {}
 
     def behind(self, point: str) -> LinearMap:
         """The product with a weight that a hook point comes from.
@@ -224,9 +224,9 @@ class LinearMaps:
             HookError: the model has no such hook point.
             ModelError: it comes from no product with a weight, or its numbers cannot be told apart.
         """
-        if point not in self._known:
-            self._known[point] = self._find(point)
-        return self._known[point]
+        if point not in self._maps:
+            self._maps[point] = self._find(point)
+        return self._maps[point]
 
     def norm(self, value: str, start: str) -> NormMap | None:
         """The norm between two values; None where there is none."""

@@ -36,7 +36,7 @@ class PathStep(NamedTuple):
 
     node: onnx.NodeProto
     read: str
-    made: str
+    output: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ValuePaths:
         self.model, self.flow = model, Dataflow(model.proto)
 
     @cached_property
-    def known(self) -> Scope:
+    def facts(self) -> Scope:
         """Shapes of all values of a text of one token, and the numbers that sizes follow from."""
         return check_sizes(self.model.proto, validate.input_shapes(self.model.proto, *ONE_TOKEN), validate.UNBOUNDED)
 
@@ -115,20 +115,20 @@ class ValuePaths:
         steps, name = list[PathStep](), first
         while name != last:
             steps.append(after[name])
-            name = steps[-1].made
+            name = steps[-1].output
         return steps
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a value of a text of one token."""
-        known = self.known.get(name)
-        if known is None or known.shape is None or None in known.shape:
+        fact = self.facts.get(name)
+        if fact is None or fact.shape is None or None in fact.shape:
             raise ModelError(f"the shape of {name!r} does not follow from the graph: its weight cannot be told apart")
-        return tuple(dim or 0 for dim in known.shape)
+        return tuple(dim or 0 for dim in fact.shape)
 
     def follow(self, start: str, steps: Sequence[PathStep]) -> Followed:
         """Follow each number of a value's last axis along a path."""
         begin = next((i for i in reversed(range(len(steps))) if self._picks_rows(steps[i])), -1) + 1
-        shape = self.shape(steps[begin - 1].made if begin else start)
+        shape = self.shape(steps[begin - 1].output if begin else start)
         followed = Followed(np.broadcast_to(np.arange(shape[-1]), shape))
         for step in steps[begin:]:
             followed = self._step(followed, step)
@@ -146,7 +146,7 @@ class ValuePaths:
         """Whether a node picks rows by the text: of each, all numbers of the last axis."""
         node = step.node
         picked = node.op_type == "Gather" and node.input[1] in self.flow.varying
-        return picked and self.known[node.input[1]].data is None and attributes(node).get("axis", 0) == 0
+        return picked and self.facts[node.input[1]].data is None and attributes(node).get("axis", 0) == 0
 
     def _step(self, followed: Followed, step: PathStep) -> Followed:
         node = step.node
@@ -160,10 +160,12 @@ class ValuePaths:
                 if node.op_type in ("Mul", "Div"):
                     return followed.scaled(constant if node.op_type == "Mul" else 1 / constant)
                 return followed.shifted(constant if node.op_type == "Add" else -constant)
-        if self.shape(step.made) != followed.places.shape:
-            raise ModelError(f"{step.made!r} is made by {node.op_type}: what it passes on cannot be told apart")
+        if self.shape(step.output) != followed.places.shape:
+            raise ModelError(f"{step.output!r} is made by {node.op_type}: what it passes on cannot be told apart")
         if node.op_type == "Add" and any(name in self.flow.varying and not self._is_row(name) for name in others):
-            raise ModelError(f"{step.made!r} is a sum of several parts that depend on the text: no one weight gives it")
+            raise ModelError(
+                f"{step.output!r} is a sum of several parts that depend on the text: no one weight gives it"
+            )
         return followed if followed.end else replace(followed, end=step.read)
 
     def _is_row(self, name: str) -> bool:
@@ -176,29 +178,29 @@ class ValuePaths:
     def _moved(self, step: PathStep, array: NDArray[Any]) -> NDArray[Any]:
         node, settings = step.node, attributes(step.node)
         if node.op_type in SHAPED:
-            return array.reshape(self.shape(step.made))
+            return array.reshape(self.shape(step.output))
         if node.op_type == "Transpose":
             return array.transpose(settings.get("perm"))
         if node.op_type == "Expand":
-            return np.broadcast_to(array, self.shape(step.made))
+            return np.broadcast_to(array, self.shape(step.output))
         if node.op_type == "Gather":
             return np.take(array, self._numbers(node.input[1]), axis=settings.get("axis", 0))
         if node.op_type == "Split":
             axis = settings.get("axis", 0)
             ends = np.cumsum([self.shape(name)[axis] for name in node.output])
-            return np.split(array, ends[:-1], axis=axis)[list(node.output).index(step.made)]
+            return np.split(array, ends[:-1], axis=axis)[list(node.output).index(step.output)]
         begins, ends = (self._numbers(name).reshape(-1) for name in node.input[1:3])
-        given = [self._numbers(name).reshape(-1) if name else None for name in node.input[3:5]]
-        axes = given[0] if given and given[0] is not None else np.arange(len(begins))
-        strides = given[1] if len(given) > 1 and given[1] is not None else np.ones(len(begins), int)
+        optional = [self._numbers(name).reshape(-1) if name else None for name in node.input[3:5]]
+        axes = optional[0] if optional and optional[0] is not None else np.arange(len(begins))
+        strides = optional[1] if len(optional) > 1 and optional[1] is not None else np.ones(len(begins), int)
         slices = [slice(None)] * array.ndim
         for axis, begin, end, stride in zip(axes, begins, ends, strides, strict=True):
             slices[int(axis)] = slice(int(begin), int(end), int(stride))
         return array[tuple(slices)]
 
     def _numbers(self, name: str) -> NDArray[Any]:
-        known = self.known.get(name)
-        return self.constant(name) if known is None or known.data is None else known.data
+        fact = self.facts.get(name)
+        return self.constant(name) if fact is None or fact.data is None else fact.data
 
     def constant(self, name: str) -> NDArray[Any]:
         """The numbers of a value that follows from weights alone, whatever computes it."""

@@ -70,25 +70,25 @@ def fold_layer_norm(weights: W) -> W:
 def _without_norm(graph: GraphWeights, origin: WeightReader, name: str, layer: int) -> Array:
     norm, _, part = name.rpartition("_")
     if norm in FOLDED_NORMS:
-        whole = origin.read(name, layer)
-        return np.ones_like(whole) if part == "w" else np.zeros_like(whole)
+        numbers = origin.read(name, layer)
+        return np.ones_like(numbers) if part == "w" else np.zeros_like(numbers)
     of_bias = {**WEIGHT_OF_BIAS, "b_U": "W_U"}
     matrix = of_bias.get(name, name)
-    found = _norm_of(graph, NORM_BEFORE.get(matrix), layer)
-    if found is None:
+    before = _norm_of(graph, NORM_BEFORE.get(matrix), layer)
+    if before is None:
         return origin.read(name, layer)
     wide = origin.read(matrix, layer).astype(np.float64)
     read = NORM_BEFORE[matrix]
     if name in of_bias:
         own = origin.read(name, layer)
         shift = origin.read(f"{read}_b", layer).astype(np.float64)
-        return (own + np.einsum("d,...dk->...k", shift, wide)).astype(_kept(own))
+        return (own + np.einsum("d,...dk->...k", shift, wide)).astype(_float_dtype(own))
     scaled = origin.read(f"{read}_w", layer).astype(np.float64)[:, None] * wide
-    scaled = scaled - scaled.mean(axis=-2, keepdims=True) if found.centred else scaled
-    return scaled.astype(_kept(origin.read(name, layer)))
+    scaled = scaled - scaled.mean(axis=-2, keepdims=True) if before.centred else scaled
+    return scaled.astype(_float_dtype(origin.read(name, layer)))
 
 
-def _kept(array: Array) -> np.dtype[Any]:
+def _float_dtype(array: Array) -> np.dtype[Any]:
     """The dtype of a folded weight: 16 bits would round what was exact."""
     return array.dtype if array.dtype in (np.float32, np.float64) else np.dtype(np.float32)
 
@@ -170,7 +170,7 @@ def _without_value_biases(origin: WeightReader, name: str, layer: int) -> Array:
         return own
     output = origin.read("W_O", layer).astype(np.float64)
     values = repeated(origin.read("b_V", layer), len(output)).astype(np.float64)
-    return (own + np.einsum("hk,hkd->d", values, output)).astype(_kept(own))
+    return (own + np.einsum("hk,hkd->d", values, output)).astype(_float_dtype(own))
 
 
 def refactor_factored_attn_matrices(weights: W) -> W:
@@ -207,7 +207,7 @@ def _even(origin: WeightReader, name: str, layer: int) -> Array:
     if head in "VO":
         circuit = FactoredMatrix(*(origin.read(one, layer).astype(np.float64) for one in ("W_V", "W_O")))
         changed = {"W_V": circuit.collapse_r(), "W_O": transposed(circuit.V), "b_V": np.zeros(own.shape)}[name]
-        return changed.astype(_kept(own))
+        return changed.astype(_float_dtype(own))
     # biases are a row of their own below the matrix
     query, key = (
         np.concatenate([origin.read(f"W_{one}", layer), origin.read(f"b_{one}", layer)[:, None]], axis=1).astype(
@@ -217,7 +217,7 @@ def _even(origin: WeightReader, name: str, layer: int) -> Array:
     )
     even = FactoredMatrix(query, transposed(key)).make_even()
     rows = even.A if head == "Q" else transposed(even.B)
-    return (rows[:, :-1] if kind == "W_" else rows[:, -1]).astype(_kept(own))
+    return (rows[:, :-1] if kind == "W_" else rows[:, -1]).astype(_float_dtype(own))
 
 
 def process_weights(weights: W) -> W:

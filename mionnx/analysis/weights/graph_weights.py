@@ -81,29 +81,29 @@ class GraphWeights:
                 f"{self._family}: layer {layer} has no {point}, and so no {name}{self._nearest(name, layer)}"
             )
         try:
-            found = self.maps.behind(str(point))
+            product = self.maps.behind(str(point))
         except ModelError as error:
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: {error}{self._nearest(name, layer)}"
             ) from error
-        if found.experts is not None:  # JetMoE's heads are experts
+        if product.experts is not None:  # JetMoE's heads are experts
             raise HookError(f"{self._family}: no {name} in layer {layer}: each token chooses its own projections")
-        if not self._reads(found, spec.reads):
+        if not self._reads(product, spec.reads):
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: the product behind {point} reads "
-                f"{found.reads or 'no hook point'}{self._nearest(name, layer)}"
+                f"{product.reads or 'no hook point'}{self._nearest(name, layer)}"
             )
-        return found
+        return product
 
     @property
     def _family(self) -> str:
         return self.hooked.metadata.family
 
-    def _reads(self, found: LinearMap, wanted: str) -> bool:
-        if not found.reads:
+    def _reads(self, product: LinearMap, expected: str) -> bool:
+        if not product.reads:
             return False
-        variant = HookPoint.parse(found.reads).variant
-        return variant in STREAM if wanted == "stream" else variant == wanted
+        variant = HookPoint.parse(product.reads).variant
+        return variant in STREAM if expected == "stream" else variant == expected
 
     def _nearest(self, name: str, layer: int) -> str:
         """What the layer has beside a weight that it does not have."""
@@ -128,8 +128,8 @@ class GraphWeights:
         return names
 
     def _weight(self, name: str, layer: int) -> Array:
-        found = self.product(name, layer)
-        weight = found.weight()
+        product = self.product(name, layer)
+        weight = product.weight()
         if name in ("W_Q", "W_K", "W_V"):
             return np.moveaxis(weight, 1, 0)  # [d_model, head, d_head]
         if name == "W_O":
@@ -138,9 +138,9 @@ class GraphWeights:
         return weight
 
     def _bias(self, name: str, layer: int) -> Array:
-        found = self.product(WEIGHT_OF_BIAS[name], layer)
-        bias = found.bias()
-        return np.zeros(found.axes, found.dtype) if bias is None else bias
+        product = self.product(WEIGHT_OF_BIAS[name], layer)
+        bias = product.bias()
+        return np.zeros(product.axes, product.dtype) if bias is None else bias
 
     def norm(self, name: str, layer: int = 0) -> NormMap:
         """One of the norms of a layer, or "ln_final".
@@ -149,13 +149,13 @@ class GraphWeights:
             HookError: the model has no such norm.
         """
         self.hooked.need_weights(f"reading {name}")
-        found = self._norm(name, layer)
-        if found is None:
+        norm = self._norm(name, layer)
+        if norm is None:
             others = [one for one in NORM_NAMES if one != name and self._has_norm(one, layer)]
             has = f"; it has {', '.join(others)}" if others else ""
             where = "" if name == "ln_final" else f" in layer {layer}"
             raise HookError(f"{self._family}: no norm {name}{where}{has}")
-        return found
+        return norm
 
     def _has_norm(self, name: str, layer: int) -> bool:
         try:
@@ -187,13 +187,13 @@ class GraphWeights:
         return None if steps is None else norm_of(self.maps.paths, steps)
 
     def _norm_part(self, norm: str, part: str, layer: int) -> Array:
-        found = self.norm(norm, layer)
+        facts = self.norm(norm, layer)
         dtype = self.hooked.dtype(HookPoint.ResidPost(layer))
-        if part == "w" and found.weight is not None:
-            return found.weight
-        if part == "b" and found.bias is not None:
-            return found.bias
-        width = self.hooked.metadata.sizes.hidden_size if found.weight is None else found.weight.shape[-1]
+        if part == "w" and facts.weight is not None:
+            return facts.weight
+        if part == "b" and facts.bias is not None:
+            return facts.bias
+        width = self.hooked.metadata.sizes.hidden_size if facts.weight is None else facts.weight.shape[-1]
         return np.full(width, float(part == "w"), dtype)
 
 

@@ -90,8 +90,8 @@ def _wide(array: Array) -> Array:
 def _query_key(weights: NamedWeights, layer: int, distance: int) -> FactoredMatrix:
     query, key = (_wide(weights.reader.read(name, layer)) for name in ("W_Q", "W_K"))
     for name, norm in (("W_Q", "q_norm"), ("W_K", "k_norm")):
-        found = weights.graph.product(name, layer)
-        if found.normed and found.norm_behind is not None:
+        product = weights.graph.product(name, layer)
+        if product.normed and product.norm_behind is not None:
             weight = weights.reader.read(f"{norm}_w", layer)
             heads = weight.reshape(-1, 1, query.shape[-1])  # one for all heads, or (OLMo 2) numbers of each
             query, key = (query * heads, key) if name == "W_Q" else (query, key * heads)
