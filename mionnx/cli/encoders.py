@@ -19,7 +19,7 @@ from mionnx.run.embedding import Vectors
 Texts = Annotated[list[str], typer.Argument(metavar="TEXT", help="One text, or several.")]
 Others = Annotated[list[str] | None, typer.Option("--beside", metavar="TEXT", help="Texts of the columns, if others.")]
 Target = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE.npy", help="Write the embeddings, float32 [texts, d].")
+    Path | None, typer.Option("--save", metavar="FILE.npy", help="Write the embeddings, float32 [texts, d].")
 ]
 BERT = "models/world-bert"
 SHOWN = 6  # numbers of an embedding that a terminal shows
@@ -92,7 +92,7 @@ EMBED = Command(
     [MIModel.embed],
     [
         'mionnx embed minilm "A man plays the guitar" "Someone performs music"',
-        'mionnx embed minilm "It rains" -o rain.npy',
+        'mionnx embed minilm "It rains" --save rain.npy',
     ],
     call=_embedded,
     show=_lines,
