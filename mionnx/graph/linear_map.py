@@ -18,6 +18,7 @@ from mionnx.errors import HookError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import attributes
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.offset_products import unordered_input
 from mionnx.graph.value_path import Followed, PathStep, ValuePaths
 from mionnx.graph.weight_value import WEIGHT_PLACE, Matrix, linear_bias, linear_weight, product_of
 
@@ -248,6 +249,8 @@ class LinearMaps:
         assert product is not None
         experts = None
         entry = product.input[0]
+        if product.op_type == "MatMulNBits":  # whose weight is read in the order of what stands before a Gather
+            entry = unordered_input(self.paths.flow, self.model.folder, product)
         if product.op_type == "Scan":
             experts = next(iter(self.paths.flow.initializers[product.input[0]].dims))
             return LinearMap(self.paths, product, value, point, "", (), tuple(onto), experts)

@@ -167,8 +167,8 @@ def test_matrices_of_a_quantised_model_are_near_those_of_the_model(
     """Rounding moves a number by at most half a step; the steps of 8 bits are the range / 255."""
     plain, coarse = HookedModel.open(source), quantised(source, how, per_channel)
 
-    def projections(hooked: HookedModel) -> np.ndarray:
-        return GraphWeights(hooked).read("W_O", 1)
+    def projections(model: HookedModel) -> np.ndarray:
+        return GraphWeights(model).read("W_O", 1)
 
     for read in (matrices.embedding, matrices.unembedding, projections, matrices.unembedding_bias):
         expected, found = read(plain), read(coarse)
