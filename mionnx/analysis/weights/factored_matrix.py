@@ -105,6 +105,8 @@ class FactoredMatrix:
         number = _read("factor", factor)
         if number.ndim:
             raise InputError(f"a FactoredMatrix times an array {list(number.shape)}: @ multiplies matrices")
+        if number.dtype.kind not in "fiu":
+            raise InputError(f"factor must be a number, not {type(factor).__name__}")
         return FactoredMatrix(self.A * number, self.B)
 
     __rmul__ = __mul__
@@ -127,7 +129,7 @@ class FactoredMatrix:
         leading = tuple(full[:-2])
         try:
             return FactoredMatrix(self.A[leading][..., rows, :], self.B[leading][..., :, columns])
-        except (IndexError, TypeError, ValueError) as error:
+        except (IndexError, TypeError, ValueError, MemoryError) as error:  # numpy makes an array of a long range
             raise InputError(f"no index of a matrix {list(self.shape)}: {error}") from error
 
     @cached_property

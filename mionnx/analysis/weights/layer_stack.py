@@ -70,7 +70,7 @@ class LayerStack(NDArrayOperatorsMixin):
     def _picked(self, array: NDArray[Any], index: Index) -> NDArray[Any]:
         try:
             return array[index]
-        except (IndexError, TypeError, ValueError) as error:
+        except (IndexError, TypeError, ValueError, MemoryError) as error:  # numpy makes an array of a long range
             raise InputError(f"no index of {self.name} {list(array.shape)}: {error}") from error
 
     def _stacked(self, layers: Sequence[int]) -> NDArray[Any]:
