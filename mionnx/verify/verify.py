@@ -38,6 +38,7 @@ from mionnx.verify.runtimes import PROVIDER, WITH_THREADS, Runtime, runtime_of
 from mionnx.verify.steps import Side
 
 RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
+CONTINUED = 8  # tokens
 
 
 @typed()
@@ -53,7 +54,7 @@ def verify(
     against: str | Path | None = None,
     tolerance: float | None = None,
     local: bool = True,
-    greedy: int = 8,
+    greedy: int | None = None,
     positions: Sequence[int] | None = None,
     repeat: bool = False,
     checkpoint: str | Path | None = None,
@@ -87,14 +88,15 @@ def verify(
         tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
             5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
         local: measure what each step between hook points adds by itself, and find the first that adds too much.
-        greedy: tokens to choose greedily after each prompt, and compare; an encoder chooses none.
+        greedy: tokens to choose greedily after each prompt, and compare: 8 if left out, none of an encoder or with
+            `texts`, whose windows are cut anywhere.
         positions: compare (and record) these positions of each prompt only.
         repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
             a batch, at all positions.
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
         progress: see `patch_sweep`.
-        texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
+        texts: run besides, cut into windows of 256 tokens; nothing is then continued.
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
             `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
             matrices of a stack of experts are put in together.
@@ -114,8 +116,7 @@ def verify(
     if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
         runtimes = RUNTIMES[:1]
     prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
-    # windows are cut anywhere: what follows them says nothing; an encoder continues no text
-    greedy = 0 if texts or model.bidirectional else greedy
+    greedy = _continued(model, greedy, bool(texts))
     calls = [call_of(model, prompt) for prompt in prompts]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
@@ -196,6 +197,16 @@ def _verified(
     ]
     return Verification(_title(model, request.other, graph), first.title, besides, skipped, failed, tolerance, notes,
                         prompts, hashes, environment, repeats, matrices)  # fmt: skip
+
+
+def _continued(model: Runner, greedy: int | None, windowed: bool) -> int:
+    """The tokens to choose after each prompt; those that would have no effect are refused."""
+    if not (model.bidirectional or windowed):
+        return CONTINUED if greedy is None else greedy
+    if greedy:
+        why = f"{model.hooked.name} is an encoder" if model.bidirectional else "windows of texts are cut anywhere"
+        raise InputError(f"greedy={greedy}: {why}, and nothing follows: leave it out")
+    return 0
 
 
 def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
