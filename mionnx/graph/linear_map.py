@@ -23,6 +23,7 @@ from mionnx.graph.value_path import Followed, PathStep, ValuePaths
 from mionnx.graph.weight_value import WEIGHT_PLACE, Matrix, linear_bias, linear_weight, product_of
 
 ROW_AXES = ("batch", "seq")
+ATTENDING = frozenset(("MatMul", "Attention", "GroupQueryAttention", "MultiHeadAttention"))
 NORM_NODES = frozenset(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"))
 
 
@@ -43,7 +44,7 @@ class NormMap:
     epsilon: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearMap:
     """A product with a weight, y = x W + b.
 
@@ -64,6 +65,10 @@ class LinearMap:
     into: tuple[PathStep, ...]
     onto: tuple[PathStep, ...]
     experts: int | None = None
+
+    def __repr__(self) -> str:
+        lengths = [*self.shape]
+        return f"<product behind {self.gives}, weight {lengths}, reads {self.reads or 'no hook point'}>"
 
     @cached_property
     def _after(self) -> Followed:
@@ -244,6 +249,8 @@ class LinearMaps:
         )
         if onto is None:
             raise ModelError(f"{self.model.metadata.family}: {point} comes from no product with a weight")
+        if any(self._of_two_values(step.node) for step in onto):
+            raise ModelError(f"{self.model.metadata.family}: {point} is a product of values that depend on the text")
         value = onto[0].read if onto else point
         product = self._product(value)
         assert product is not None
@@ -267,6 +274,10 @@ class LinearMaps:
         if reads not in hooks:
             reads, into = "", []
         return LinearMap(self.paths, product, value, point, reads, tuple(into or ()), tuple(onto))
+
+    def _of_two_values(self, node: onnx.NodeProto) -> bool:
+        """Whether a node multiplies matrices that both depend on the text, as scores do."""
+        return node.op_type in ATTENDING and len({*node.input} & self.paths.flow.varying) > 1
 
     def _product(self, value: str) -> onnx.NodeProto | None:
         """The product with a weight that gives a value itself."""
