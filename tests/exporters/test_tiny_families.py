@@ -236,3 +236,12 @@ def test_a_stream_that_goes_on_normed_is_no_sum_of_what_layers_add(tmp_path):
     assert max(difference(point, found[point.name], expected[point.name], inputs) for point in points) < TOLERANCE
     with pytest.raises(InputError, match="'bloom' norms it between additions"):
         model.attribute([[3, 4, 5]], 7)
+
+
+@pytest.mark.slow
+def test_latents_have_no_one_weight_of_keys(made):
+    """Keys and values of DeepSeek are products with what a token's latent is: two weights, one after the other."""
+    model, _ = made("deepseek_v3")
+    for name in ("W_K", "W_V"):
+        with pytest.raises(HookError, match=rf"no {name}.*`weights\.behind` has the products of"):
+            getattr(model, name)

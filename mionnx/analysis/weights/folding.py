@@ -38,8 +38,8 @@ WRITING = ("W_E", "W_pos", "W_O", "W_out", "b_O", "b_out")
 class Folded:
     """A reader of weights that changes what another one reads."""
 
-    def __init__(self, graph: GraphWeights, origin: WeightReader, change: Change) -> None:
-        self.graph, self._origin, self._change = graph, origin, change
+    def __init__(self, origin: WeightReader, change: Change) -> None:
+        self._origin, self._change = origin, change
 
     def read(self, name: str, layer: int = 0) -> Array:
         """The numbers of a weight, changed."""
@@ -47,7 +47,7 @@ class Folded:
 
 
 def _with(weights: W, change: Change) -> W:
-    return type(weights)(weights.model, Folded(weights.graph, weights.reader, change))
+    return type(weights)(weights.model, weights.graph, Folded(weights.reader, change))
 
 
 def fold_layer_norm(weights: W) -> W:

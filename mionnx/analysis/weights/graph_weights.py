@@ -151,13 +151,14 @@ class GraphWeights:
         self.hooked.need_weights(f"reading {name}")
         norm = self._norm(name, layer)
         if norm is None:
-            others = [one for one in NORM_NAMES if one != name and self._has_norm(one, layer)]
+            others = [one for one in NORM_NAMES if one != name and self.has_norm(one, layer)]
             has = f"; it has {', '.join(others)}" if others else ""
             where = "" if name == "ln_final" else f" in layer {layer}"
             raise HookError(f"{self._family}: no norm {name}{where}{has}")
         return norm
 
-    def _has_norm(self, name: str, layer: int) -> bool:
+    def has_norm(self, name: str, layer: int) -> bool:
+        """Whether a layer has one of the norms."""
         try:
             return self._norm(name, layer) is not None
         except (HookError, ModelError):

@@ -17,6 +17,7 @@ from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.named_weights import NamedWeights
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import NORMED_STREAM
 from mionnx.machine.ranges import at_least, index_within
 from mionnx.machine.typed import typed
 from mionnx.run.segments import Rows, Segments
@@ -162,6 +163,8 @@ def composition_scores(weights: NamedWeights, mode: str) -> NDArray[np.float64]:
         circuit = output if mode == "V" else _query_key(weights, layer, 0)
         reading.append(_Cores.of(circuit.T if mode == "K" else circuit))
     heads = len(writing[0].norm)
+    if any(len(one.norm) != heads for one in writing):
+        raise HookError(f"layers have {sorted({len(one.norm) for one in writing})} heads: no one array has all pairs")
     scores = np.zeros((count, heads, count, heads))
     for first, left in enumerate(writing):
         for second in range(first + 1, count):
@@ -256,12 +259,14 @@ def accumulated_bias(
 
     Raises:
         InputError: another layer.
-        HookError: outputs that are normed before they are added.
+        HookError: outputs that are normed before they are added, or the stream itself (BERT).
 
     Example:
         model.weights.accumulated_bias(model.num_layers)
     """
     count = weights.model.num_layers
+    if NORMED_STREAM in weights.model.hooked.metadata.exporter:
+        raise HookError(f"{weights.model.hooked.metadata.family}: the stream is normed, no bias stays in it as it is")
     if not 0 <= layer <= count - mlp_input:
         raise InputError(f"layer={layer}, mlp_input={mlp_input}: layers are 0 to {count - mlp_input}")
     names = [("b_O", one) for one in range(layer + mlp_input)]
@@ -269,7 +274,7 @@ def accumulated_bias(
     total = np.zeros(weights.model.hidden_size, np.float64)
     for name, one in names:
         post = {"b_O": "ln1_post", "b_out": "ln2_post"}[name]
-        if weights.graph._has_norm(post, one):
+        if weights.graph.has_norm(post, one):
             raise HookError(f"layer {one} norms what it adds ({post}): its bias is no constant of the stream")
         total += weights.reader.read(name, one)
     return total.astype(np.float32)

@@ -41,10 +41,9 @@ class WeightReader(Protocol):
 class NamedWeights:
     """Every weight under its name, as one reader gives it; `Weights` says which."""
 
-    def __init__(self, model: Runner, reader: WeightReader | None = None) -> None:
-        self.model = model
-        self.graph = GraphWeights(model.hooked) if reader is None else reader.graph  # type: ignore[attr-defined]
-        self.reader: WeightReader = self.graph if reader is None else reader
+    def __init__(self, model: Runner, graph: GraphWeights | None = None, reader: WeightReader | None = None) -> None:
+        self.model, self.graph = model, graph or GraphWeights(model.hooked)
+        self.reader: WeightReader = reader or self.graph
 
     def __getattr__(self, name: str) -> Any:
         if name in UNLAYERED or name in FINAL_NORM:

@@ -60,6 +60,11 @@ def test_what_a_model_does_not_have_is_refused_with_what_it_has(shipped, gpt2, r
         shipped.weights.ln1_post_w  # noqa: B018
     with pytest.raises(AttributeError, match="weights have no 'W_X'; there are W_E"):
         shipped.weights.W_X  # noqa: B018
+    with pytest.raises(ModelError, match=r"hook_pattern is a product of values that depend on the text"):
+        shipped.weights.behind("blocks.0.attn.hook_pattern")
+    with pytest.raises(HookError, match="the stream is normed, no bias stays in it"):
+        MIModel.from_pretrained(REPOSITORY / "models" / "world-bert").accumulated_bias(1)
+    assert repr(shipped.weights.behind("blocks.0.attn.hook_q")).endswith("[128, 8, 16], reads blocks.0.hook_resid_pre>")
     with pytest.raises(ModelError, match="hook_embed comes from no product with a weight"):
         shipped.weights.behind("hook_embed")
     with pytest.raises(HookError, match="distance=2, but no queries and keys turn"):
