@@ -48,7 +48,7 @@ def test_other_runtimes_agree(runtime, text_encoder):
     result = model.verify([TEXT, "it rains"], ["ort-cpu", runtime], points="*", hooks=EDIT)
     assert result.agrees, result.summary()
     assert result.besides[0].greedy is None  # it continues no text
-    with pytest.raises(InputError, match="greedy=3: .* is an encoder, and nothing follows"):
+    with pytest.raises(InputError, match=r"greedy=3: .* is an encoder, and nothing follows"):
         model.verify(TEXT, ["ort-cpu", "ort-cpu:none"], greedy=3)
     with pytest.raises(InputError, match="no layers were compared"):
         result.model_losses(result.besides[0].title)
