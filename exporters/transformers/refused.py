@@ -25,7 +25,6 @@ STATES = (
 )
 APPROXIMATE = "approximates attention, so that no pattern is a softmax over all tokens"
 PLACES = "reads where words stand on a page besides tokens"
-OF_ENCODERS = ("classes", "token_classes", "span")  # heads whose place in a row no decoder's oracle has shown yet
 REASONS = {
     "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
     "bert-generation": ENCODER,
@@ -88,13 +87,6 @@ def reason(config: Any) -> str | None:
 
 def refuse(config: Any, head: TaskHead = DECODER) -> None:
     """Refuse a family that is not taken, with the reason."""
-    if head.architecture == "ElectraForPreTraining":
-        raise ExportError(f"a {config.model_type!r} model with {head.architecture}: its head tells replaced tokens")
-    if head.kind in OF_ENCODERS and not is_encoder(config):
-        raise ExportError(
-            f"a {config.model_type!r} model with {head.architecture}: mionnx takes such a head of encoders alone, and "
-            "this family reads to the left"
-        )
     if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
         what = head.architecture or "no architecture"
         raise ExportError(f"a {config.model_type!r} model with {what}: {HEADLESS}")

@@ -24,6 +24,7 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, Shown, Table, View
 
+EVEN = 0.5  # the probability from which on a label is told that excludes no other
 UNTAGGED = "O"  # the label of words that belong to nothing
 Numbers = NDArray[np.float64]
 
@@ -132,18 +133,20 @@ def tag(
         batch_size, progress: see `embed`.
 
     Returns:
-        the spans whose label is not "O".
+        the spans whose label is not "O"; of labels that do not exclude one another (ELECTRA's "replaced") those of a
+        probability of 0.5 at least.
 
     Example:
         model.tag("Angela lives in Berlin.").of_text()  # [("PER", "Angela"), ("LOC", "Berlin")]
     """
     need_head(model, "tag", "token_classes")
+    metadata = model.hooked.metadata
     entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
 
     def read(row: int, cache: HookCache) -> list[TextSpan]:
-        shares = probabilities_of(cache.output()[0].astype(np.float64), "softmax")
-        return _spans(row, tokens[row], shares, model.hooked.metadata.labels)
+        shares = probabilities_of(cache.output()[0].astype(np.float64), metadata.activation)
+        return _spans(row, tokens[row], shares, metadata.labels, 0 if metadata.exclusive else EVEN)
 
     groups = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
     return Spans.of(entries, [span for spans in groups for span in spans])
@@ -166,7 +169,8 @@ def _words(tokens: Tokens) -> list[list[int]]:
     return words
 
 
-def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> list[TextSpan]:
+def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str], least: float) -> list[TextSpan]:
+    """The spans of a text by [tokens, labels] probabilities, those of `least` at least."""
     spans: list[TextSpan] = []
     counts: list[int] = []
     before: tuple[str, int] | None = None
@@ -176,7 +180,7 @@ def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> 
         name = label.partition("-")[2] if label[:2] in ("B-", "I-") else label
         start, end = tokens.offsets[word[0]][0], tokens.offsets[word[-1]][1]
         start += len(tokens.text[start:end]) - len(tokens.text[start:end].lstrip())
-        if label == UNTAGGED:
+        if label == UNTAGGED or share < least:
             before = None
         elif before == (name, number - 1) and not label.startswith("B-"):
             last, n = spans[-1], counts[-1]

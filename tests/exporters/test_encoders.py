@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from encoder_texts import make_tokenizer
 from encoders import (
     PADDINGS,
     REPRESENTATIVE,
@@ -18,13 +20,14 @@ from encoders import (
     real_difference,
     run_encoder,
 )
+from transformers import ElectraForPreTraining
 
 from exporters.transformers import export
 from exporters.transformers.config import native_config
 from exporters.transformers.encoder_families import ENCODERS
 from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
-from mionnx import ExportError, HookSpec, Intervention, MIModel
+from mionnx import ExportError, GradientError, HookSpec, InputError, Intervention, MIModel
 
 TOLERANCE = 5e-5
 HEADS = ("classes", "token_classes", "span", "none")
@@ -123,6 +126,43 @@ def test_every_head_is_that_of_transformers(family, head, made):
             main = graph_values(model, right(inputs))[model.hooked.metadata.output]
         real = slice(None) if head == "classes" else mask
         assert np.abs(found[real] - main[real]).max() < TOLERANCE
+
+
+def test_tokens_that_were_replaced_are_told_as_electra_does(tmp_path):
+    torch.manual_seed(0)
+    reference = ElectraForPreTraining(encoder_config("electra")).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    reference.save_pretrained(tmp_path / "checkpoint")
+    make_tokenizer(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    metadata = model.hooked.metadata
+    assert (metadata.head, metadata.labels, metadata.activation) == ("token_classes", ["replaced"], "sigmoid")
+    assert metadata.hooks["hook_token_logits"] == ["batch", "seq", 1]
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        mask, values = inputs["attention_mask"].astype(bool), graph_values(model, inputs)
+        expected = plain_outputs(reference, inputs, 0).logits.numpy()
+        assert np.abs(values["hook_token_logits"][..., 0] - expected)[mask].max() < TOLERANCE
+    text = "the man plays a guitar on the stage ."
+    with torch.no_grad():
+        shares = reference(torch.tensor([model.tokenizer.encode(text).ids])).logits[0, 1:-1].sigmoid().numpy()
+    spans = model.tag(text)
+    words = [text.split()[number] for number in np.flatnonzero(shares >= 0.5)]
+    assert " ".join(spans.parts).split() == words
+    assert 0 < len(words) < len(shares)
+    ids = inputs["input_ids"][0]
+    for metric, error in (("probability", GradientError), ("kl", GradientError)):
+        reads = {"answer": "replaced"} if metric == "probability" else {"reference": np.zeros(1, np.float32)}
+        with pytest.raises(error, match="choices that exclude one another"):
+            model.gradients(ids, "hook_embed", metric=metric, position=3, **reads)
+    with pytest.raises(InputError, match="choices that exclude one another"):
+        model.patch_sweep(ids, ids[::-1].copy(), answer="replaced", metric="probability", position=3)
+    spec = HookSpec().intervene("blocks.0.hook_mlp_out", Intervention.Scale(0.5))
+    with pytest.raises(InputError, match="do not exclude one another"):
+        model.compile(spec, tmp_path / "out", layout="optimum")
 
 
 def right(inputs):

@@ -97,8 +97,8 @@ def attribute(
         many.values, many.sem, many.by_pair.shape  # (prompts, component)
     """
     refuse_normed_stream(model.hooked, "attribution")
-    refuse_several_streams(model.hooked, "attribution")
     refuse_without_vocabulary(model.hooked, "attribution")
+    refuse_several_streams(model.hooked, "attribution")
     texts, place = texts_of(model, prompt), place_of(model.hooked, position)
     places = [_index(model, text, place) for text in texts]
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
