@@ -10,13 +10,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
 from encoders import (
     PADDINGS,
-    T5_FAMILIES,
     encoder_batch,
     graph_values,
     make_encoder,
     plain_outputs,
     real_difference,
     run_encoder,
+    usual_head,
 )
 
 from exporters.transformers import export
@@ -35,7 +35,7 @@ AS_ENCODER = " (encoder)"  # behind the names of encoders: some are in the causa
 def measure_encoder(name: str, folder: Path) -> list[str]:
     """The row of an encoder: its largest differences."""
     family = name.removesuffix(AS_ENCODER)
-    reference = make_encoder(family, folder / "checkpoint", "none" if family in T5_FAMILIES else "masked_lm")
+    reference = make_encoder(family, folder / "checkpoint", usual_head(family))
     plain = type(reference).from_pretrained(folder / "checkpoint", attn_implementation="eager").eval()
     began = time.process_time()
     export(folder / "checkpoint", folder / "hooked")

@@ -70,6 +70,10 @@ class Headed(nn.Module):
         self.read = taps.read
         return results
 
+    def __repr__(self) -> str:
+        """Its own name: the tracing prints the model, and modules of some families read buffers for that."""
+        return type(self).__name__
+
     def _results(self, taps: Taps, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
         if self.head.kind == "embedding":
             return (self.model.get_submodule(SENTENCE)(output[0], mask, taps.at),)

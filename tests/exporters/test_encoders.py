@@ -10,7 +10,6 @@ from encoder_texts import make_tokenizer
 from encoders import (
     PADDINGS,
     REPRESENTATIVE,
-    T5_FAMILIES,
     encoder_batch,
     encoder_config,
     graph_values,
@@ -19,6 +18,7 @@ from encoders import (
     plain_outputs,
     real_difference,
     run_encoder,
+    usual_head,
 )
 from transformers import ElectraForPreTraining
 
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     models = {}
 
     def find(family: str, head: str | None = None):
-        head = head or ("none" if family in T5_FAMILIES else "masked_lm")
+        head = head or usual_head(family)
         if (family, head) not in models:
             folder: Path = tmp_path_factory.mktemp(f"{family}-{head}")
             reference = make_encoder(family, folder / "checkpoint", head)
@@ -103,7 +103,10 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
         assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
 
 
-HEADED = [(family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS]
+HEADED = [
+    *((family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS),
+    *(("deberta", "classes"), ("luke", "token_classes"), ("splinter", "span")),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Families that are not exported are refused in one sentence that says why; others pass."""
 
 import pytest
+from repository import REPOSITORY
 from tiny_configs import tiny_config
 from transformers import AutoConfig
 
+from exporters.transformers.encoder_families import ENCODERS
 from exporters.transformers.heads import head_of
 from exporters.transformers.refused import REASONS, refuse
 from mionnx import ExportError
@@ -23,6 +25,16 @@ def test_layers_that_carry_a_state_are_recognised_by_their_modules(family):
 def test_layers_with_different_numbers_of_heads_are_refused():
     with pytest.raises(ExportError, match=r"'laguna' model has layers with different numbers of heads \(4, 8\)"):
         refuse(AutoConfig.for_model("laguna", **{**tiny_config("laguna"), "num_attention_heads_per_layer": [4, 8]}))
+
+
+def test_the_table_in_the_readme_is_that_of_the_code():
+    text = (
+        (REPOSITORY / "exporters" / "README.md").read_text().partition("## Refused families")[2].partition("\n## ")[0]
+    )
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    told = {family.strip("`"): why for families, why in rows for family in families.split(", ")}
+    assert told == REASONS
+    assert not {*told} & {*ENCODERS}
 
 
 @pytest.mark.parametrize("family", ["bert-generation", "hrm_text", "xlm"])
