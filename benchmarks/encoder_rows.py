@@ -57,7 +57,8 @@ def measure_encoder(name: str, folder: Path) -> list[str]:
         untouched = max(untouched, *(real_difference(one, found, it.numpy(), mask) for one, found, it in pairs))
     real = mask.astype(bool)
     inputs["token_type_ids"] = np.zeros_like(mask)
-    for one in model.hooked.metadata.hooks:
+    whole_numbers = {one for one, value in values.items() if value.dtype.kind not in "f"}  # of chosen experts
+    for one in [*{*model.hooked.metadata.hooks} - whole_numbers]:
         expected_logits = run_encoder(reference, inputs, (one, 0.5)).logits[real]
         spec = HookSpec().intervene(one, Intervention.Scale(0.5))
         found = model.forward(inputs["input_ids"], spec, attention_mask=mask).output()[real]

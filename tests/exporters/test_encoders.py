@@ -95,7 +95,8 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
     inputs = encoder_batch("left")
     inputs["token_type_ids"] = np.zeros_like(inputs["token_type_ids"])
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    names = [*model.hooked.metadata.hooks]
+    values = graph_values(model, inputs)
+    names = [name for name in model.hooked.metadata.hooks if values[name].dtype.kind == "f"]  # no experts' numbers
     for name in names[::6] if family in REPRESENTATIVE else names:
         expected = run_encoder(reference, inputs, (name, 0.5)).logits[mask.astype(bool)]
         spec = HookSpec().intervene(name, Intervention.Scale(0.5))
