@@ -86,15 +86,19 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
     # So they are in recurrent models. Heads of one size are needed too, and tokens that do not choose their
     # projections.
     sizes = model.metadata.sizes
-    if not model.metadata.attention:
-        raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
+    attentions = [layer.attention for layer in model.metadata.layers]
+    lacking = [layer for layer, attention in enumerate(attentions) if attention is None]
+    if lacking:
+        where = "" if len(lacking) == len(attentions) else f" in the layers {', '.join(map(str, lacking))}"
+        raise HookError(f"a {model.metadata.family} model has no attention{where}, and so no W_O for its heads")
     widths = [model.metadata.heads(layer)[2] for layer in range(sizes.num_layers)]
     if len({*widths}) > 1:
         raise HookError(f"the layers' heads are of several sizes, {widths}: no one array W_O has them all")
-    if not all(attention.output_projection for attention in model.metadata.attention):
+    projecting = [attention for attention in attentions if attention and attention.output_projection]
+    if len(projecting) < len(attentions):
         raise HookError(f"each token of a {model.metadata.family} model chooses its own projections: there is no W_O")
     layers = []
-    for attention in model.metadata.attention:
+    for attention in projecting:
         weight = weight_numbers(model.proto, model.folder, attention.output_projection)
         rows = weight if attention.output_is_rows else weight.T
         layers.append(rows.reshape(sizes.num_heads, widths[0], sizes.hidden_size))

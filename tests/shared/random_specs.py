@@ -156,7 +156,7 @@ def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
     removal = ("erase",) if facts.has_removal else ()
-    return Draw(rng, points_of(model), model.num_layers, facts.recurrent, removal, facts.bidirectional).all_calls()
+    return Draw(rng, points_of(model), model.num_layers, facts.carries_state, removal, facts.bidirectional).all_calls()
 
 
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:
