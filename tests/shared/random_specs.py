@@ -155,7 +155,7 @@ def points_of(model: MIModel) -> list[Point]:
 def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
-    removal = ("erase",) if facts.has_removal else ()
+    removal = ("erase",) if "erase" in facts.state_gates else ()
     return Draw(rng, points_of(model), model.num_layers, facts.carries_state, removal, facts.bidirectional).all_calls()
 
 
