@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.graph.layers import TERMS
 from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 StateEdit = StateKnockoutSpec | StateSteeringSpec
 

@@ -10,8 +10,8 @@ from mionnx.graph.io_names import KEYS_AND_VALUES, SHIFTED_STATE, STATE
 
 Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
 OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
-RULES = ("", "gated", "delta")
-TERMS = ("write", "erase", "decay", "token_shift")  # of what a token does to a state: see `spec.state_interventions`
+RECURRENCE_RULES = ("", "gated", "delta")
+TERMS = ("write", "erase", "decay", "token_shift")  # of what a token does to a state
 STATE_SIZES = ("n_heads", "key_dim", "value_dim", "channels", "kernel")  # of `Recurrence`
 SUMS = ("state", "wkv")  # parts that sum over the whole text: float32 in models of any dtype
 

@@ -15,7 +15,7 @@ from mionnx.graph.folder_file import parse_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.layers import (
     OWN_SIZES,
-    RULES,
+    RECURRENCE_RULES,
     STATE_SIZES,
     TERMS,
     Attention,
@@ -313,7 +313,8 @@ def _check_layers(read: Metadata) -> None:
     for layer, own in enumerate(read.recurrence):
         if own is None:
             continue
-        _expect(isinstance(own.rule, str) and own.rule in RULES, f"recurrence[{layer}].rule", "a rule", own.rule)
+        known = isinstance(own.rule, str) and own.rule in RECURRENCE_RULES
+        _expect(known, f"recurrence[{layer}].rule", "a rule", own.rule)
         _expect(isinstance(own.token_shift, bool), f"recurrence[{layer}].token_shift", "true or false", own.token_shift)
         gates = isinstance(own.gates, list) and all(isinstance(one, str) and one in TERMS for one in own.gates)
         _expect(gates, f"recurrence[{layer}].gates", f"among {', '.join(TERMS)}", own.gates)
