@@ -103,7 +103,7 @@ def measured(name: str, source: str, dtype: str, repeats: int, environments: Pat
     client, end = client_of(name, environments), model.hooked.end_tokens()
     equal, answers, gap = 0, set(), None
     for dose in DOSES:
-        turned = {"file": f"model_strength_{dose:g}.onnx"} if name == "optimum" else {"knobs": {"strength": dose}}
+        turned = {"files": [f"model_strength_{dose:g}.onnx"]} if name == "optimum" else {"knobs": {"strength": dose}}
         found = run(client, folder, ids=[ids], end=end, monitors=[*monitors], **turned)
         expected = model.generate([ids], spec(dose), max_new_tokens=NEW, do_sample=False).new_ids[0].tolist()
         equal += found["tokens"][0][: len(expected)] == expected

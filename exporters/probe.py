@@ -73,9 +73,11 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: Sequence[str] = (
         raise ExportError(f"ONNX Runtime does not open the graph: {error}") from error
 
 
-def open_part(flow: Dataflow, folder: Path, known: Sequence[str], ends: Sequence[str]) -> onnxruntime.InferenceSession:
-    """A session of the part of a graph that computes some values from known ones."""
-    return open_session(extract(flow, [*known], [*ends]), folder)
+def open_part(
+    flow: Dataflow, folder: Path, sources: Sequence[str], ends: Sequence[str]
+) -> onnxruntime.InferenceSession:
+    """A session of the part of a graph that computes some values from others."""
+    return open_session(extract(flow, [*sources], [*ends]), folder)
 
 
 def run(session: onnxruntime.InferenceSession, names: list[str], values: Mapping[str, Array]) -> list[Array]:

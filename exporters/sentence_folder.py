@@ -73,7 +73,7 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
         raise ExportError(
             f"{folder / MODULES_FILE} keeps its transformer in {paths[0]!r}: give that folder, it has no head"
         )
-    poolings, whole = _poolings(_read(folder, f"{paths[1]}/config.json", dict), folder / paths[1])
+    poolings, with_prompt = _poolings(_read(folder, f"{paths[1]}/config.json", dict), folder / paths[1])
     behind = [
         Module(kind, {} if kind == "Normalize" else _read(folder, f"{path}/config.json", dict), folder / path)
         for kind, path in zip(kinds[2:], paths[2:], strict=True)
@@ -81,7 +81,7 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
     ]
     texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXTS if (folder / name).is_file()), {})
     length = texts.get("max_seq_length")
-    facts = {"include_prompt": whole, **_settings(folder), "lower_case": bool(texts.get("do_lower_case"))}
+    facts = {"include_prompt": with_prompt, **_settings(folder), "lower_case": bool(texts.get("do_lower_case"))}
     return SentenceModules(poolings, behind, facts, length if type(length) is int and length > 0 else None)
 
 
@@ -103,9 +103,9 @@ def _kind(entry: Any, folder: Path) -> str:
     kind = path.rpartition(".")[2]
     if not path.startswith(PACKAGE):
         raise ExportError(f"{folder} brings code of its own for the module {path}: code of a checkpoint is never run")
-    known = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
-    if kind not in known:
-        raise ExportError(f"{folder / MODULES_FILE} has a module {kind!r}; mionnx knows {', '.join(known)}")
+    kinds = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+    if kind not in kinds:
+        raise ExportError(f"{folder / MODULES_FILE} has a module {kind!r}; mionnx knows {', '.join(kinds)}")
     return kind
 
 

@@ -71,7 +71,7 @@ from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
-from mionnx.verify import Bisection, Verification
+from mionnx.verify import Bisection, MatrixLosses, ModelLosses, Verification
 
 __all__ = [
     "SAE",
@@ -119,7 +119,9 @@ __all__ = [
     "Logits",
     "MIError",
     "MIModel",
+    "MatrixLosses",
     "ModelError",
+    "ModelLosses",
     "ModelSizes",
     "Monitor",
     "Noise",

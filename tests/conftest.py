@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EVERYTHING = "-m 'slow or not slow'"
+INSTALLING = 300  # seconds that a test waits for packages; where there is no network, pip itself tries for half an hour
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in processes of tests; as many of them run as there are cores
 
 
@@ -227,6 +228,21 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
     return find
 
 
+def install(command: Sequence[object], folder: Path) -> None:
+    """Installs packages into a folder once a run; where they cannot be had, each test that needs them skips at once."""
+    refusal = folder / "refusal"
+    if not refusal.exists():
+        try:
+            ran = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=INSTALLING)
+            if ran.returncode == 0:
+                (folder / "done").touch()
+                return
+            refusal.write_text(ran.stderr[-300:])
+        except subprocess.TimeoutExpired:
+            refusal.write_text(f"not done in {INSTALLING} s")
+    pytest.skip(f"{folder.name} cannot be installed here: {refusal.read_text()}")
+
+
 @pytest.fixture(scope="session")
 def environment(shared: Path) -> Callable[[str], Path]:
     """A package, or several -> the Python of a virtual environment with them, and all that is installed here."""
@@ -236,15 +252,12 @@ def environment(shared: Path) -> Callable[[str], Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "done").exists():
-                venv.create(folder, with_pip=True)
+                if not (folder / "pyvenv.cfg").exists():
+                    venv.create(folder, with_pip=True)
                 packages = next((folder / "lib").glob("python3*/site-packages"))
                 here = next(path for path in sys.path if path.endswith("site-packages"))
                 (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
-                pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", *package.split()]
-                ran = subprocess.run(pip, capture_output=True, text=True)
-                if ran.returncode:
-                    pytest.skip(f"{package} cannot be installed here: {ran.stderr[-300:]}")
-                (folder / "done").touch()
+                install([folder / "bin" / "python", "-m", "pip", "install", "-q", *package.split()], folder)
         return folder / "bin" / "python"
 
     return find
@@ -272,13 +285,9 @@ def web(shared: Path) -> Path:
         pytest.skip("Node and npm are not installed here")
     folder = shared / "web"
     with FileLock(f"{folder}.lock"):
-        if not (folder / "node_modules").exists():
+        if not (folder / "done").exists():
             folder.mkdir(exist_ok=True)
-            ran = subprocess.run(
-                ["npm", "install", "--silent", "onnxruntime-web@1.30.0"], cwd=folder, capture_output=True, text=True
-            )
-            if ran.returncode:
-                pytest.skip(f"onnxruntime-web cannot be installed here: {ran.stderr[-300:]}")
+            install(["npm", "install", "--silent", "onnxruntime-web@1.30.0"], folder)
     return folder
 
 
@@ -294,10 +303,7 @@ def javascript(shared: Path) -> Path:
             (folder / "package.json").write_text("{}")
             # Without scripts: that of onnxruntime-node fetches CUDA from elsewhere.
             npm = ["npm", "install", "--silent", "--ignore-scripts", "@huggingface/transformers@4.3.1"]
-            ran = subprocess.run(npm, cwd=folder, capture_output=True, text=True)
-            if ran.returncode:
-                pytest.skip(f"transformers.js cannot be installed here: {ran.stderr[-300:]}")
-            (folder / "done").touch()
+            install(npm, folder)
     return folder
 
 

@@ -163,9 +163,9 @@ def _completed(
     plain: Plain, checked: Callable[[onnx.ModelProto, Probe], list[LawResult]]
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
     """An encoder's graph as it is: it takes no past, and is checked with padding behind its texts."""
-    laws, layers = checked(plain.proto, plain.probed), len(plain.found.attention)
+    laws, layers = checked(plain.proto, plain.probed), len(plain.structure.attention)
     if "mask" in plain.lacks:
-        plain.found.notes.append(LACKING["mask"])
+        plain.structure.notes.append(LACKING["mask"])
         return plain.proto, plain.probed, laws
     return plain.proto, plain.probed, laws + check_padding(plain.probed, plain.proto, plain.folder, layers)
 

@@ -218,7 +218,7 @@ def _show_stream(decoder: Recognised, model: ir.Model, head: FileHead) -> None:
     flow.logits = _apart(graph, flow.logits, LOGITS)
     if pooler is not None:
         decoder.points.append((HookPoint.Pooler.name, pooler))
-        decoder.kept.append(_apart(graph, pooler, POOLER_OUTPUT))
+        decoder.other_outputs.append(_apart(graph, pooler, POOLER_OUTPUT))
 
 
 def _apart(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:

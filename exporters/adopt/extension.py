@@ -52,7 +52,7 @@ class Plain:
     model: ir.Model
     proto: onnx.ModelProto
     folder: Path
-    found: Recognised
+    structure: Recognised
     probed: Probe
     windows: Sequence[int | None] | None  # of each layer, as the config says; None without a config
     lacks: frozenset[str]  # what the file has not: "mask" (its attention heeds none), "cache"
@@ -67,13 +67,13 @@ def complete(
     checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
     """Add a cache and a mask to a graph that lacks them, if it keeps the laws with them; else note why not."""
-    notes, layers = plain.found.notes, len(plain.found.attention)
+    notes, layers = plain.structure.notes, len(plain.structure.attention)
     before = list(notes)
     try:
         if not extend(plain):
             return plain.proto, plain.probed, checked(plain.proto, plain.probed)
         proto = clean(plain.model)
-        probed = probe_points(proto, plain.folder, [name for name, _ in plain.found.points])
+        probed = probe_points(proto, plain.folder, [name for name, _ in plain.structure.points])
         laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
         # where the file's own graph did not run, the graph without what was added stands for it
         if not any(law.law == AS_STOCK for law in laws):
@@ -98,7 +98,7 @@ def extend(plain: Plain) -> bool:
     values = {value.name: value for node in model.graph for value in node.outputs}
     masks = [
         maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
-        for layer, attention in enumerate(plain.found.attention)
+        for layer, attention in enumerate(plain.structure.attention)
     ]
     masked = MaskProbe(plain.proto, plain.folder, plain.probed.values, [one for masking in masks for one in masking])
     complete = all(
@@ -139,10 +139,10 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
         window_of(masked, masking, window, layer, plain.longest) if masking else window
         for layer, (masking, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
-    plain.found.windows = windows
+    plain.structure.windows = windows
     if masked.unseen:
         sizes = ", ".join(map(str, sorted({*masked.unseen.values()})))
-        plain.found.notes.append(
+        plain.structure.notes.append(
             f"layers {[*masked.unseen]}: a window of {sizes} is what config.json says; the file's mask is that of a "
             "text without a past, and so long a one was not computed"
         )
@@ -153,7 +153,7 @@ def _add_cache(
     op: DecoderWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int
 ) -> list[ir.Node]:
     """Give a layer a past; returns nodes that may not be read any more."""
-    attention, prefix = plain.found.attention[layer], f"blocks.{layer}.attn.hook_"
+    attention, prefix = plain.structure.attention[layer], f"blocks.{layer}.attn.hook_"
     count = plain.probed.values[f"{prefix}q"].shape[1]
     keys = values.get(f"{prefix}rot_k") or values[f"{prefix}k"]
     stale = list[ir.Node]()

@@ -101,7 +101,7 @@ def _name_output(graph: ir.Graph, value: ir.Value, name: str, taken: Collection[
 def name_caches(decoder: Recognised) -> int:
     """Name the inputs and outputs of keys and values, drop others but the logits; count layers with a cache."""
     flow, cached = decoder.flow, 0
-    graph, outputs = flow.graph, {flow.logits, *decoder.kept}
+    graph, outputs = flow.graph, {flow.logits, *decoder.other_outputs}
     for layer, attention in enumerate(decoder.attention):
         joined = {"key": attention.keys.joined, "value": attention.values.joined}
         if None in joined.values():

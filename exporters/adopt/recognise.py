@@ -49,7 +49,7 @@ class Recognised:
     # Value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
     flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
     main: str | None = "hook_logits"  # the hook point of the main output; None where that is the stream
-    kept: list[ir.Value] = field(default_factory=list)  # outputs beside the main one that stay
+    other_outputs: list[ir.Value] = field(default_factory=list)  # outputs beside the main one that stay
     notes: list[str] = field(default_factory=list)  # the hook points that the graph has not, and why
     windows: list[int | None] | None = None  # the window of each layer's own mask, where that has been looked at
 

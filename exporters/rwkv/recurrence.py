@@ -146,7 +146,7 @@ class _Decays:
 
     op: OpWriter
     build: Build
-    whole: ir.Value  # per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim]
+    total: ir.Value  # per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim]
     before: ir.Value | None = None  # per token, the product over its block's tokens before it; None while that is 1
     after: ir.Value | None = None  # per token, the product over its block's tokens after it; None while that is 1
 
@@ -159,7 +159,7 @@ class _Decays:
     def double(self, size: int, width: int) -> None:
         """From blocks of a size to blocks of twice the size."""
         op, blocks = self.op, CHUNK_TOKENS // (2 * size)
-        pairs = op.Reshape(self.whole, [0, 0, 0, blocks, 2, 1, width])
+        pairs = op.Reshape(self.total, [0, 0, 0, blocks, 2, 1, width])
         left, right = op.Split(pairs, axis=4, num_outputs=2, outputs=2)
         is_right = self.build.constant("is_right", np.array([False, True]).reshape(2, 1, 1))
         one = self.build.constant("fill.1", np.float32(1))
@@ -167,7 +167,7 @@ class _Decays:
         of_right = op.Where(is_right, one, right)
         self.before = self._spread(self.before, of_left, blocks, size, width)
         self.after = self._spread(self.after, of_right, blocks, size, width)
-        self.whole = op.Reshape(op.Mul(left, right), [0, 0, 0, blocks, width])
+        self.total = op.Reshape(op.Mul(left, right), [0, 0, 0, blocks, width])
 
     def _spread(self, product: ir.Value | None, factor: ir.Value, blocks: int, size: int, width: int) -> ir.Value:
         op = self.op
@@ -208,7 +208,7 @@ def _chunks6(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
         after = op.Add(op.Mul(decay, before), op.MatMul(writing, v))
         return after, op.Add(op.MatMul(reading, before), inside)
 
-    scanned = {"r": reading, "k": writing, "v": reads.v, "y": inside, "d": _turn(op, products.whole)}
+    scanned = {"r": reading, "k": writing, "v": reads.v, "y": inside, "d": _turn(op, products.total)}
     return _scan(op, body, state, scanned, where)
 
 
@@ -233,7 +233,7 @@ def _chunks7(op: OpWriter, build: Build, reads: Reads, state: ir.Value, where: s
         "i": op.Concat(from_values, inside, axis=3),
         "v": v,
         "w": _turn(op, products.times(earlier, products.after, 2)),
-        "d": _turn(op, products.whole),
+        "d": _turn(op, products.total),
     }
 
     def body(op: OpWriter, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:

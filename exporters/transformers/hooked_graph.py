@@ -55,9 +55,13 @@ class HookedGraph:
 
 
 def make_graph(
-    config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False, head: TaskHead = DECODER
+    config: Any,
+    dtype: torch.dtype,
+    stage: Stage = lambda name: None,
+    every_layer: bool = False,
+    head: TaskHead = DECODER,
 ) -> HookedGraph:
-    """Make the graph of a config of a model with some head; `whole` traces every layer.
+    """Make the graph of a config of a model with some head; `every_layer` traces them all.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
@@ -70,7 +74,7 @@ def make_graph(
     past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
     every = all_different(sizes.num_layers // layout.layers, layout.layers)
-    for kinds in (every if whole else find_kinds(skeleton, past, buffers, head), every):
+    for kinds in (every if every_layer else find_kinds(skeleton, past, buffers, head), every):
         stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
         model = trace(skeleton, past, kinds, head)
         graph = model.graph

@@ -72,10 +72,10 @@ def name_dimensions(graph: ir.Graph) -> None:
     for name in ("attention_mask", "position_ids", "token_type_ids"):
         if name in inputs:
             inputs[name].shape = ir.Shape(["batch", "total" if name == "attention_mask" and cached else "seq"])
-    known = {name: name for name in symbols.values()} | symbols  # torch's other symbols have no meaning here
+    names = {name: name for name in symbols.values()} | symbols  # torch's other symbols have no meaning here
     for value in _values(graph):
         if value.shape is not None:
-            dims = [dim if isinstance(dim, int) else known.get(str(dim.value)) for dim in value.shape]
+            dims = [dim if isinstance(dim, int) else names.get(str(dim.value)) for dim in value.shape]
             value.shape = ir.Shape(dims)
 
 

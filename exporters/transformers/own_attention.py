@@ -58,8 +58,8 @@ def tap_products(taps: Taps, layer: int, heads: int, stream: Tensor, table: Tens
         if func in SOFTMAX:
             weights = func(at(HookPoint.AttnScores(layer), args[0]), *args[1:], **options)
             pattern = at(HookPoint.AttnPattern(layer), weights.to(stream.dtype))
-            whole = four_axes(pattern)
-            taps.patterns[layer] = whole if query is None else four_axes(query), whole
+            full = four_axes(pattern)
+            taps.patterns[layer] = full if query is None else four_axes(query), full
             return pattern
         if taps.cache is None and not seen and func in TORCH_PRODUCTS and args[1].dim() > 2:
             return product(func, args, options)

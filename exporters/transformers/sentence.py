@@ -46,14 +46,14 @@ def _module(module: Module) -> nn.Module:
 
 def load(sentence: SentenceModules, dtype: torch.dtype) -> "Sentence":
     """The modules in torch, with their weights."""
-    made = make(sentence)
+    modules = make(sentence)
     with tempfile.TemporaryDirectory() as staging:
         read = {one.name.removeprefix(f"{SENTENCE}."): one.load() for one in tensors_of(sentence, Path(staging))}
     try:
-        made.load_state_dict(read)
+        modules.load_state_dict(read)
     except RuntimeError as error:
         raise ExportError(f"the modules of {MODULES_FILE} have other weights: {error}") from error
-    return made.to(dtype).eval()
+    return modules.to(dtype).eval()
 
 
 def tensors_of(sentence: SentenceModules, staging: Path) -> list[StoredTensor]:

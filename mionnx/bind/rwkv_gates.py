@@ -66,16 +66,16 @@ def state_layers(state: StateEdit, metadata: Metadata) -> list[int]:
 
 def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     """Refuse layers without a state, and terms that these do not have."""
-    having = [i for i, layer in enumerate(metadata.layers) if layer.has_state]
-    lacking = [i for i in state.target_layers(metadata.sizes.num_layers) if i not in having]
+    with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state]
+    without_state = [i for i in state.target_layers(metadata.sizes.num_layers) if i not in with_state]
     knockout = "in attention, use a KnockoutSpec at blocks.{i}.attn.hook_scores"
-    if not having:
+    if not with_state:
         raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state; {knockout}")
-    if lacking and state.layers_ is not None:
-        layers = ", ".join(map(str, having))
+    if without_state and state.layers_ is not None:
+        layers = ", ".join(map(str, with_state))
         raise InterventionError(
-            f"{state.title}: layer {lacking[0]} of this {metadata.family} model has no recurrent state, the layers "
-            f"{layers} do; {knockout}"
+            f"{state.title}: layer {without_state[0]} of this {metadata.family} model has no recurrent state, the "
+            f"layers {layers} do; {knockout}"
         )
     gates = metadata.state_gates
     if state.terms == ["erase"] and "erase" not in gates:

@@ -31,7 +31,6 @@ from mionnx.playground.server import run
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Bisection, Verification
 from mionnx.verify.result import Beside
-from mionnx.verify.result_table import repeats_table
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
@@ -55,7 +54,7 @@ HARVEST = Command(
     "An interrupted harvest goes on where it was. With --ray the processes of a Ray cluster run it.",
     call=_harvest,
     show=lambda activations: [str(activations)],
-    facts=lambda made: {name: getattr(made, name) for name in ("tokens", "texts", "columns", "settings")},
+    facts=lambda activations: {name: getattr(activations, name) for name in ("tokens", "texts", "columns", "settings")},
     positional=("texts",),
     optional=("address", "points"),
     words={"address": "ray"},
@@ -247,13 +246,14 @@ def _compared(result: Verification) -> Iterator[Any]:
         if trouble := beside.trouble(result.tolerance):
             yield Text.from_markup(f"[red]{escape(beside.title)}[/]: {escape(trouble)}")
     if result.repeats:
-        yield repeats_table(result.repeats)
+        yield result.repeats_table()
     for beside in result.besides:
         if beside.heaviest is not None:
-            yield result.loss_table(beside.title)
+            losses = result.model_losses(beside.title)
+            yield losses.table(len(losses.rows))
             yield Text(_loss(beside))
     if result.matrices:
-        yield result.matrix_table(SHOWN)
+        yield result.matrix_losses().table(SHOWN)
     if result.besides:
         yield Text(result.summary())
 

@@ -96,8 +96,8 @@ def load(name: str) -> Any:
     return typer.main.get_command(single)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(f"mionnx {version('mionnx')}")
         raise typer.Exit
 

@@ -49,14 +49,14 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def _narrowed(metadata: Metadata) -> str:
     """A paragraph on how a model was made of one in a wider dtype; nothing of any other."""
-    made = metadata.narrowed
-    if not made:
+    facts = metadata.narrowed
+    if not facts:
         return ""
-    powers = ", ".join(f"`{value}` and what is added to it times 2^{one}" for value, one in made["exponents"].items())
-    islands = f", {made['islands']} values kept in float32" if made["islands"] else ""
-    cost = f"forecast KL(float32 || {made['dtype']}) {made['after'].get('kl', float('nan')):.1e} nats"
-    done = f"{powers or 'nothing rescaled'}{islands}; {cost} over {made['tokens']} tokens"
-    return f"\nIt was narrowed from float32 to {made['dtype']}: {done}.\n"
+    powers = ", ".join(f"`{value}` and what is added to it times 2^{one}" for value, one in facts["exponents"].items())
+    islands = f", {facts['islands']} values kept in float32" if facts["islands"] else ""
+    cost = f"forecast KL(float32 || {facts['dtype']}) {facts['after'].get('kl', float('nan')):.1e} nats"
+    done = f"{powers or 'nothing rescaled'}{islands}; {cost} over {facts['tokens']} tokens"
+    return f"\nIt was narrowed from float32 to {facts['dtype']}: {done}.\n"
 
 
 def card(content: Content, spec: HookSpec, layout: ClientLayout, target: str) -> str:
@@ -134,8 +134,8 @@ def _own_entries(folder: Path) -> tuple[list[str], list[str]]:
     entries: dict[str, list[str]] = {}
     name = ""
     for line in head[1].splitlines() if head else ():
-        if found := re.match(r"(\w+):", line):
-            entries[name := found[1]] = []
+        if match := re.match(r"(\w+):", line):
+            entries[name := match[1]] = []
         if name:
             entries[name].append(line)
     lines = [line for name in KEPT_ENTRIES for line in entries.get(name, ())]

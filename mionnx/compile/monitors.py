@@ -130,11 +130,11 @@ def add_monitors(graph: Graph, monitors: Mapping[str, Monitor], model: HookedMod
             raise InterventionError(f"monitor {name!r}: no name for an output, or that of a value of the graph")
         op = Builder(graph, monitor.hook, f"mionnx.monitor.{name}", report)
         if monitor.readout is None:
-            made = _lens(op, tensors[monitor.hook], monitor, model)
+            values = _lens(op, tensors[monitor.hook], monitor, model)
         else:
-            made = [_linear(op, op.Cast(tensors[monitor.hook], to=np.float32), monitor, monitor.readout)]
+            values = [_linear(op, op.Cast(tensors[monitor.hook], to=np.float32), monitor, monitor.readout)]
         width = monitor.k if monitor.readout is None else len(monitor.readout.weights)
-        for output, value in zip(names, made, strict=True):
+        for output, value in zip(names, values, strict=True):
             value.name, value.shape = output, ["batch", "seq", width]
             graph.outputs.append(value)
             report.outputs.append(output)

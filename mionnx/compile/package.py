@@ -111,8 +111,8 @@ def write_package(
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object beside the graph; empty where there is none."""
-    found = read_json(inside(folder, name)) if (folder / name).is_file() else {}
-    return found if isinstance(found, dict) else {}
+    content = read_json(inside(folder, name)) if (folder / name).is_file() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _mark_last(proto: onnx.ModelProto) -> None:

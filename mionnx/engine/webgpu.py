@@ -145,13 +145,13 @@ def numbers_on_cpu(session: onnxruntime.InferenceSession, proto: onnx.ModelProto
     shapes = shape_values(proto.graph)
     sources = [one.name for one in proto.graph.input if types.get(one.name) in FLOATS]
     carrying = flow.descendants([*sources, *(node.output[0] for node in flow.nodes if node.op_type == "Gather")])
-    found = []
+    pairs = []
     for one in providers_of(session).get(CPU_PROVIDER, []):
         node = nodes.get(one.name)
         floats = [name for name in node.output if types.get(name) in FLOATS] if node is not None else []
         if floats and not shapes.issuperset(floats) and {*floats} & carrying and one.op_type != "Gather":
-            found.append((one.op_type, one.name))
-    return found
+            pairs.append((one.op_type, one.name))
+    return pairs
 
 
 def parts_of(proto: onnx.ModelProto) -> list[tuple[onnx.ModelProto, str]]:
@@ -160,8 +160,8 @@ def parts_of(proto: onnx.ModelProto) -> list[tuple[onnx.ModelProto, str]]:
     if not large:
         return [(proto, "webgpu")]
     flow = Dataflow(onnx.shape_inference.infer_shapes(proto))
-    held = flow.descendants(large) - flow.varying
-    readers = [node for node in flow.nodes if held & {*node.input} and node.output[0] in flow.varying]
+    constants = flow.descendants(large) - flow.varying
+    readers = [node for node in flow.nodes if constants & {*node.input} and node.output[0] in flow.varying]
     lookups = [name for node in readers if node.op_type.startswith("Gather") for name in node.output]
     heads = [name for node in readers if not node.op_type.startswith("Gather") for name in node.output]
     behind = flow.descendants(heads)

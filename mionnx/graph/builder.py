@@ -91,8 +91,8 @@ class Builder:
         array = np.asarray(value)
         dtype = None if dtype is None else numpy_dtype(dtype)
         # 0.5 as an int64 would become 0 in silence
-        whole = dtype is None or dtype.kind in "iub"
-        if whole and array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
+        integral = dtype is None or dtype.kind in "iub"
+        if integral and array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
             raise TypeError(f"{value} as an input of a node at {self.where}: give it as an array of some dtype")
         array = array.astype(dtype or array.dtype)
         key = (array.dtype, array.shape, array.tobytes())  # equal constants are one

@@ -62,15 +62,15 @@ class Dataflow:
         """The node that makes a value; None for an input or a weight."""
         return self.nodes[self.producers[value]] if value in self.producers else None
 
-    def ancestors(self, ends: Iterable[str], known: Collection[str] = ()) -> set[int]:
-        """Indices of the nodes that compute some values from known ones."""
+    def ancestors(self, ends: Iterable[str], sources: Collection[str] = ()) -> set[int]:
+        """Indices of the nodes that compute some values from others."""
         nodes: set[int] = set()
-        waiting = [name for name in ends if name not in known]
+        waiting = [name for name in ends if name not in sources]
         while waiting:
             node = self.producers.get(waiting.pop())
             if node is not None and node not in nodes:
                 nodes.add(node)
-                waiting += [name for name in self.reads[node] if name not in known]
+                waiting += [name for name in self.reads[node] if name not in sources]
         return nodes
 
     def descendants(self, sources: Iterable[str], barriers: Collection[str] = ()) -> set[str]:
@@ -83,11 +83,11 @@ class Dataflow:
                 passing.update(name for name in node.output if name and name not in barriers)
         return values
 
-    def needed(self, known: Iterable[str], ends: Sequence[str]) -> list[str]:
-        """The known values that some values are computed from, each taken as it is."""
-        known = [*known]
-        read = self.read_by(self.ancestors(ends, {*known}))
-        return [name for name in known if name in read]
+    def needed(self, sources: Iterable[str], ends: Sequence[str]) -> list[str]:
+        """The sources that some values are computed from, each taken as it is."""
+        sources = [*sources]
+        read = self.read_by(self.ancestors(ends, {*sources}))
+        return [name for name in sources if name in read]
 
     def read_by(self, nodes: Iterable[int]) -> set[str]:
         """The values that some nodes read."""

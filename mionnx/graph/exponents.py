@@ -28,11 +28,11 @@ def power_of(name: str) -> int | None:
     return int(name.removeprefix(POWER).partition(".")[0]) if name.startswith(POWER) else None
 
 
-def power(graph: onnx.GraphProto, exponent: int, known: set[str], end: str = "") -> str:
+def power(graph: onnx.GraphProto, exponent: int, names: set[str], end: str = "") -> str:
     """The name of the constant 2^exponent in float32, which is added where it is not there yet."""
     name = f"{POWER}{exponent}{end}"
-    if name not in known:
-        known.add(name)
+    if name not in names:
+        names.add(name)
         graph.initializer.append(numpy_helper.from_array(np.array(2.0**exponent, np.float32), name))
     return name
 
@@ -54,7 +54,7 @@ def with_true_values(origin: onnx.ModelProto, exponents: Mapping[str, int]) -> o
     proto = onnx.ModelProto()
     proto.CopyFrom(origin)
     graph, facts, nodes = proto.graph, Facts(origin.graph), list[NodeProto]()
-    known = {tensor.name for tensor in graph.initializer}
+    names = {tensor.name for tensor in graph.initializer}
     again = {name: f"{name}{AGAIN_END}" for name in exponents}
     for node in origin.graph.node:
         node = NodeProto.FromString(node.SerializeToString())
@@ -63,16 +63,16 @@ def with_true_values(origin: onnx.ModelProto, exponents: Mapping[str, int]) -> o
         for at, name in enumerate(node.output):
             if name in exponents:
                 node.output[at] = f"{name}{STORED_END}"
-                nodes += _taken_back(graph, known, name, exponents[name], facts.type(name))
+                nodes += _taken_back(graph, names, name, exponents[name], facts.type(name))
     del graph.node[:]
     graph.node.extend(nodes)
     _tell(graph, exponents)
     return proto
 
 
-def _taken_back(graph: onnx.GraphProto, known: set[str], name: str, exponent: int, kind: int) -> list[NodeProto]:
+def _taken_back(graph: onnx.GraphProto, names: set[str], name: str, exponent: int, kind: int) -> list[NodeProto]:
     """The nodes from a stored value to its true one, and from that to what others read."""
-    back, forth = (power(graph, one, known, ".float32") for one in (-exponent, exponent))
+    back, forth = (power(graph, one, names, ".float32") for one in (-exponent, exponent))
     narrow = kind != TensorProto.FLOAT
     wide, again = (
         (f"{name}.wide", f"{name}{AGAIN_END}.wide") if narrow else (f"{name}{STORED_END}", f"{name}{AGAIN_END}")

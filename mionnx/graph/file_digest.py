@@ -81,7 +81,7 @@ def _run(digests: Iterable[_Digest]) -> None:
         digest.run()
 
 
-def known(file: Path) -> str | None:
+def peek(file: Path) -> str | None:
     """The digest of a file that has been read whole; None before."""
     with _lock:
         digest = _digests.get(identity(file))

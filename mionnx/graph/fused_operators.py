@@ -112,20 +112,22 @@ class _Reader:
         inner = outputs - {*ends} - self._aliases(region, ends)
         return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, sources), unpadded)
 
-    def _region(self, above: set[int], known: set[str]) -> set[int]:
-        """The nodes among some that follow from known values."""
-        values, region = {*known}, set[int]()
+    def _region(self, above: set[int], sources: set[str]) -> set[int]:
+        """The nodes among some that follow from sources."""
+        values, region = {*sources}, set[int]()
         for i in sorted(above):
             if not values.isdisjoint(self.flow.reads[i]):
                 region.add(i)
                 values.update(self.flow.nodes[i].output)
         return region
 
-    def _check_others(self, others: set[int], region: set[int], known: set[str]) -> bool:
+    def _check_others(self, others: set[int], region: set[int], sources: set[str]) -> bool:
         """Check the other reads of a region; returns whether any follows from the call."""
         strange = sorted({self.flow.nodes[i].op_type for i in others} - CALL)
         _expect(not strange, f"its nodes depend on {', '.join(strange)}")
-        read = self.flow.read_by(region | others) - known - {name for i in others for name in self.flow.nodes[i].output}
+        read = (
+            self.flow.read_by(region | others) - sources - {name for i in others for name in self.flow.nodes[i].output}
+        )
         weights = self._weights(read)
         _expect(not weights, f"its nodes read the weight {', '.join(weights)}")
         return not self.inputs.isdisjoint(read)
@@ -158,9 +160,9 @@ class _Reader:
                 aliases.update(node.output)
         return aliases
 
-    def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
+    def _support(self, region: set[int], sources: set[str]) -> tuple[int, ...]:
         """The nodes that compute inputs without a reader in the region."""
-        nodes = self.flow.ancestors(known - self.flow.read_by(region))
+        nodes = self.flow.ancestors(sources - self.flow.read_by(region))
         strange = sorted({self.flow.nodes[i].op_type for i in nodes} - SUPPORT)
         _expect(not strange, f"what it reads depends on {', '.join(strange)}")
         weights = [
@@ -178,13 +180,13 @@ def _expansion(node: onnx.NodeProto) -> Expansion:
         raise ValueError("it is none of the operators that are expanded")
     for attribute in node.attribute:
         _expect(attribute.type in PLAIN, f"its attribute {attribute.name!r} is no number")
-        known = expansion.unpadded is None or attribute.name in expansion.unpadded
-        _expect(known, f"its attribute {attribute.name!r} is not known")
+        is_known = expansion.unpadded is None or attribute.name in expansion.unpadded
+        _expect(is_known, f"its attribute {attribute.name!r} is not known")
     return expansion
 
 
-def _expect(known: bool, what: str) -> None:
-    if not known:
+def _expect(condition: bool, what: str) -> None:
+    if not condition:
         raise ValueError(what[:300])
 
 
@@ -215,9 +217,9 @@ def restore(
             support.update(one.support)
     if not added:
         return proto, 0
-    kept = [node for i, node in enumerate(flow.nodes) if i not in removed]
-    kept += [origin.nodes[i] for i in sorted(support) if origin.nodes[i].output[0] not in flow.producers]
-    return _written(proto, origin, [*kept, *added]), len(added)
+    rest = [node for i, node in enumerate(flow.nodes) if i not in removed]
+    rest += [origin.nodes[i] for i in sorted(support) if origin.nodes[i].output[0] not in flow.producers]
+    return _written(proto, origin, [*rest, *added]), len(added)
 
 
 def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, interface: set[str]) -> set[int] | None:

@@ -129,12 +129,12 @@ class HookedModel:
         validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
-        known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in CHECKED_BATCHES])
-        made = {output for node in proto.graph.node for output in node.output}
+        facts = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in CHECKED_BATCHES])
+        values = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
-            if name not in made:
+            if name not in values:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            _check_axes(name, axes, known[name], metadata)
+            _check_axes(name, axes, facts[name], metadata)
         layers = {layer_of(name) for name in metadata.hooks} - {None}
         # metadata may come from anybody: sizes that do not agree with the graph would make wrong arrays later
         if layers and metadata.sizes.num_layers != len(layers):
@@ -269,11 +269,11 @@ class HookedModel:
         except (ModelError, KeyError, TypeError):
             return None
         try:
-            told = read_json(inside(self.folder, "tokenizer_config.json")).get("mask_token")
+            mask = read_json(inside(self.folder, "tokenizer_config.json")).get("mask_token")
         except (ModelError, AttributeError):
-            told = None
-        told = told.get("content") if isinstance(told, dict) else told
-        names = [told] if isinstance(told, str) else MASK_TOKENS
+            mask = None
+        mask = mask.get("content") if isinstance(mask, dict) else mask
+        names = [mask] if isinstance(mask, str) else MASK_TOKENS
         ids = (named[name] for name in names if isinstance(named.get(name), int))
         return next((one for one in ids if 0 <= one < self.metadata.sizes.vocab_size), None)
 
@@ -286,10 +286,10 @@ class HookedModel:
     def longest_text(self) -> int | None:
         """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
         try:
-            told = read_json(inside(self.folder, "sentence_bert_config.json")).get("max_seq_length")
+            limit = read_json(inside(self.folder, "sentence_bert_config.json")).get("max_seq_length")
         except (ModelError, AttributeError):
-            told = None
-        lengths = [size for size in (told, self.metadata.sizes.max_positions) if isinstance(size, int) and size > 0]
+            limit = None
+        lengths = [size for size in (limit, self.metadata.sizes.max_positions) if isinstance(size, int) and size > 0]
         return min(lengths, default=self.context_length)
 
     @cached_property
@@ -370,11 +370,13 @@ def _check_layers(folder: Path, proto: onnx.ModelProto, metadata: Metadata) -> N
     """Check what the metadata say of layers against hook points and inputs."""
     named = {layer for name in metadata.hooks if ".attn." in name and (layer := layer_of(name)) is not None}
     if metadata.recurrence:
-        told = {i for i, layer in enumerate(metadata.layers) if layer.attention}
-        if named != told:
-            raise ModelError(f"{folder / GRAPH} has attention in the layers {sorted(named)}, not in {sorted(told)}")
-    elif len(metadata.attention) != (attending := metadata.sizes.num_layers if named else 0):
-        raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
+        attending = {i for i, layer in enumerate(metadata.layers) if layer.attention}
+        if named != attending:
+            raise ModelError(
+                f"{folder / GRAPH} has attention in the layers {sorted(named)}, not in {sorted(attending)}"
+            )
+    elif len(metadata.attention) != (count := metadata.sizes.num_layers if named else 0):
+        raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {count} layers")
     inputs = {entry.name: entry for entry in proto.graph.input}
     for port in metadata.ports:
         if port.past not in inputs or port.positional:
@@ -384,9 +386,9 @@ def _check_layers(folder: Path, proto: onnx.ModelProto, metadata: Metadata) -> N
             raise ModelError(f"{port.past} is [batch, {dims}] in the graph, but the metadata say {list(port.dims)}")
 
 
-def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:
+def _check_axes(name: str, axes: Sequence[str | int], fact: Known, metadata: Metadata) -> None:
     """Check what the metadata say of a hook point's axes against the graph and the sizes."""
-    shape = known.shape if known.shape is not None else (None,) * len(axes)
+    shape = fact.shape if fact.shape is not None else (None,) * len(axes)
     fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
     if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
         raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")

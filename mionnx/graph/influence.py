@@ -97,7 +97,7 @@ class Influence:
         return self._tokens_read[output]
 
     def _token_read(self, output: str) -> str | None:
-        ends, ahead, known = set[str](), [output], {output}
+        ends, ahead, seen = set[str](), [output], {output}
         while ahead:
             name = ahead.pop()
             if "seq" in self.metadata.hooks.get(name, ()):
@@ -109,8 +109,8 @@ class Influence:
             if (token := self._token_taken(node)) is not None:
                 ends.add(token)
                 continue
-            ahead += {*read} - known
-            known |= {*read}
+            ahead += {*read} - seen
+            seen |= {*read}
         return ends.pop() if len(ends) == 1 else None
 
     def _token_taken(self, node: onnx.NodeProto) -> str | None:
@@ -121,10 +121,10 @@ class Influence:
             before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
             return ("last" if "CumSum" in before else "first") if "ArgMax" in before else None
         numbers = [self._flow.facts.number(name) for name in node.input[1:4]]
-        given = [None if one is None else one.ravel().tolist() for one in numbers]
+        operands = [None if one is None else one.ravel().tolist() for one in numbers]
         if node.op_type == "Gather":
-            return "first" if attributes(node).get("axis", 0) == 1 and given == [[0]] else None
-        return "first" if node.op_type == "Slice" and given == [[0], [1], [1]] else None
+            return "first" if attributes(node).get("axis", 0) == 1 and operands == [[0]] else None
+        return "first" if node.op_type == "Slice" and operands == [[0], [1], [1]] else None
 
     @cached_property
     def _has_cache(self) -> bool:

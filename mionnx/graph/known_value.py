@@ -86,14 +86,14 @@ def of_tensor(tensor: onnx.TensorProto) -> Known:
 
 def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]) -> list[Known]:
     """The outputs of a node that has no graph inside."""
-    constant = all(known.constant for known in inputs if known is not None)
+    constant = all(fact.constant for fact in inputs if fact is not None)
     # by their input's shape, whose numbers need not be known; onnx's evaluator would need the value itself
     if node.op_type in ("Shape", "Size") and inputs[0] is not None:
         sized = _sizes(node, inputs[0])
         if sized is not None:
             return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
     if node.domain == DOMAIN:
-        typed = [None if known is None else (known.dtype, known.shape) for known in inputs]
+        typed = [None if fact is None else (fact.dtype, fact.shape) for fact in inputs]
         outputs, rows = [of_shape(*one, constant) for one in contrib_outputs(node, typed)], inputs[0]
         if node.op_type == "MatMulNBits" and outputs[0].most is None and rows is not None and rows.most is not None:
             # Of the rows no more than their bound is known: each becomes N numbers of K.
@@ -104,11 +104,11 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
     # numbers that later sizes follow from come from its evaluator. Where neither says a shape, a bound serves.
     types = _types(node, inputs, opsets)
     results = [_of_type(node, types.get(name), constant) for name in node.output]
-    results = [_bounded(node, known, inputs) for known in results]
+    results = [_bounded(node, fact, inputs) for fact in results]
     content = _content(node, inputs, results, opsets)
     return [
-        known if array is None else of_shape(known.dtype, array.shape, constant, array)
-        for known, array in zip(results, content, strict=True)
+        fact if array is None else of_shape(fact.dtype, array.shape, constant, array)
+        for fact, array in zip(results, content, strict=True)
     ]
 
 
@@ -125,8 +125,8 @@ def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
 def _types(
     node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]
 ) -> Mapping[str, onnx.TypeProto]:
-    named = {name: known for name, known in zip(node.input, inputs, strict=True) if known is not None}
-    types = {name: onnx.helper.make_tensor_type_proto(known.dtype, known.shape) for name, known in named.items()}
+    named = {name: fact for name, fact in zip(node.input, inputs, strict=True) if fact is not None}
+    types = {name: onnx.helper.make_tensor_type_proto(fact.dtype, fact.shape) for name, fact in named.items()}
     content = {name: onnx.numpy_helper.from_array(k.data) for name, k in named.items() if k.data is not None}
     return infer_types_of(node, types, content, opsets)
 
@@ -147,12 +147,12 @@ def infer_types_of(
     return infer_node_outputs(schema, node, types, content, opset_imports=imports)
 
 
-def _of_type(node: onnx.NodeProto, made: onnx.TypeProto | None, constant: bool) -> Known:
-    if made is None or not made.ByteSize():
+def _of_type(node: onnx.NodeProto, proto: onnx.TypeProto | None, constant: bool) -> Known:
+    if proto is None or not proto.ByteSize():
         return Known(constant=constant)
-    if not made.HasField("tensor_type") or made.tensor_type.elem_type == onnx.TensorProto.STRING:
+    if not proto.HasField("tensor_type") or proto.tensor_type.elem_type == onnx.TensorProto.STRING:
         raise ModelError(f"{node.op_type} node {label(node)} makes texts or lists, whose size has no bound: refused")
-    tensor = made.tensor_type
+    tensor = proto.tensor_type
     if not tensor.HasField("shape"):
         return of_shape(tensor.elem_type, None, constant)
     dims = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim)
@@ -161,18 +161,18 @@ def _of_type(node: onnx.NodeProto, made: onnx.TypeProto | None, constant: bool) 
     return of_shape(tensor.elem_type, dims, constant)
 
 
-def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> Known:
+def _bounded(node: onnx.NodeProto, output: Known, inputs: Sequence[Known | None]) -> Known:
     """The value with an upper bound of its elements, where its shape is not known."""
-    if made.most is not None:
-        return made
-    counts = [known.most for known in inputs if known is not None]
+    if output.most is not None:
+        return output
+    counts = [fact.most for fact in inputs if fact is not None]
     most: int | None = None
     if node.op_type == "OneHot" and inputs[1] is not None and inputs[1].data is not None and counts[0] is not None:
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
         # an index for each axis, of which numpy has 64 at most
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
-    elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, made, inputs)) is not None:
+    elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, output, inputs)) is not None:
         most = tighter
     elif node.op_type in NO_MORE and counts:
         most = counts[0]
@@ -180,7 +180,7 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
         most = prod(max(1, count or 0) for count in counts)
     elif node.op_type == "Concat" and None not in counts:
         most = sum(count or 0 for count in counts)
-    return Known(made.dtype, made.shape, most, None, made.constant)
+    return Known(output.dtype, output.shape, most, None, output.constant)
 
 
 def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | None:
@@ -199,32 +199,32 @@ def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | No
     return None
 
 
-def _by_axis(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> int | None:
+def _by_axis(node: onnx.NodeProto, output: Known, inputs: Sequence[Known | None]) -> int | None:
     """An upper bound of an elementwise operator's output, one of whose axes is not known."""
-    if node.op_type not in ELEMENTWISE or made.shape is None or made.shape.count(None) != 1:
+    if node.op_type not in ELEMENTWISE or output.shape is None or output.shape.count(None) != 1:
         return None
-    place, longest = made.shape.index(None) - len(made.shape), 1
-    for known in (known for known in inputs if known is not None):
-        if known.shape is None or known.most is None:
+    place, longest = output.shape.index(None) - len(output.shape), 1
+    for fact in (fact for fact in inputs if fact is not None):
+        if fact.shape is None or fact.most is None:
             return None
-        if len(known.shape) >= -place:
-            length = known.shape[place]
-            beside = prod(max(1, dim) for dim in known.shape if dim is not None)
-            longest = max(longest, known.most // beside if length is None else length)
-    return longest * prod(dim for dim in made.shape if dim is not None)
+        if len(fact.shape) >= -place:
+            length = fact.shape[place]
+            beside = prod(max(1, dim) for dim in fact.shape if dim is not None)
+            longest = max(longest, fact.most // beside if length is None else length)
+    return longest * prod(dim for dim in output.shape if dim is not None)
 
 
 def _content(
-    node: onnx.NodeProto, inputs: Sequence[Known | None], made: Sequence[Known], opsets: Mapping[str, int]
+    node: onnx.NodeProto, inputs: Sequence[Known | None], outputs: Sequence[Known], opsets: Mapping[str, int]
 ) -> list[NDArray[Any] | None]:
     """The outputs of a node of small inputs."""
-    nothing: list[NDArray[Any] | None] = [None] * len(made)
+    nothing: list[NDArray[Any] | None] = [None] * len(outputs)
     if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx"):
         return nothing
-    if any(known is not None and known.data is None for known in inputs):
+    if any(fact is not None and fact.data is None for fact in inputs):
         return nothing
     # before it is computed: a small input may ask for a huge output (ConstantOfShape, Expand)
-    if any(known.most is None or known.most > MOST_FOLLOWED for known in made):
+    if any(fact.most is None or fact.most > MOST_FOLLOWED for fact in outputs):
         return nothing
     graph = onnx.helper.make_graph(
         [node],
@@ -233,7 +233,7 @@ def _content(
         [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in node.output],
     )
     imports = [onnx.helper.make_opsetid(name, version) for name, version in opsets.items()]
-    feeds = {name: known.data for name, known in zip(node.input, inputs, strict=True) if known is not None}
+    feeds = {name: fact.data for name, fact in zip(node.input, inputs, strict=True) if fact is not None}
     try:
         with np.errstate(all="ignore"):
             arrays: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)

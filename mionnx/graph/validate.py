@@ -53,7 +53,7 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     _check_valid(proto)
     weights = sum({(span.location, span.start, span.end): span.end - span.start for span in spans}.values())
     weights += sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    passes = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
+    passes = [check_sizes(proto, shapes, weights, all_values=bool(batches)) for shapes in batches or [{}]]
     return passes[-1]
 
 

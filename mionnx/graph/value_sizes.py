@@ -33,16 +33,16 @@ LIST_ATTRIBUTES = {"value_ints": "int64", "value_floats": "float32", "value_int"
 Scope = MutableMapping[str, Known]
 
 
-def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, whole: bool = True) -> Scope:
+def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, all_values: bool = True) -> Scope:
     """Check that all values are bounded (or those of constants alone); returns name -> what is known of a value."""
-    return _Walk(proto, weights).check(shapes, whole)
+    return _Walk(proto, weights).check(shapes, all_values)
 
 
 @dataclass(frozen=True)
 class _Place:
     """Place of a node: whether it surely runs, how often at most, how deep."""
 
-    whole: bool
+    certain: bool
     times: int = 1
     depth: int = 0
 
@@ -58,18 +58,18 @@ class _Walk:
         self.functions = {(function.domain, function.name): function for function in proto.functions}
         self.spent = {True: 0, False: 0}
         self.visits = self.products = 0
-        self.known: dict[object, list[Known]] = {}
+        self.memo: dict[object, list[Known]] = {}
 
-    def check(self, shapes: Mapping[str, Dims], whole: bool) -> Scope:
+    def check(self, shapes: Mapping[str, Dims], all_values: bool) -> Scope:
         """Follow the whole graph."""
         graph, scope = self.proto.graph, dict[str, Known]()
         for value in graph.input:
             scope[value.name] = of_shape(value.type.tensor_type.elem_type, shapes.get(value.name), False)
         for tensor in graph.initializer:
-            known = of_tensor(tensor)
+            fact = of_tensor(tensor)
             # an initializer that is an input too is a default: a call may give other numbers
-            scope[tensor.name] = replace(known, data=None) if tensor.name in scope else known
-        self.nodes(graph.node, scope, _Place(whole))
+            scope[tensor.name] = replace(fact, data=None) if tensor.name in scope else fact
+        self.nodes(graph.node, scope, _Place(all_values))
         return scope
 
     def nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, place: _Place) -> None:
@@ -82,22 +82,22 @@ class _Walk:
                 raise ModelError(f"the functions of the graph expand to more than {VISITS:,} nodes: refused")
             inputs = [scope.get(name, Known()) if name else None for name in node.input]
             outputs = self.node(node, inputs, scope, place)
-            for name, known in zip(node.output, outputs, strict=False):
-                self._count(node, known, place)
+            for name, fact in zip(node.output, outputs, strict=False):
+                self._count(node, fact, place)
                 if name:
-                    scope[name] = known
+                    scope[name] = fact
 
-    def _count(self, node: onnx.NodeProto, known: Known, place: _Place) -> None:
-        if known.most is None:
-            if place.whole or known.constant:
+    def _count(self, node: onnx.NodeProto, fact: Known, place: _Place) -> None:
+        if fact.most is None:
+            if place.certain or fact.constant:
                 raise ModelError(
                     f"{node.op_type} node {label(node)} makes a value whose size follows from neither constants nor "
                     "shapes: it has no bound, refused"
                 )
             return
-        spent = self.spent[known.constant] = self.spent[known.constant] + known.nbytes * place.times
-        if known.nbytes > self.value or spent > self.most[known.constant]:
-            what = f"{known.most:,} elements" if known.nbytes > self.value else f"{spent:,} bytes with those before"
+        spent = self.spent[fact.constant] = self.spent[fact.constant] + fact.nbytes * place.times
+        if fact.nbytes > self.value or spent > self.most[fact.constant]:
+            what = f"{fact.most:,} elements" if fact.nbytes > self.value else f"{spent:,} bytes with those before"
             raise ModelError(f"{node.op_type} node {label(node)} would make {what}: refused")
 
     def node(
@@ -112,28 +112,28 @@ class _Walk:
         attributes = b"".join(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
         # x * x is not x * y, even of equal facts
         names = tuple(dict.fromkeys(node.input)) if len({*node.input}) < len(node.input) else ()
-        version, facts = self.opsets.get(node.domain), [known and known.key for known in inputs]
+        version, facts = self.opsets.get(node.domain), [fact and fact.key for fact in inputs]
         key = (node.domain, version, node.op_type, attributes, len(node.output), names, *facts)
-        if key not in self.known:
-            self.known[key] = self._inferred(node, inputs, place)
-        return self.known[key]
+        if key not in self.memo:
+            self.memo[key] = self._inferred(node, inputs, place)
+        return self.memo[key]
 
     def _inferred(self, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place) -> list[Known]:
-        constant = all(known.constant for known in inputs if known is not None)
+        constant = all(fact.constant for fact in inputs if fact is not None)
         try:
-            made = infer(node, inputs, self.opsets)
+            outputs = infer(node, inputs, self.opsets)
         except ModelError:
             raise
         except Exception as error:  # onnx's errors share no base class
-            if place.whole or constant:
+            if place.certain or constant:
                 reason = str(error).strip().splitlines()[-1:] or [""]
                 raise ModelError(f"{node.op_type} node {label(node)}: its size is not known: {reason[0]}") from error
             return [Known() for _ in node.output]
-        if constant and made:
-            self.products += _products(node, inputs, made[0]) * place.times
+        if constant and outputs:
+            self.products += _products(node, inputs, outputs[0]) * place.times
             if self.products > PRODUCTS:
                 raise ModelError(f"{node.op_type} node {label(node)}: constants of {self.products:,} products: refused")
-        return made
+        return outputs
 
     def _constant(
         self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place
@@ -150,7 +150,7 @@ class _Walk:
         self, function: onnx.FunctionProto, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place
     ) -> list[Known]:
         arguments = {attribute.name: attribute for attribute in [*function.attribute_proto, *node.attribute]}
-        scope = {name: known for name, known in zip(function.input, inputs, strict=False) if known is not None}
+        scope = {name: fact for name, fact in zip(function.input, inputs, strict=False) if fact is not None}
         nodes = [_with_attributes(inner, arguments) for inner in function.node]
         outside = self.opsets
         self.opsets = outside | _opsets(function.opset_import)
@@ -163,10 +163,10 @@ class _Walk:
         taken = None if condition is None or condition.data is None else bool(condition.data.reshape(-1)[:1].all())
         results = {}
         for attribute in node.attribute:
-            runs = place.whole and taken in (None, attribute.name == "then_branch")
+            runs = place.certain and taken in (None, attribute.name == "then_branch")
             inner: Scope = ChainMap(dict[str, Known](), scope)
             inner.update({tensor.name: of_tensor(tensor) for tensor in attribute.g.initializer})
-            self.nodes(attribute.g.node, inner, replace(place, whole=runs, depth=place.depth + 1))
+            self.nodes(attribute.g.node, inner, replace(place, certain=runs, depth=place.depth + 1))
             results[attribute.name] = [inner.get(value.name, Known()) for value in attribute.g.output]
         if taken is not None:
             return results["then_branch" if taken else "else_branch"]
@@ -175,30 +175,30 @@ class _Walk:
     def _loop(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
         count = inputs[0] if inputs else None
         trips = None if count is None or count.data is None else max(0, int(count.data.reshape(-1)[0]))
-        if trips is None and (place.whole or count is None or count.constant):
+        if trips is None and (place.certain or count is None or count.constant):
             raise ModelError(
                 f"Loop node {label(node)} has no trip count that follows from constants and shapes: refused"
             )
-        carried = [known for known in inputs[2:] if known is not None]
+        carried = [fact for fact in inputs[2:] if fact is not None]
         first = [of_shape(onnx.TensorProto.INT64, (), False), of_shape(onnx.TensorProto.BOOL, (), False)]
-        made = self._steps(node, node.attribute[0].g, first, carried, 1, trips or 0, scope, place)
-        kept, each = made[: len(carried)], made[len(carried) :]
-        return [*kept, *(_collected(known, None, 0, trips or 0) for known in each)]
+        results = self._steps(node, node.attribute[0].g, first, carried, 1, trips or 0, scope, place)
+        last, each = results[: len(carried)], results[len(carried) :]
+        return [*last, *(_collected(fact, None, 0, trips or 0) for fact in each)]
 
     def _scan(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
         facts = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-        known = [one for one in inputs if one is not None]
-        states = len(known) - int(facts["num_scan_inputs"])
-        axes = facts.get("scan_input_axes") or [0] * (len(known) - states)
-        lengths = [_length(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
+        operands = [one for one in inputs if one is not None]
+        states = len(operands) - int(facts["num_scan_inputs"])
+        axes = facts.get("scan_input_axes") or [0] * (len(operands) - states)
+        lengths = [_length(one, axis) for one, axis in zip(operands[states:], axes, strict=True)]
         trips = next((length for length in lengths if length is not None), None)
-        if trips is None and place.whole:
+        if trips is None and place.certain:
             raise ModelError(f"Scan node {label(node)} runs over an axis whose length has no bound: refused")
-        slices = [_slice(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
-        made = self._steps(node, facts["body"], [], known[:states], 0, trips or 0, scope, place, slices)
-        out = facts.get("scan_output_axes") or [0] * (len(made) - states)
-        each = [_collected(one, trips, axis, trips or 0) for one, axis in zip(made[states:], out, strict=True)]
-        return [*made[:states], *each]
+        slices = [_slice(one, axis) for one, axis in zip(operands[states:], axes, strict=True)]
+        results = self._steps(node, facts["body"], [], operands[:states], 0, trips or 0, scope, place, slices)
+        out = facts.get("scan_output_axes") or [0] * (len(results) - states)
+        each = [_collected(one, trips, axis, trips or 0) for one, axis in zip(results[states:], out, strict=True)]
+        return [*results[:states], *each]
 
     def _steps(
         self,
@@ -214,20 +214,20 @@ class _Walk:
     ) -> list[Known]:
         """Outputs of a loop's body after `skipped` ones: carried values, then values of one step."""
         # a body that runs no step need not be bounded
-        inside = _Place(place.whole and trips > 0, place.times * max(1, trips), place.depth + 1)
+        inside = _Place(place.certain and trips > 0, place.times * max(1, trips), place.depth + 1)
         if inside.times > TRIPS:
             raise ModelError(f"{node.op_type} node {label(node)} would take {inside.times:,} steps: refused")
-        carried = [replace(known, data=None) for known in carried]  # another number in each step
+        carried = [replace(fact, data=None) for fact in carried]  # another number in each step
         # the shape after a step may differ from the first; once it repeats it stays, by induction
         for _ in range(STEPS):
             inner: Scope = ChainMap(dict[str, Known](), scope)
             inner.update({tensor.name: of_tensor(tensor) for tensor in body.initializer})
             inner.update(zip([value.name for value in body.input], [*first, *carried, *slices], strict=False))
             self.nodes(body.node, inner, inside)
-            made = [inner.get(value.name, Known()) for value in body.output][skipped:]
-            after = [replace(known, data=None) for known in made[: len(carried)]]
-            if [known.shape for known in after] == [known.shape for known in carried]:
-                return [*after, *made[len(carried) :]]
+            results = [inner.get(value.name, Known()) for value in body.output][skipped:]
+            after = [replace(fact, data=None) for fact in results[: len(carried)]]
+            if [fact.shape for fact in after] == [fact.shape for fact in carried]:
+                return [*after, *results[len(carried) :]]
             carried = after
         raise ModelError(f"{node.op_type} node {label(node)} carries a value that grows with every step: refused")
 
@@ -237,7 +237,7 @@ def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in imports}
 
 
-def _with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
+def _with_attributes(node: onnx.NodeProto, arguments: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
     """A node of a function, with the call's attributes in place of references."""
     if not node.attribute:
         return node
@@ -246,35 +246,35 @@ def _with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributePro
     del own.attribute[:]
     for attribute in node.attribute:
         if attribute.ref_attr_name:
-            if attribute.ref_attr_name in given:
-                own.attribute.add().CopyFrom(given[attribute.ref_attr_name])
+            if attribute.ref_attr_name in arguments:
+                own.attribute.add().CopyFrom(arguments[attribute.ref_attr_name])
                 own.attribute[-1].name = attribute.name
             continue
         own.attribute.add().CopyFrom(attribute)
         for graph in [own.attribute[-1].g] if attribute.HasField("g") else []:
-            inner = [_with_attributes(one, given) for one in graph.node]
+            inner = [_with_attributes(one, arguments) for one in graph.node]
             del graph.node[:]
             graph.node.extend(inner)
     return own
 
 
-def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], made: Known) -> int:
+def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], output: Known) -> int:
     """Multiplications of a node, roughly."""
-    counts = [known.most or 0 for known in inputs if known is not None]
+    counts = [fact.most or 0 for fact in inputs if fact is not None]
     if node.op_type == "Einsum":
         return prod(counts)
     if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "MatMulNBits", "FusedMatMul"):
         shape = inputs[0].shape if inputs and inputs[0] is not None else None
         # the inner length is one of the first factor's axes: the longest is an upper bound, whichever is turned
-        return (made.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
+        return (output.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
     if "Conv" in node.op_type and len(counts) > 1:
-        return (made.most or 0) * counts[1]
+        return (output.most or 0) * counts[1]
     return 0
 
 
 def _either(one: Known, other: Known) -> Known:
     """Facts about the output of one of two branches."""
-    bounds = [known.most for known in (one, other) if known.most is not None]
+    bounds = [fact.most for fact in (one, other) if fact.most is not None]
     same = one.shape if one.shape == other.shape else None
     if same is None and one.shape is not None and other.shape is not None and len(one.shape) == len(other.shape):
         same = tuple(a if a == b else None for a, b in zip(one.shape, other.shape, strict=True))
@@ -282,23 +282,23 @@ def _either(one: Known, other: Known) -> Known:
     return Known(one.dtype or other.dtype, same, most, None, one.constant and other.constant)
 
 
-def _length(known: Known, axis: int) -> int | None:
-    return known.shape[axis] if known.shape is not None and -len(known.shape) <= axis < len(known.shape) else None
+def _length(fact: Known, axis: int) -> int | None:
+    return fact.shape[axis] if fact.shape is not None and -len(fact.shape) <= axis < len(fact.shape) else None
 
 
-def _slice(known: Known, axis: int) -> Known:
+def _slice(fact: Known, axis: int) -> Known:
     """One step's part of what a Scan runs over."""
-    if known.shape is None or not known.shape:
-        return replace(known, shape=None, data=None)
-    axis %= len(known.shape)
-    return of_shape(known.dtype, known.shape[:axis] + known.shape[axis + 1 :], known.constant)
+    if fact.shape is None or not fact.shape:
+        return replace(fact, shape=None, data=None)
+    axis %= len(fact.shape)
+    return of_shape(fact.dtype, fact.shape[:axis] + fact.shape[axis + 1 :], fact.constant)
 
 
-def _collected(known: Known, length: int | None, axis: int, trips: int) -> Known:
+def _collected(fact: Known, length: int | None, axis: int, trips: int) -> Known:
     """A loop's output of one value a step; `length` is None if it may end earlier."""
-    most = None if known.most is None else known.most * trips
-    if known.shape is None:
-        return replace(known, most=most, data=None)
-    axis %= len(known.shape) + 1
-    shape = (*known.shape[:axis], length, *known.shape[axis:])
-    return replace(known, shape=shape, most=most, data=None)
+    most = None if fact.most is None else fact.most * trips
+    if fact.shape is None:
+        return replace(fact, most=most, data=None)
+    axis %= len(fact.shape) + 1
+    shape = (*fact.shape[:axis], length, *fact.shape[axis:])
+    return replace(fact, shape=shape, most=most, data=None)

@@ -35,7 +35,7 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
     for name in sorted({*names}):
         file, stat = folder / name, (folder / name).stat()
         file_digest.start([file])
-        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL_FILE else file_digest.known(file)
+        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL_FILE else file_digest.peek(file)
         facts[name] = {"size": stat.st_size, "sampled": sampled(file)}
         facts[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
     return facts
@@ -46,7 +46,7 @@ def describe_export(
 ) -> tuple[str, FileFacts]:
     """Describe an export's weights for `Metadata`: the checkpoint's hash, "" if not known yet, and the files."""
     facts = describe(folder, names, progress)
-    digests = [file_digest.known(file) for file in sorted(checkpoint)]
+    digests = [file_digest.peek(file) for file in sorted(checkpoint)]
     return combined(filter(None, digests)) if all(digests) else "", facts
 
 

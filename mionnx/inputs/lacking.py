@@ -58,7 +58,7 @@ def refuse_several_streams(model: HookedModel, what: str) -> None:
     inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
     # a batch size or length that is read besides is no second stream
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    if inputs & flow.read_by(flow.ancestors([LOGITS], known={last, *shapes})):
+    if inputs & flow.read_by(flow.ancestors([LOGITS], sources={last, *shapes})):
         raise InputError(
             f"{what} goes on from the residual stream, and {model.metadata.family!r} has several streams side by side: "
             f"its logits read more than {last}. Captures, interventions, gradients and generation work"

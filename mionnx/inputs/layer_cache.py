@@ -126,7 +126,7 @@ class LayerCache(Brief, Storable, Generic[Layer]):
         """A cache of the outputs of a pass, on the device that computed them."""
         return cls(LazyLayers(parts, cls.layer_of), attention_mask)
 
-    def held(self) -> Sequence[Mapping[str, Value]]:
+    def device_parts(self) -> Sequence[Mapping[str, Value]]:
         """The parts of every layer on their device, to be fed again without a copy."""
         return self.layers.parts if isinstance(self.layers, LazyLayers) else [*map(self.parts_of, self.layers)]
 
@@ -138,7 +138,7 @@ class LayerCache(Brief, Storable, Generic[Layer]):
     @property
     def states_alone(self) -> bool:
         """Whether no layer has keys and values."""
-        return not any(name in BY_POSITION for layer in self.held() for name in layer)
+        return not any(name in BY_POSITION for layer in self.device_parts() for name in layer)
 
     @property
     def batch(self) -> int:
@@ -154,7 +154,7 @@ class LayerCache(Brief, Storable, Generic[Layer]):
         yield from (count(self.num_layers, "layer"), count(self.batch, "row"), count(self.seq_len, "position"))
 
     def _lines(self) -> Iterator[str]:
-        alike = Counter((part, shape_of(value)) for layer in self.held() for part, value in layer.items())
+        alike = Counter((part, shape_of(value)) for layer in self.device_parts() for part, value in layer.items())
         for (part, shape), layers in alike.items():
             yield f"{part} of {'each layer' if layers == self.num_layers else count(layers, 'layer')}: {shape}"
 
@@ -280,7 +280,7 @@ class LayerCache(Brief, Storable, Generic[Layer]):
         Raises:
             InputError: it has several rows already, or less than one row, or more than memory holds, are requested.
         """
-        size = rows * sum(value.nbytes for layer in self.held() for value in layer.values())
+        size = rows * sum(value.nbytes for layer in self.device_parts() for value in layer.values())
         if rows < 1 or (size > LARGE_ARRAY and size > memory.available()):
             raise InputError(f"repeat({rows}): one or more rows, and {memory.format_bytes(size)} of memory are needed")
         if self.batch != 1:
@@ -300,7 +300,7 @@ class LayerCache(Brief, Storable, Generic[Layer]):
         return type(self)([*map(self.layer_of, layers)], function(self.attention_mask))
 
     def _contents(self) -> dict[str, Any]:
-        layers = [{name: np.asarray(value) for name, value in layer.items()} for layer in self.held()]
+        layers = [{name: np.asarray(value) for name, value in layer.items()} for layer in self.device_parts()]
         # parts that all layers have are not named in each
         stored = [tuple(layer[name] for name in self.PARTS) for layer in layers] if self.PARTS else layers
         return {"layers": stored, "attention_mask": self.attention_mask}

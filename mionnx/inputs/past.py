@@ -88,10 +88,10 @@ def _fitting_feeds(
         past: columns of keys and values.
         dtypes: input -> its dtype.
     """
-    layers, feeds = cache.held(), dict[str, Value]()
-    wanted = 1 + max((port.layer for port in ports), default=-1)
-    if len(layers) < wanted or (cache.PARTS and len(layers) != wanted):
-        raise InputError(f"the {cache.NOUN} has {cache.num_layers} layers, the model {wanted}")
+    layers, feeds = cache.device_parts(), dict[str, Value]()
+    count = 1 + max((port.layer for port in ports), default=-1)
+    if len(layers) < count or (cache.PARTS and len(layers) != count):
+        raise InputError(f"the {cache.NOUN} has {cache.num_layers} layers, the model {count}")
     spare = {(i, part) for i, layer in enumerate(layers) for part in layer} - {(one.layer, one.part) for one in ports}
     lacking = [port for port in ports if port.part not in layers[port.layer]]
     if spare or lacking:

@@ -271,7 +271,7 @@ def tokenize(
     tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True, pair: str | None = None
 ) -> Tokens:
     """Tokenise a text, or two as one input, with the special tokens that the tokenizer adds or without them."""
-    whole = text if pair is None else f"{text}\n{pair}"
+    full_text = text if pair is None else f"{text}\n{pair}"
     encoding = encode(tokenizer, text, add_special_tokens) if pair is None else encode_pair(tokenizer, text, pair)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {spelled(text)} is empty: it has no tokens")
@@ -279,8 +279,8 @@ def tokenize(
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
     pieces = [texts[token] for token in encoding.ids]
     types = None if pair is None else np.array(encoding.type_ids, np.int64)  # type: ignore[union-attr]
-    offsets = _offsets(encoding, len(whole) - len(pair) if pair is not None else 0)
-    return Tokens(whole, np.array(encoding.ids, np.int64), offsets, pieces, type_ids=types)
+    offsets = _offsets(encoding, len(full_text) - len(pair) if pair is not None else 0)
+    return Tokens(full_text, np.array(encoding.ids, np.int64), offsets, pieces, type_ids=types)
 
 
 class UnknownWordWarning(UserWarning):

@@ -35,30 +35,30 @@ def dialect_lines() -> dict[tuple[str, str], str]:
     return lines
 
 
-def unknown_name(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error of an unknown attribute, with the line of the table or the nearest known one."""
-    return UnknownNameError(f"{owner} has no {name!r}{_told(owner, name, known)}")
+def unknown_name(owner: str, name: str, names: Iterable[str]) -> UnknownNameError:
+    """The error of an unknown attribute, with the line of the table or the nearest name."""
+    return UnknownNameError(f"{owner} has no {name!r}{_told(owner, name, names)}")
 
 
-def unknown_keyword(verb: str, name: str, known: Iterable[str]) -> UnknownKeywordError:
+def unknown_keyword(verb: str, name: str, names: Iterable[str]) -> UnknownKeywordError:
     """The error of a keyword that a verb does not have; arguments as for `unknown_name`."""
     owner = "forward" if verb == "call" else verb  # model(tokens)
-    return UnknownKeywordError(f"{verb}() has no keyword {name!r}{_told(owner, name, known)}")
+    return UnknownKeywordError(f"{verb}() has no keyword {name!r}{_told(owner, name, names)}")
 
 
-def unknown_import(name: str, known: Iterable[str]) -> MIError:
+def unknown_import(name: str, names: Iterable[str]) -> MIError:
     """The error of a name that the package `mionnx` does not have."""
     # `from mionnx import NAME` drops the message of an `AttributeError`, and asks in an instruction of its own.
-    message = f"mionnx has no {name!r}{_told('mionnx', name, known)}"
+    message = f"mionnx has no {name!r}{_told('mionnx', name, names)}"
     caller = sys._getframe(2)
     # the caller's instruction: `from mionnx import NAME` or an attribute
     imported = dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM" if caller.f_lasti >= 0 else False
     return UnknownImportError(message) if imported else UnknownNameError(message)
 
 
-def _told(owner: str, name: str, known: Iterable[str]) -> str:
+def _told(owner: str, name: str, names: Iterable[str]) -> str:
     line = dialect_lines().get((owner, name))
-    return nearest(name, known) if line is None else line
+    return nearest(name, names) if line is None else line
 
 
 class ForeignNames(ABCMeta):

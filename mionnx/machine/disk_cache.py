@@ -102,7 +102,7 @@ class DiskCache:
     def folder(self, kind: str, key: str, make: Callable[[Path], None], otherwise: str) -> Path | None:
         """Folder of an entry without a manifest, made if it is not there; None if the store cannot be written."""
         # `make` writes the files into an empty folder, and its errors pass; a warning says what is done `otherwise`.
-        entry, made = CacheEntry(self.root / kind / key), False
+        entry, is_new = CacheEntry(self.root / kind / key), False
         try:
             self.kind_folder(kind)
             with self._lock(entry):
@@ -110,13 +110,13 @@ class DiskCache:
                     self.tidy()
                     with _new_entry(entry) as partial:
                         make(partial)
-                    made = True
+                    is_new = True
                     entry.mark()
         except UNUSABLE as error:
             there = self._holds(entry)
             self.say_unusable(error, "what is in it is used as it is" if there else otherwise)
             return entry.path if there else None
-        if made:
+        if is_new:
             self.prune()
         return entry.path
 

@@ -101,9 +101,9 @@ def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
     """
     page = os.sysconf("SC_PAGE_SIZE")
     real = {file: os.path.realpath(file) for file in {file for file, _, _ in parts}}
-    known = {(real[file], begin - begin % page, -(-(begin + length) // page) * page) for file, begin, length in parts}
-    whole = {os.path.realpath(file) for file in files}
-    names = {*real.values(), *whole}
+    spans = {(real[file], begin - begin % page, -(-(begin + length) // page) * page) for file, begin, length in parts}
+    whole_files = {os.path.realpath(file) for file in files}
+    names = {*real.values(), *whole_files}
     with mapped, _without_collection(), suppress(OSError):
         if _mapping[0]:
             return
@@ -115,7 +115,7 @@ def let_go(parts: Collection[Part], files: Collection[Path] = ()) -> None:
             if len(fields) == 6 and (name := fields[5]) in names:
                 begin, end = (int(address, 16) for address in fields[0].split("-"))
                 offset = int(fields[2], 16)
-                if name in whole or (name, offset, offset + end - begin) in known:
+                if name in whole_files or (name, offset, offset + end - begin) in spans:
                     advise(begin, end - begin, DONT_NEED)
 
 

@@ -34,10 +34,10 @@ class Moments(Storable):
     @classmethod
     def of(cls, values: NDArray[Any], classes: NDArray[Any] | None = None, products: bool = False) -> Moments:
         """The moments of a batch [tokens, ...] of one class, 0, or by integers [tokens]; products have one class."""
-        given = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
+        labels = np.zeros(len(values), np.int64) if classes is None else np.asarray(classes).astype(np.int64)
         # sorted by class, so that one `reduceat` sums every class
-        order = np.argsort(given, kind="stable")
-        present, starts, count = np.unique(given[order], return_index=True, return_counts=True)
+        order = np.argsort(labels, kind="stable")
+        present, starts, count = np.unique(labels[order], return_index=True, return_counts=True)
         numbers = np.asarray(values).astype(np.float64)[order]
         mean = np.add.reduceat(numbers, starts, axis=0) / _wide(count, numbers)
         deviations = numbers - np.repeat(mean, count, axis=0)

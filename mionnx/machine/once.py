@@ -44,10 +44,10 @@ class Once(Generic[K, V]):
                 self._values[key] = make()
             return self._values[key]
 
-    def keep(self, wanted: Callable[[K], bool]) -> None:
-        """Forget the values of all keys but those wanted."""
+    def keep(self, condition: Callable[[K], bool]) -> None:
+        """Forget the values of all keys but those that fulfil a condition."""
         for key in [*self._values]:  # a copy: another thread may add to it meanwhile
-            if not wanted(key):
+            if not condition(key):
                 self._values.pop(key, None)
 
     def values(self) -> list[V]:

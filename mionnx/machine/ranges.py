@@ -28,9 +28,9 @@ def at_least(what: str, number: float, least: float, error: type[MIError] = Inpu
         raise error(f"{what} must be {least} or above, got {number}")
 
 
-def listed(what: str, given: Iterable[Any], error: type[MIError] = InputError) -> list[Any]:
+def listed(what: str, values: Iterable[Any], error: type[MIError] = InputError) -> list[Any]:
     """The entries of an iterable, at most a million, as it may be without end."""
-    entries = list(islice(given, MOST_ENTRIES + 1))
+    entries = list(islice(values, MOST_ENTRIES + 1))
     if len(entries) > MOST_ENTRIES:
         raise error(f"{what} has more than {MOST_ENTRIES:,} entries: give fewer")
     return entries

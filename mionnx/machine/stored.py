@@ -79,7 +79,7 @@ class Stored(Storable):
         if metadata[RESULT_KEY] != VERSION:
             raise SpecFileError(f"{problem} of version {VERSION}: its metadata says {metadata[RESULT_KEY]!r}")
         with told_of(path):
-            result = _Reader(cls, tensors).made(cls, json.loads(metadata["contents"]))
+            result = _Reader(cls, tensors).build(cls, json.loads(metadata["contents"]))
         if tensors:
             raise SpecFileError(f"{path} holds tensors that nothing in it uses: {', '.join(sorted(tensors))}")
         return result
@@ -110,9 +110,9 @@ class _Writer:
         self.classes = _classes(result)
 
     def members(self, value: Storable, place: str = "") -> dict[str, Any]:
-        return {name: self.told(one, f"{place}{name}") for name, one in value._contents().items()}
+        return {name: self.encode(one, f"{place}{name}") for name, one in value._contents().items()}
 
-    def told(self, value: Any, place: str) -> Any:
+    def encode(self, value: Any, place: str) -> Any:
         if isinstance(value, Storable) and self.classes.get(type(value).__name__) is type(value):
             return {type(value).__name__: self.members(value, f"{place}.")}
         if hasattr(value, "__array__"):  # of numpy, or on the device that computed it
@@ -125,11 +125,11 @@ class _Writer:
         if type(value) in (type(None), bool, int, float, str):
             return value
         if isinstance(value, list | tuple):
-            entries = [self.told(one, f"{place}.{i}") for i, one in enumerate(value)]
+            entries = [self.encode(one, f"{place}.{i}") for i, one in enumerate(value)]
             return {"tuple": entries} if isinstance(value, tuple) else entries
         if isinstance(value, Mapping):
             pairs = value.items()  # pairs, since keys of JSON are texts alone
-            return {"dict": [[self.told(key, place), self.told(one, f"{place}.{key}")] for key, one in pairs]}
+            return {"dict": [[self.encode(key, place), self.encode(one, f"{place}.{key}")] for key, one in pairs]}
         raise SpecFileError(f"{place} is a {type(value).__name__}, which no file can hold")
 
 
@@ -140,17 +140,17 @@ class _Reader:
         self.tensors = tensors
         self.classes = _classes(result)
 
-    def made(self, kind: type[Storable], members: Mapping[str, Any]) -> Any:
+    def build(self, kind: type[Storable], members: Mapping[str, Any]) -> Any:
         return kind._of_contents({name: self.value(one) for name, one in members.items()})
 
-    def value(self, told: Any) -> Any:
-        if isinstance(told, list):
-            return [self.value(one) for one in told]
-        if not isinstance(told, dict):
-            return told
-        ((tag, inner),) = told.items()
+    def value(self, entry: Any) -> Any:
+        if isinstance(entry, list):
+            return [self.value(one) for one in entry]
+        if not isinstance(entry, dict):
+            return entry
+        ((tag, inner),) = entry.items()
         if tag in self.classes:
-            return self.made(self.classes[tag], inner)
+            return self.build(self.classes[tag], inner)
         if tag in ("array", "scalar"):
             array = self.tensors.pop(inner)  # taken out: what is left in the end is refused
             return array if tag == "array" else array[()]

@@ -89,12 +89,12 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         if not checks:  # when it is first called, all names of its annotations are there
-            found = _checks(function, leave)
-            placed[:] = map(found.get, names)
-            checks.update(found)
+            by_name = _checks(function, leave)
+            placed[:] = map(by_name.get, names)
+            checks.update(by_name)
         try:
-            given = [*map(fit, names, placed, args), *map(scalar, args[len(names) :])]
-            return function(*given, **{name: fit(name, checks.get(name), value) for name, value in named.items()})
+            values = [*map(fit, names, placed, args), *map(scalar, args[len(names) :])]
+            return function(*values, **{name: fit(name, checks.get(name), value) for name, value in named.items()})
         except RecursionError as problem:
             if deep := [name for name, value in (*zip(names, args, strict=False), *named.items()) if _is_deep(value)]:
                 said = f"{deep[0]} must not hold lists in lists more than {DEEPEST} deep, nor hold itself"

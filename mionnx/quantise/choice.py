@@ -43,25 +43,25 @@ class Choice:
 
 
 def choose(
-    model: HookedModel, uses: WeightUses, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
+    model: HookedModel, uses: WeightUses, settings: Quantisation, own_blocks: Mapping[str, GivenBlocks] | None = None
 ) -> Choice:
-    """Choose the weights of blocks beside a checkpoint's own (`given`); warn if most of the model stays in floats."""
-    choice, given = Choice(), given or {}
+    """Choose the weights of blocks beside a checkpoint's `own_blocks`; warn if most of the model stays in floats."""
+    choice, own_blocks = Choice(), own_blocks or {}
     for product in uses.products:
-        if product.weight in given:
-            choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, given)
+        if product.weight in own_blocks:
+            choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, own_blocks)
         elif settings.keeps(product.weight) or (product.head and not settings.unembedding):
             choice.left.setdefault(product.weight, ASKED)
         elif (width := rows_of(model, product.weight, product.turned).shape[1]) < settings.block_size:
             choice.left[product.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
         else:
-            matrix = _matrix(product.weight, product.turned, settings, given)
+            matrix = _matrix(product.weight, product.turned, settings, own_blocks)
             earlier = choice.matrices.setdefault(product.weight, matrix)
             if earlier.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
     for stack in uses.stacks:
-        _add_stack(model, stack, settings, choice, given)
-    unread = _add_table(model, uses, settings, choice, given)
+        _add_stack(model, stack, settings, choice, own_blocks)
+    unread = _add_table(model, uses, settings, choice, own_blocks)
     _count(model, choice)
     if not choice.matrices:
         raise ModelError(f"{model.folder} has no weight to quantise: {_why_none(model, choice)}")
@@ -70,21 +70,25 @@ def choose(
     return choice
 
 
-def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
-    own = given.get(name)
+def _matrix(name: str, turned: bool, settings: Quantisation, own_blocks: Mapping[str, GivenBlocks]) -> Matrix:
+    own = own_blocks.get(name)
     if own is not None:
-        return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
+        return Matrix(turned, own.bits, own.block_size, own.zero_points, own=own)
     return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
 
 
 def _add_stack(
-    model: HookedModel, stack: ExpertStack, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+    model: HookedModel,
+    stack: ExpertStack,
+    settings: Quantisation,
+    choice: Choice,
+    own_blocks: Mapping[str, GivenBlocks],
 ) -> None:
     """Choose the matrices of experts, all of a stack or none."""
     width = rows_of(model, stack.experts[0], stack.turned).shape[1]
     nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
-    own = stack.experts[0] in given
-    blocks = [given[name] for name in stack.experts] if own else []
+    own = stack.experts[0] in own_blocks
+    blocks = [own_blocks[name] for name in stack.experts] if own else []
     # Of each expert: a Slice and a MatMulNBits, and a Gather where inputs are in an order of its own.
     each = 3 if any(one.order is not None for one in blocks) and order_of_all(blocks) is None else 2
     if settings.keeps(stack.weight) and not own:
@@ -98,7 +102,7 @@ def _add_stack(
         for name in stack.experts:
             # A pattern may name single experts of a stack.
             matrix = replace(form, bits=max(form.bits, settings.bits_of(name)))
-            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else matrix
+            choice.matrices[name] = _matrix(name, stack.turned, settings, own_blocks) if own else matrix
         choice.stacks.append(stack.weight)
 
 
@@ -110,18 +114,18 @@ def _why_none(model: HookedModel, choice: Choice) -> str:
 
 
 def _add_table(
-    model: HookedModel, uses: WeightUses, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+    model: HookedModel, uses: WeightUses, settings: Quantisation, choice: Choice, own_blocks: Mapping[str, GivenBlocks]
 ) -> str | None:
     """Choose the token table too; tell why it stays in floats against the settings."""
     name = uses.table
     if name is None:
         why = "the token table was not found: no single Gather of a weight reads the tokens"
         return why if settings.embedding else None
-    if name not in given and (settings.keeps(name) or not settings.embedding):
+    if name not in own_blocks and (settings.keeps(name) or not settings.embedding):
         choice.left[name] = ASKED
         return None
     width = rows_of(model, name, turned=True).shape[1]
-    matrix = choice.matrices.get(name) or replace(_matrix(name, True, settings, given), product=False)
+    matrix = choice.matrices.get(name) or replace(_matrix(name, True, settings, own_blocks), product=False)
     if width % matrix.block_size:  # the operator knows no width but that of its blocks
         reason = f"rows of {width} numbers are not whole blocks of {matrix.block_size}"
     elif not matrix.turned:

@@ -48,18 +48,18 @@ def quantise_into(
     progress: Progress = silent,
     # a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's files hold
     # in the places of these weights is not read
-    given: Mapping[str, GivenBlocks] | None = None,
+    own_blocks: Mapping[str, GivenBlocks] | None = None,
     # weight -> mean square of each of its inputs, [in]; see `quantise_blocks`
     importance: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Write the files of a quantised model into a folder; see `quantise`."""
     model.need_weights("quantising it")
-    weights, given = find_weights(model), given or {}
-    choice = choose(model, weights, settings, given)
+    weights, own_blocks = find_weights(model), own_blocks or {}
+    choice = choose(model, weights, settings, own_blocks)
     proto = with_blocks(model.proto, weights, choice.matrices, settings)
     onnx_file.rename(proto, "logits", model.metadata.output)
     turned = {stack.weight: stack.turned for stack in weights.stacks}
-    _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
+    _write_weights(model, proto, choice.matrices, settings, folder, progress, own_blocks, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
     copy_beside(files_beside(model.folder, KEPT), model.folder, folder)
@@ -72,7 +72,7 @@ def _write_weights(
     settings: Quantisation,
     folder: Path,
     progress: Progress,
-    given: Mapping[str, GivenBlocks],
+    own_blocks: Mapping[str, GivenBlocks],
     importance: Mapping[str, NDArray[Any]],
     turned: Mapping[str, bool],
 ) -> None:
@@ -89,13 +89,13 @@ def _write_weights(
         kinds |= {part: kind for part, kind in parts.items() if part != BlockNames.of(name).order or part in read}
     with streamed(folder / BLOCK_WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
         for name, array in floats.items():
-            _put_floats(file, name, array, given, turned)
+            _put_floats(file, name, array, own_blocks, turned)
         total = sum(rows_of(model, name, True).size for name in matrices)
         done = 0
         for name, matrix in matrices.items():
             rows = rows_of(model, name, matrix.turned)
-            if matrix.given is not None:
-                blocks = matrix.given.read()
+            if matrix.own is not None:
+                blocks = matrix.own.read()
             else:
                 form = matrix.bits, settings.block_size, settings.symmetric
                 blocks = quantise_blocks(rows, *form, importance.get(name))
@@ -117,25 +117,29 @@ def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[st
 
 
 def _put_floats(
-    file: StreamedFile, name: str, array: NDArray[Any], given: Mapping[str, GivenBlocks], turned: Mapping[str, bool]
+    file: StreamedFile,
+    name: str,
+    array: NDArray[Any],
+    own_blocks: Mapping[str, GivenBlocks],
+    turned: Mapping[str, bool],
 ) -> None:
     """Write a weight that stays in floats, or the numbers of a checkpoint's own blocks of it."""
-    if f"{name}{EXPERT}0" in given:
+    if f"{name}{EXPERT}0" in own_blocks:
         if name not in turned:
             raise ModelError(f"{name} is blocks in the checkpoint, and the graph reads it as no stack of experts")
         for number in range(len(array)):
-            matrix = given[f"{name}{EXPERT}{number}"].numbers()
+            matrix = own_blocks[f"{name}{EXPERT}{number}"].numbers()
             file.put(name, number, (matrix if turned[name] else matrix.T)[None])
         return
-    numbers = given[name].numbers() if name in given else array
+    numbers = own_blocks[name].numbers() if name in own_blocks else array
     # The checkpoint's blocks are [out, in], the graph may hold the weight turned.
     file.put(name, 0, numbers if numbers.shape == array.shape else numbers.T)
 
 
 def _point(
-    proto: onnx.ModelProto, kept: list[onnx.TensorProto], matrices: dict[str, Matrix], file: StreamedFile
+    proto: onnx.ModelProto, floats: list[onnx.TensorProto], matrices: dict[str, Matrix], file: StreamedFile
 ) -> None:
-    for tensor in kept:
+    for tensor in floats:
         tensor.CopyFrom(_external(tensor.name, file, tensor.name))
     for name, matrix in matrices.items():
         for part in BlockNames.of(name):

@@ -37,11 +37,11 @@ class Matrix:
     # product, table: whether a product reads it, whether tokens pick its rows.
     product: bool = True
     table: bool = False
-    given: GivenBlocks | None = None  # the checkpoint's own blocks; None where they are made of floats
+    own: GivenBlocks | None = None  # the checkpoint's own blocks; None where they are made of floats
 
     def places(self, columns: int) -> int:
         """The numbers of a row of its blocks, for so many inputs."""
-        return columns if self.given is None else self.given.places
+        return columns if self.own is None else self.own.places
 
     def kinds(self, name: str, shape: tuple[int, int], scales: np.dtype[Any]) -> dict[str, Kind]:
         """Dtypes and shapes of its parts, by name; `shape` is [out, in]."""
@@ -53,11 +53,11 @@ class Matrix:
         }
         if self.zero_points:
             kinds[parts.zero_points] = (BYTES, (rows, -(-count * self.bits // 8)))  # each row begins at a whole byte
-        if self.given is not None and self.given.offsets:
+        if self.own is not None and self.own.offsets:
             kinds |= {parts.offsets: (FLOAT, (count, rows))} if self.product else {}
             kinds |= {parts.row_offsets: (FLOAT, (rows, count))} if self.table else {}
-        if self.given is not None and self.given.order is not None:
-            kinds[parts.order] = (INT64_DTYPE, self.given.order.shape)
+        if self.own is not None and self.own.order is not None:
+            kinds[parts.order] = (INT64_DTYPE, self.own.order.shape)
         return kinds
 
     def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
@@ -69,7 +69,7 @@ class Matrix:
             # A product multiplies sums [.., blocks] with offsets [blocks, out].
             parts.offsets: None if blocks.offsets is None else blocks.offsets.T,
             parts.row_offsets: blocks.offsets,
-            parts.order: None if self.given is None else self.given.order,
+            parts.order: None if self.own is None else self.own.order,
         }
         return {part: values for part, values in arrays_of_node.items() if values is not None}
 
@@ -116,7 +116,7 @@ def with_blocks(
         one.node.output[0]: one
         for one in read
         # A tied unembedding stays in floats where that is asked for, though the table's blocks are there.
-        if settings.unembedding or not one.head or matrices[one.weight].given is not None
+        if settings.unembedding or not one.head or matrices[one.weight].own is not None
     }
     stacks = {one.node.output[0]: one for one in uses.stacks if one.experts[0] in matrices}
     lookup = uses.lookup.output[0] if uses.lookup is not None and uses.table in matrices else None
@@ -140,7 +140,7 @@ def with_blocks(
 def _ranks(proto: onnx.ModelProto, matrices: Mapping[str, Matrix]) -> dict[str, int]:
     """The ranks of values, where blocks have offsets."""
     # Ranks are needed for sums of blocks alone.
-    if not any(matrix.given is not None and matrix.given.offsets for matrix in matrices.values()):
+    if not any(matrix.own is not None and matrix.own.offsets for matrix in matrices.values()):
         return {}
     graph = onnx.shape_inference.infer_shapes(proto).graph
     return {value.name: len(value.type.tensor_type.shape.dim) for value in (*graph.value_info, *graph.input)}
@@ -157,11 +157,11 @@ class _Writer:
         """A MatMul or Gemm as a MatMulNBits."""
         weight = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
         sizes = weight.dims if matrix.turned else weight.dims[::-1]
-        parts, given = BlockNames.of(product.weight), matrix.given
+        parts, own = BlockNames.of(product.weight), matrix.own
         x, y = node.input[0], node.output[0]
-        read = x if given is None or given.order is None else self._in_order(x, parts.order, given.order)
+        read = x if own is None or own.order is None else self._in_order(x, parts.order, own.order)
         bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
-        if given is None or not given.offsets:
+        if own is None or not own.offsets:
             self._product(product.weight, read, y, matrix, sizes, bias)
             return
         result = self._product(product.weight, read, f"{y}.of_blocks", matrix, sizes, bias)
@@ -175,14 +175,14 @@ class _Writer:
         begins, ends = self._apart(begin, stack.count), self._apart(end, stack.count)
         weight = next(tensor for tensor in proto.graph.initializer if tensor.name == stack.weight)
         sizes, products = weight.dims[1:] if stack.turned else weight.dims[:0:-1], []
-        order = order_of_all([matrices[name].given for name in stack.experts])
+        order = order_of_all([matrices[name].own for name in stack.experts])
         read = stack.rows
         if order is not None:
             read = self._in_order(read, BlockNames.of(stack.experts[0]).order, order)
         for number, name in enumerate(stack.experts):
             matrix, rows = matrices[name], self._add("Slice", [read, begins[number], ends[number]], f"{y}.rows{number}")
-            if order is None and matrix.given is not None and matrix.given.order is not None:
-                rows = self._in_order(rows, BlockNames.of(name).order, matrix.given.order)
+            if order is None and matrix.own is not None and matrix.own.order is not None:
+                rows = self._in_order(rows, BlockNames.of(name).order, matrix.own.order)
             products.append(self._product(name, rows, f"{y}.expert{number}", matrix, sizes))
         # Behind all rows the one of zeros, for places that no row fills.
         joined = self._add("Concat", [*products, stack.nobody], f"{y}.joined", axis=0)
@@ -235,7 +235,7 @@ class _Writer:
         parts, ids, y = BlockNames.of(table), node.input[1], node.output[0]
         reads = [table_name(table), ids, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
         sizes = {"gather_axis": 0, "quantize_axis": 1, "block_size": matrix.block_size, "bits": matrix.bits}
-        if matrix.given is None or not matrix.given.offsets:
+        if matrix.own is None or not matrix.own.offsets:
             self._add("GatherBlockQuantized", reads, y, DOMAIN, **sizes)
             return
         rows = self._add("GatherBlockQuantized", reads, f"{y}.of_blocks", DOMAIN, **sizes)

@@ -77,8 +77,8 @@ def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report
         others = [i for i in range(len(axes)) if i not in (0, axis)]
         wide = op.Unsqueeze(op.input(want.columns_input, np.int64, 2), others)
         # the index is as long as the value along all other axes, lengths that only the run knows, and 1 along these two
-        whole = op.constant([i in others for i in range(len(axes))])
-        target = op.Where(whole, op.Shape(part), [1] * len(axes))
+        full_length = op.constant([i in others for i in range(len(axes))])
+        target = op.Where(full_length, op.Shape(part), [1] * len(axes))
         part = op.GatherElements(part, op.Expand(wide, target), axis=axis)
     if want.dtype is not None:  # last: what is left out is not cast
         part = op.Cast(part, to=want.dtype)

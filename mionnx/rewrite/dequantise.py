@@ -55,8 +55,8 @@ def _of_dequantise(op: Builder, node: Node) -> Tensor:
         sizes = list(scale.shape)
         if block:
             wide = op.Expand(op.Unsqueeze(values, [axis + 1]), [*sizes[: axis + 1], block, *sizes[axis + 1 :]])
-            whole = op.Reshape(wide, [*sizes[:axis], -1, *sizes[axis + 1 :]])
-            return op.Slice(whole, [0], [weight.shape[axis]], [axis])  # the last block may end beyond the weight
+            full = op.Reshape(wide, [*sizes[:axis], -1, *sizes[axis + 1 :]])
+            return op.Slice(full, [0], [weight.shape[axis]], [axis])  # the last block may end beyond the weight
         if len(sizes) == 1 and sizes[0] > 1:
             return op.Reshape(values, [-1 if place == axis else 1 for place in range(len(weight.shape))])
         return values

@@ -38,8 +38,8 @@ def natural(graph: FloatGraph, node: NodeProto, exponents: Sequence[int]) -> int
     """The exponent of a node's result from those of its inputs; None where they have no type together."""
     kind, first = node.op_type, exponents[0] if exponents else 0
     if kind in ALIKE_OPERANDS:
-        given = [one for name, one in zip(node.input, exponents, strict=True) if name][ALIKE_OPERANDS[kind]]
-        return given[0] if len({*given}) == 1 else None
+        operands = [one for name, one in zip(node.input, exponents, strict=True) if name][ALIKE_OPERANDS[kind]]
+        return operands[0] if len({*operands}) == 1 else None
     if kind in KEEPS:
         return first
     if kind in SUMS:
@@ -65,8 +65,8 @@ def _power(graph: FloatGraph, node: NodeProto, exponents: Sequence[int]) -> int 
     number = graph.flow.facts.number(node.input[1])
     if not any(exponents):
         return 0
-    whole = number is not None and number.size == 1 and float(number.ravel()[0]).is_integer()
-    return exponents[0] * int(number.ravel()[0]) if whole and number is not None and not exponents[1] else None
+    integral = number is not None and number.size == 1 and float(number.ravel()[0]).is_integer()
+    return exponents[0] * int(number.ravel()[0]) if integral and number is not None and not exponents[1] else None
 
 
 def _root(graph: FloatGraph, node: NodeProto, exponents: Sequence[int]) -> int | None:

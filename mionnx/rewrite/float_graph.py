@@ -65,8 +65,8 @@ class FloatGraph:
     def __init__(self, proto: onnx.ModelProto, hooks: Collection[str]) -> None:
         self.proto = onnx.shape_inference.infer_shapes(proto)
         self.flow = Dataflow(self.proto)
-        made = {name for node in self.proto.graph.node for name in node.output}
-        self.hooks = [name for name in hooks if name in made]
+        outputs = {name for node in self.proto.graph.node for name in node.output}
+        self.hooks = [name for name in hooks if name in outputs]
 
     @cached_property
     def opset(self) -> int:

@@ -100,9 +100,9 @@ def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here  # one axis behind: the value of each chosen expert
 
 
-def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
-    """[batch, seq] bool: tokens at `positions` [batch, seq] among `wanted` [batch or 1, n]."""
-    equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(wanted, [1]))
+def among(op: Builder, positions: gs.Tensor, targets: gs.Tensor) -> gs.Variable:
+    """[batch, seq] bool: tokens at `positions` [batch, seq] among `targets` [batch or 1, n]."""
+    equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(targets, [1]))
     any_equal = op.ReduceMax(op.Cast(equal, to=np.int32), [2], keepdims=0)
     return op.Cast(any_equal, to=np.bool_)
 

@@ -57,11 +57,11 @@ class _Writer:
 
     def constant(self, values: list[int] | float) -> str:
         """An initializer of int64 axes, or of one float."""
-        whole = isinstance(values, list)
+        integral = isinstance(values, list)
         name = f"mionnx.seen.{'_'.join(map(str, values)) if isinstance(values, list) else values}"
         if name not in self.constants:
             self.constants.add(name)
-            array = np.array(values, np.int64 if whole else np.float32)
+            array = np.array(values, np.int64 if integral else np.float32)
             self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 

@@ -71,8 +71,8 @@ class NarrowGraph:
     def untouched(self) -> list[str]:
         """Initializers in files that stay as they are: integers of blocks."""
         shapes, external = self.shapes, TensorProto.EXTERNAL
-        held = self.proto.graph.initializer
-        return [one.name for one in held if one.data_location == external and one.name not in shapes]
+        initializers = self.proto.graph.initializer
+        return [one.name for one in initializers if one.data_location == external and one.name not in shapes]
 
     def point(self, file: str, places: Mapping[str, int], kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
         """Let initializers be what is in a file: name -> first byte, dtype and shape."""
@@ -81,12 +81,12 @@ class NarrowGraph:
                 continue
             kind, shape = kinds[tensor.name]
             number = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-            made = TensorProto(name=tensor.name, dims=shape, data_type=number)
-            made.data_location = TensorProto.EXTERNAL
+            reference = TensorProto(name=tensor.name, dims=shape, data_type=number)
+            reference.data_location = TensorProto.EXTERNAL
             length = np.dtype(kind).itemsize * prod(shape)
             for key, value in (("location", file), ("offset", places[tensor.name]), ("length", length)):
-                made.external_data.add(key=key, value=str(value))
-            tensor.CopyFrom(made)
+                reference.external_data.add(key=key, value=str(value))
+            tensor.CopyFrom(reference)
 
     def describe(self, props: Mapping[str, str]) -> None:
         """Set the metadata."""
@@ -117,7 +117,7 @@ class _Narrower:
         inputs = [value.name for value in body.input if graph.is_float(value.name)]
         self.wide_values |= {name for name in inputs if {*readers.get(name, [-1])} <= self.wide_nodes}
         self.used: dict[str, WeightJob] = {}
-        self.held: dict[str, TensorProto] = {}
+        self.tensors: dict[str, TensorProto] = {}
 
     def _folded(self) -> Iterator[tuple[str, tuple[str, int]]]:
         """Products of a weight and a power of two -> the weight and the exponent."""
@@ -126,9 +126,9 @@ class _Narrower:
             if node.op_type == "Mul" and len(powers) == 2 and powers[1] is not None and node.input[0] in self.weights:
                 yield node.output[0], (node.input[0], powers[1])
 
-    def _islands(self, asked: frozenset[str]) -> set[int]:
+    def _islands(self, islands: frozenset[str]) -> set[int]:
         """Indices of the nodes that stay float32."""
-        wide = asked | self.graph.angles | {name for name in self.graph.hooks if ".rwkv." in name}
+        wide = islands | self.graph.angles | {name for name in self.graph.hooks if ".rwkv." in name}
         flow = self.graph.flow
         nodes = {
             at
@@ -165,9 +165,9 @@ class _Narrower:
         copies_of = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in declared]
         del body.value_info[:]
         body.value_info.extend(copies_of)
-        kept = [tensor for tensor in body.initializer if tensor.data_type != SINGLE]
-        kept += [*self.held.values(), *self.gates.values()]
-        copies = [TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
+        initializers = [tensor for tensor in body.initializer if tensor.data_type != SINGLE]
+        initializers += [*self.tensors.values(), *self.gates.values()]
+        copies = [TensorProto.FromString(tensor.SerializeToString()) for tensor in initializers]
         del body.initializer[:]
         body.initializer.extend(copies)
         read = {name for node in body.node for name in reads(node)} | outputs | {*self.gates}
@@ -206,15 +206,15 @@ class _Narrower:
         """A weight in the dtype of its reader: one of its own for each dtype and power."""
         into = f"{name}.single" if wide else name
         tensor = self.weights[source]
-        if into in self.held:
+        if into in self.tensors:
             return into
-        made = TensorProto(name=into, data_type=SINGLE if wide else self.kind, dims=tensor.dims)
+        result = TensorProto(name=into, data_type=SINGLE if wide else self.kind, dims=tensor.dims)
         if tensor.data_location == TensorProto.EXTERNAL:
             self.used[into] = WeightJob(into, source, exponent, wide)
         else:
             array = narrowed_array(numpy_helper.to_array(tensor), exponent, "" if wide else self.dtype, source)
-            made = numpy_helper.from_array(array, into)
-        self.held[into] = made
+            result = numpy_helper.from_array(array, into)
+        self.tensors[into] = result
         return into
 
     def _narrow_attributes(self, node: NodeProto) -> None:
@@ -251,9 +251,9 @@ def narrowed_array(array: NDArray[Any], exponent: int, dtype: str, name: str) ->
 
 def _needed(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
     """The nodes that outputs depend on; a cast that nobody reads is none of them."""
-    read, kept = {*outputs}, []
+    read, live = {*outputs}, []
     for node in reversed(nodes):
         if not read.isdisjoint(node.output):
-            kept.append(node)
+            live.append(node)
             read.update(reads(node))
-    return kept[::-1]
+    return live[::-1]

@@ -29,9 +29,9 @@ def products_in_floats(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, int]:
     del result.graph.node[:]
     result.graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in result.graph.initializer if tensor.name in read]
+    tensors = [tensor for tensor in result.graph.initializer if tensor.name in read]
     del result.graph.initializer[:]
-    result.graph.initializer.extend(kept)
+    result.graph.initializer.extend(tensors)
     return result, writer.size
 
 
@@ -40,7 +40,7 @@ class _Writer:
     """Nodes and initializers in place of one product after another."""
 
     graph: onnx.GraphProto
-    held: dict[str, TensorProto]
+    tensors: dict[str, TensorProto]
     size: int = 0
     done: set[str] = field(default_factory=set)
 
@@ -68,14 +68,14 @@ class _Writer:
 
     def _understood(self, node: NodeProto, sizes: dict[str, int]) -> bool:
         """Whether the product can be written so; see rule 3."""
-        given = dict(enumerate(node.input))
-        zero = self.held.get(given.get(3, ""))
+        inputs = dict(enumerate(node.input))
+        zero = self.tensors.get(inputs.get(3, ""))
         # rows of zero points are filled up to whole bytes: an odd number of 4-bit ones does not lie without gaps
         even = sizes["K"] // sizes["block_size"] % 2 == 0
         packed = zero is None or (zero.data_type == TensorProto.UINT8 and (even or sizes.get("bits", 4) == 8))
-        known = {node.input[1], node.input[2]} <= self.held.keys() and bool(given.get(3)) == (zero is not None)
-        whole = sizes["K"] % sizes["block_size"] == 0 and sizes.get("bits", 4) in INTEGERS
-        return known and whole and packed and not given.get(4)
+        constant = {node.input[1], node.input[2]} <= self.tensors.keys() and bool(inputs.get(3)) == (zero is not None)
+        divisible = sizes["K"] % sizes["block_size"] == 0 and sizes.get("bits", 4) in INTEGERS
+        return constant and divisible and packed and not inputs.get(4)
 
     def _numbers(self, node: NodeProto, sizes: dict[str, int]) -> list[str]:
         """Numbers, scales and zero points, as DequantizeLinear reads them."""
@@ -88,30 +88,30 @@ class _Writer:
         return [numbers, scales, self._middle(blocks, bits)]
 
     def _as(self, name: str, ending: str, dims: list[int], dtype: int | None = None) -> str:
-        made = f"{name}.{ending}"
-        if made not in self.held:
+        alias = f"{name}.{ending}"
+        if alias not in self.tensors:
             tensor = self.graph.initializer.add()
-            tensor.CopyFrom(self.held[name])  # a reference into the weight file: the bytes stay where they are
-            tensor.name, tensor.data_type = made, dtype or tensor.data_type
+            tensor.CopyFrom(self.tensors[name])  # a reference into the weight file: the bytes stay where they are
+            tensor.name, tensor.data_type = alias, dtype or tensor.data_type
             del tensor.dims[:]
             tensor.dims.extend(dims)
-            self.held[made] = tensor
-        return made
+            self.tensors[alias] = tensor
+        return alias
 
     def _middle(self, dims: list[int], bits: int) -> str:
         """Zero points in the middle of the range, one for all weights of a shape."""
         name = f"mionnx.middle_of_{bits}_bits.{dims[0]}x{dims[1]}"
-        if name not in self.held:
+        if name not in self.tensors:
             size = -(-dims[0] * dims[1] * bits // 8)
             tensor = TensorProto(name=name, dims=dims, data_type=INTEGERS[bits])
             tensor.raw_data = bytes([0x80 if bits == 8 else 0x88]) * size  # 128, or two numbers of 8 in a byte
-            self.held[name] = self.graph.initializer.add()
-            self.held[name].CopyFrom(tensor)
+            self.tensors[name] = self.graph.initializer.add()
+            self.tensors[name].CopyFrom(tensor)
         return name
 
     def _list(self, numbers: list[int]) -> str:
         name = f"mionnx.list.{'_'.join(map(str, numbers))}"
-        if name not in self.held:
-            self.held[name] = self.graph.initializer.add()
-            self.held[name].CopyFrom(numpy_helper.from_array(np.array(numbers, np.int64), name))
+        if name not in self.tensors:
+            self.tensors[name] = self.graph.initializer.add()
+            self.tensors[name].CopyFrom(numpy_helper.from_array(np.array(numbers, np.int64), name))
         return name

@@ -66,25 +66,25 @@ class Classes:
 
 def rescale(
     graph: FloatGraph,
-    wanted: Mapping[str, int],
+    powers: Mapping[str, int],
     largest: Mapping[str, float] | None = None,
     limit: float = float("inf"),
 ) -> Rescaled:
     """Give the classes of some values an exponent, and prove that the numbers stay the same.
 
     Args:
-        wanted: value -> its exponent.
+        powers: value -> its exponent.
         largest: value -> its true magnitude, to refuse true values beyond the limit.
 
     Raises:
         ExponentError: what cannot have a type, with the node.
     """
     writer = _Writer(graph, largest or {}, limit)
-    for value, exponent in wanted.items():
-        known = writer.of_class.setdefault(writer.classes.of(value), exponent)
-        if known != exponent:
+    for value, exponent in powers.items():
+        earlier = writer.of_class.setdefault(writer.classes.of(value), exponent)
+        if earlier != exponent:
             raise ExponentError(
-                f"{value} is to hold 2^{exponent} times its value, and is added to what holds 2^{known}"
+                f"{value} is to hold 2^{exponent} times its value, and is added to what holds 2^{earlier}"
             )
     proto = writer.written()
     again = FloatGraph(proto, graph.hooks)
@@ -110,7 +110,7 @@ class _Writer:
         self.classes = Classes(self.graph)
         self.proto = onnx.ModelProto()
         self.proto.CopyFrom(self.graph.proto)
-        self.known = {tensor.name for tensor in self.body.initializer}
+        self.constants = {tensor.name for tensor in self.body.initializer}
         self.moved: dict[tuple[str, int], str] = {}
         self.names: dict[str, str] = {}  # inputs of the model -> what nodes read in their place
 
@@ -148,7 +148,7 @@ class _Writer:
 
     def add_power(self, value: str, exponent: int, into: str) -> None:
         """A product with a power of two."""
-        factor = power(self.body, exponent, self.known)
+        factor = power(self.body, exponent, self.constants)
         self.nodes.append(helper.make_node("Mul", [value, factor], [into], f"{into}:power"))
 
     def shifted(self, value: str, exponent: int) -> str:
@@ -171,19 +171,19 @@ class _Writer:
             self.bias(node, want)
         elif node.op_type in NORM_OPERATORS:
             self.norm(node, want or 0)
-        given = natural(self.graph, node, self.operands(node))
-        if given is None or self.inside(node):
+        exponent = natural(self.graph, node, self.operands(node))
+        if exponent is None or self.inside(node):
             self.take_back(node)
-            given = natural(self.graph, node, self.operands(node)) or 0
-        if want is not None and want != given:
-            self.enter(node, want - given, results)
-            given = want
+            exponent = natural(self.graph, node, self.operands(node)) or 0
+        if want is not None and want != exponent:
+            self.enter(node, want - exponent, results)
+            exponent = want
         self.nodes.append(node)
         self.nodes += self.behind
         self.behind.clear()
         for name in results:
-            self.of_class.setdefault(self.classes.of(name), given)
-        self.exponents |= {name: given for name in results if given}
+            self.of_class.setdefault(self.classes.of(name), exponent)
+        self.exponents |= {name: exponent for name in results if exponent}
 
     def operands(self, node: NodeProto) -> list[int]:
         """The exponents of a node's inputs."""
@@ -261,7 +261,7 @@ class _Writer:
             for name in results:
                 place = [*node.output].index(name)
                 node.output[place] = f"{name}:unscaled"
-                factor = power(self.body, exponent, self.known)
+                factor = power(self.body, exponent, self.constants)
                 self.behind.append(helper.make_node("Mul", [f"{name}:unscaled", factor], [name], f"{name}:power"))
             self.steps.append(f"behind {title(node)}")
             return

@@ -24,27 +24,27 @@ END = np.iinfo(np.int64).max  # of a slice: up to the last entry
 
 def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     """Cut the model's own outputs down to those of a plan."""
-    wanted = plan.outputs
-    if not wanted.carried:
+    outputs = plan.outputs
+    if not outputs.carried:
         graph.outputs = [output for output in graph.outputs if not output.name.startswith(PRESENTS)]
-    if not wanted.logits:
+    if not outputs.logits:
         graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return
     op = Builder(graph, LOGITS, "mionnx.logits", report)
-    if wanted.last:
+    if outputs.last:
         _positions(graph, plan, lambda value: op.Slice(value, [-1], [END], [1]))
-    if wanted.begins:
+    if outputs.begins:
         begin = op.input(LOGIT_BEGIN, np.int64, 1)
         _positions(graph, plan, lambda value: op.Slice(value, begin, [END], [1]))
-    if wanted.at_positions:
+    if outputs.at_positions:
         # a place for each row of the batch: Gather would take the same for all
         at = op.Unsqueeze(op.input(LOGIT_COLUMNS, np.int64, 2), [2])
         _positions(graph, plan, lambda value: op.GatherND(value, at, batch_dims=1))
-    if wanted.of_tokens:
+    if outputs.of_tokens:
         tokens = op.input(LOGIT_TOKENS, np.int64, 1)
-        if not (wanted.only_these and _cut_head(graph, op, tokens)):
+        if not (outputs.only_these and _cut_head(graph, op, tokens)):
             _after(graph, lambda value: op.Gather(value, tokens, axis=_last(graph)))
-    if wanted.ranked:
+    if outputs.ranked:
         _rank(graph, op)
 
 
@@ -82,12 +82,12 @@ def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
 
 def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variable:
     """Let the output be what is part of the logits."""
-    whole = graph.tensors()[LOGITS]
-    index = next(i for i, output in enumerate(graph.outputs) if output is whole)
-    part = cut(whole)
-    whole.name, part.name = f"{part.name}.whole", LOGITS  # callers fetch "logits", whatever part that is
+    full = graph.tensors()[LOGITS]
+    index = next(i for i, output in enumerate(graph.outputs) if output is full)
+    part = cut(full)
+    full.name, part.name = f"{part.name}.whole", LOGITS  # callers fetch "logits", whatever part that is
     graph.outputs[index] = part
-    part.shape = _shape(whole)
+    part.shape = _shape(full)
     _forget_shape(graph)
     return part
 

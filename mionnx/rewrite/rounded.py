@@ -165,7 +165,7 @@ def _opened(proto: onnx.ModelProto, node: NodeProto, axis: str, opset: int) -> I
     proto.graph.initializer.append(numpy_helper.from_array(np.array(epsilon_of(node), np.float32), epsilon))
     centred = source
 
-    def made(operator: str, inputs: list[str], end: str) -> NodeProto:
+    def step(operator: str, inputs: list[str], end: str) -> NodeProto:
         if operator == "ReduceMean":
             of_old: dict[str, Any] = {"axes": [-1]} if opset < 18 else {}
             inputs = inputs[:1] if opset < 18 else inputs
@@ -173,14 +173,14 @@ def _opened(proto: onnx.ModelProto, node: NodeProto, axis: str, opset: int) -> I
         return helper.make_node(operator, inputs, [f"{result}:{end}"], f"{result}:{end}")
 
     if node.op_type == "LayerNormalization":
-        yield made("ReduceMean", [source, axis], "centre")
-        yield made("Sub", [source, f"{result}:centre"], "centred")
+        yield step("ReduceMean", [source, axis], "centre")
+        yield step("Sub", [source, f"{result}:centre"], "centred")
         centred = f"{result}:centred"
-    yield made("Mul", [centred, centred], "square")
-    yield made("ReduceMean", [f"{result}:square", axis], "mean")
-    yield made("Add", [f"{result}:mean", epsilon], "plus")
-    yield made("Sqrt", [f"{result}:plus"], "root")
-    yield made("Div", [centred, f"{result}:root"], "unit")
+    yield step("Mul", [centred, centred], "square")
+    yield step("ReduceMean", [f"{result}:square", axis], "mean")
+    yield step("Add", [f"{result}:mean", epsilon], "plus")
+    yield step("Sqrt", [f"{result}:plus"], "root")
+    yield step("Div", [centred, f"{result}:root"], "unit")
     biased = len(node.input) > 2 and bool(node.input[2])
     end = f"{result}:scaled" if biased else result
     yield helper.make_node("Mul", [f"{result}:unit", weight], [end], f"{result}:scale")

@@ -123,8 +123,8 @@ def similarity(
             if array.ndim != 2 or array.shape[1] != model.hooked.metadata.columns:
                 raise InputError(f"embeddings are [n, {model.hooked.metadata.columns}], got {list(array.shape)}")
             return array
-        made = embed(model, side, hooks, prompt_name=prompt_name, batch_size=batch_size, progress=progress)  # type: ignore[arg-type]
-        return made.astype(np.float64)
+        embeddings = embed(model, side, hooks, prompt_name=prompt_name, batch_size=batch_size, progress=progress)  # type: ignore[arg-type]
+        return embeddings.astype(np.float64)
 
     first = vectors(a)
     second = first if b is None else vectors(b)

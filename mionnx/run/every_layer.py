@@ -50,11 +50,11 @@ def every_layer(plan: Plan, model: HookedModel) -> EveryLayer | None:
     edits = tuple(replace(edit, switched=True) for edit in plan.edits)
     wide_edits, wide_captures = _at_all_layers(edits, model), _at_all_layers(plan.captures, model)
     wide_by = _at_all_layers(by, model)
-    asked: set[Any] = {*edits, *plan.captures, *by}
-    others: set[Any] = {*wide_edits, *wide_captures, *wide_by} - asked
+    own: set[Any] = {*edits, *plan.captures, *by}
+    others: set[Any] = {*wide_edits, *wide_captures, *wide_by} - own
     if not others or len({edit.prefix for edit in wide_edits}) < len(wide_edits):
         return None  # no layer; or two interventions of one name, with limits of different kinds
-    kinds: dict[Any, Any] = {_of_any(node): node for node in asked}
+    kinds: dict[Any, Any] = {_of_any(node): node for node in own}
     lent: dict[str, str] = {}
     for node in others:
         source = kinds[_of_any(node)]
@@ -64,7 +64,7 @@ def every_layer(plan: Plan, model: HookedModel) -> EveryLayer | None:
     wide = replace(plan, edits=wide_edits, captures=wide_captures)
     if plan.gradients is not None:
         wide = replace(wide, gradients=replace(plan.gradients, by=wide_by))
-    switches = {edit.switch_input: np.array(edit in asked) for edit in wide_edits}
+    switches = {edit.switch_input: np.array(edit in own) for edit in wide_edits}
     copies = -(-(len(wide_captures) + len(wide_by)) // max(1, len(plan.captures) + len(by)))
     return EveryLayer(wide, switches, lent, copies)
 

@@ -318,7 +318,7 @@ def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> Ho
             return None
         layers = [
             {name: of_part(name, [own[name] for own in layer]) for name in layer[0]}
-            for layer in zip(*(cache.held() for cache in caches), strict=True)
+            for layer in zip(*(cache.device_parts() for cache in caches), strict=True)
         ]
         return type(caches[0])([*map(caches[0].layer_of, layers)], batch.attention_mask)
 

@@ -149,8 +149,8 @@ def fill_mask(
         places = np.flatnonzero(tokens[row].ids == mask).tolist()
         return [(row, at, cache.output()[0, at].astype(np.float64)) for at in places]
 
-    found = [one for row in map_texts(model, tokens, read, "texts", hooks, batch_size, progress) for one in row]
-    return _predictions("tokens", model, tokens, found, k, "softmax")
+    readings = [one for row in map_texts(model, tokens, read, "texts", hooks, batch_size, progress) for one in row]
+    return _predictions("tokens", model, tokens, readings, k, "softmax")
 
 
 def mask_of(model: HookedModel) -> int:
@@ -195,8 +195,8 @@ def classify(
     def read(row: int, cache: HookCache) -> tuple[int, None, Numbers]:
         return row, None, cache.output()[0].astype(np.float64)
 
-    found = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
-    return _predictions("labels", model, tokens, found, min(k, len(labels)), model.hooked.metadata.activation)
+    readings = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
+    return _predictions("labels", model, tokens, readings, min(k, len(labels)), model.hooked.metadata.activation)
 
 
 def probabilities_of(logits: Numbers, activation: str) -> Numbers:
@@ -209,10 +209,10 @@ def probabilities_of(logits: Numbers, activation: str) -> Numbers:
 
 
 def _predictions(
-    of: str, model: Runner, tokens: list[Tokens], found: list[Any], k: int, activation: str
+    of: str, model: Runner, tokens: list[Tokens], readings: list[Any], k: int, activation: str
 ) -> Predictions:
     """The leading choices of logits at some places (row, position, [columns])."""
-    rows, positions, logits = zip(*found, strict=True)
+    rows, positions, logits = zip(*readings, strict=True)
     numbers = np.stack(logits)
     shares = probabilities_of(numbers, activation)
     ids = np.argsort(-numbers, axis=-1, kind="stable")[:, :k]

@@ -138,11 +138,11 @@ def refuse_compiled(folder: Path) -> None:
 def _compiled(path: Path, facts: str) -> str:
     """What a compiled graph says of itself, and how the model that it was made of is opened."""
     try:
-        made = parse_json(facts)
+        content = parse_json(facts)
     except (ModelError, ValueError):
-        made = {}
-    made = made if isinstance(made, dict) else {}
-    done, of = made.get("interventions"), made.get("model")
+        content = {}
+    content = content if isinstance(content, dict) else {}
+    done, of = content.get("interventions"), content.get("model")
     what = f" of {of}" if isinstance(of, str) else ""
     what += f" ({'; '.join(map(str, done))[:LONGEST_WHAT]})" if isinstance(done, list) and done else ""
     base = f"MIModel.from_pretrained({of!r})" if isinstance(of, str) else "the model that it was made of"

@@ -145,8 +145,8 @@ def tag(
         shares = probabilities_of(cache.output()[0].astype(np.float64), "softmax")
         return _spans(row, tokens[row], shares, model.hooked.metadata.labels)
 
-    found = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
-    return Spans.of(entries, [span for spans in found for span in spans])
+    groups = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
+    return Spans.of(entries, [span for spans in groups for span in spans])
 
 
 def _words(tokens: Tokens) -> list[list[int]]:

@@ -100,17 +100,17 @@ class KnockoutSpec(LayerTargets, HeadTargets):
 
     def edge(self, query: int, key: int) -> Self:
         """Cut one edge: the query at one position cannot read the key at another."""
-        self.edges.append((whole("position", query), whole("position", key)))
+        self.edges.append((integer("position", query), integer("position", key)))
         return self
 
     def from_position(self, query: int) -> Self:
         """Cut the query at a position off from every other position; it still reads itself."""
-        self.edges.append((whole("position", query), None))
+        self.edges.append((integer("position", query), None))
         return self
 
     def to_position(self, key: int) -> Self:
         """Cut the other queries off from the key at a position; the position still reads itself."""
-        self.edges.append((None, whole("position", key)))
+        self.edges.append((None, integer("position", key)))
         return self
 
     def length_of_any_text(self, both: bool = False) -> int:
@@ -125,7 +125,7 @@ class KnockoutSpec(LayerTargets, HeadTargets):
         return 1 + max(max(query, key or 0) for query, key in self.edges if query is not None)
 
 
-def whole(what: str, value: int) -> int:
+def integer(what: str, value: int) -> int:
     """Check that `value` is an integer."""
     try:
         return operator.index(value)
@@ -219,7 +219,7 @@ def _lengths(seq_len: int | Sequence[int]) -> list[int]:
     entries = [seq_len] if isinstance(seq_len, int | np.integer) else seq_len
     if not isinstance(entries, Iterable) or isinstance(entries, str):
         raise InterventionError(f"a length is an integer, or one for each row, got {seq_len!r}")
-    lengths = [whole("length", entry) for entry in entries]
+    lengths = [integer("length", entry) for entry in entries]
     if not lengths or min(lengths) < 1:
         raise InterventionError(f"a text has a length of at least 1, got {seq_len!r}")
     return lengths

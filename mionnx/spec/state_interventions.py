@@ -21,7 +21,7 @@ from mionnx.errors import InterventionError, nearest
 from mionnx.graph.layers import TERMS
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
-from mionnx.spec.attention_knockout import HeadTargets, LayerTargets, at_most, whole
+from mionnx.spec.attention_knockout import HeadTargets, LayerTargets, at_most, integer
 from mionnx.spec.limits import PHASES
 
 
@@ -99,7 +99,7 @@ def _position(position: int | str) -> int | str:
         if position not in PHASES:
             raise InterventionError(f"a position is an integer, {' or '.join(map(repr, PHASES))}, got {position!r}")
         return position
-    return whole("position", position)
+    return integer("position", position)
 
 
 @typed(InterventionError)

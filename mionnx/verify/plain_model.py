@@ -64,13 +64,13 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
 def _verify(graph: Path, hooked: HookedModel, checkpoint: Path) -> dict[str, Any]:
     """Compare a graph with its checkpoint; what the card says of it."""
     ids = np.random.default_rng(0).integers(0, hooked.metadata.sizes.vocab_size, PROMPT_TOKENS + DECODED_TOKENS)
-    found = _logits(graph, ids, PROMPT_TOKENS)
+    logits = _logits(graph, ids, PROMPT_TOKENS)
     oracle, against = _oracle(hooked, checkpoint)
     expected = oracle(ids).astype(np.float32)
     scale, dtype = max(1.0, float(np.abs(expected).max())), hooked.metadata.weight_dtype
     parts = {"prompt": slice(PROMPT_TOKENS), "decoding": slice(PROMPT_TOKENS, None)}
-    rows = [[title, str(len(found[part])), *_row(found[part], expected[part])] for title, part in parts.items()]
-    worst = float(np.abs(found - expected).max()) / scale
+    rows = [[title, str(len(logits[part])), *_row(logits[part], expected[part])] for title, part in parts.items()]
+    worst = float(np.abs(logits - expected).max()) / scale
     if worst > LOGIT_TOLERANCES.get(dtype, np.inf):
         raise ExportError(
             f"the file differs from {against} by {worst:.1e} of the largest logit, more than "
@@ -79,12 +79,12 @@ def _verify(graph: Path, hooked: HookedModel, checkpoint: Path) -> dict[str, Any
     return {"against": against, "rows": rows}
 
 
-def _row(found: Logits, expected: Logits) -> list[str]:
+def _row(logits: Logits, expected: Logits) -> list[str]:
     """Largest difference of logits, mean KL divergence, and how many tokens have the same next token at the top."""
-    ours, theirs = (log_softmax(one.astype(np.float64)) for one in (found, expected))
+    ours, theirs = (log_softmax(one.astype(np.float64)) for one in (logits, expected))
     kl = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
-    same = int((found.argmax(-1) == expected.argmax(-1)).sum())
-    return [f"{np.abs(found - expected).max():.1e}", f"{abs(kl):.1e}", f"{same} of {len(found)}"]
+    same = int((logits.argmax(-1) == expected.argmax(-1)).sum())
+    return [f"{np.abs(logits - expected).max():.1e}", f"{abs(kl):.1e}", f"{same} of {len(logits)}"]
 
 
 def _oracle(hooked: HookedModel, checkpoint: Path) -> tuple[Callable[[Logits], Logits], str]:
@@ -112,19 +112,19 @@ def _logits(graph: Path, ids: Logits, prompt: int) -> Logits:
     """Logits of a prompt of so many tokens and of those after it, one a call, from the file's own cache."""
     proto = onnx_file.read(graph)
     outputs = [value.name for value in proto.graph.output]
-    given = {value.name: value for value in proto.graph.input}
+    ports = {value.name: value for value in proto.graph.input}
     options = Options(threads=1)
     with engine_of(options).opened_alone(proto.SerializeToString(), graph.parent, options) as program:
-        past = {name: _empty(value) for name, value in given.items() if name.startswith(PASTS)}
+        past = {name: _empty(value) for name, value in ports.items() if name.startswith(PASTS)}
         logits, length = [], 0
         for new in (ids[None, :prompt], *ids[prompt:, None, None]):
             length += new.shape[1]
             positions = np.arange(length)[None, -new.shape[1] :]
             feeds = {"input_ids": new, "attention_mask": np.ones((1, length), np.int64), "position_ids": positions}
             feeds["mionnx.token_positions"] = positions
-            found = program.run(outputs, {name: array for name, array in (feeds | past).items() if name in given})
-            logits.append(found["logits"][0].astype(np.float32))
-            past = {before: value for name, value in found.items() if (before := past_of(name)) is not None}
+            values = program.run(outputs, {name: array for name, array in (feeds | past).items() if name in ports})
+            logits.append(values["logits"][0].astype(np.float32))
+            past = {before: value for name, value in values.items() if (before := past_of(name)) is not None}
     return np.concatenate(logits)
 
 

@@ -1,6 +1,6 @@
 """`Verification`: differences of runtimes at each hook point, as numbers, text, table and page."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -13,12 +13,13 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.verify.difference import HookDifference, LayerLoss, Repeat
-from mionnx.verify.result_table import list_of, loss_table, matrix_table, percent, repeats_table, verification_table
+from mionnx.verify.losses import MatrixLosses, ModelLosses, percent
 from mionnx.view import Columns, Each, Lines, Series, Shown, Table, View, readable
 
 LEAST_DIFFERENCE = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 NAMED_NODES = 8  # nodes of a step that are named
 NARROW_WIDTH = 80  # columns of a terminal that has no room for all numbers
+LEAST = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Verification(Shown):
         trouble = [(beside.title, beside.trouble(self.tolerance)) for beside in self.besides]
         lines += [*self.notes, *(f"{name}: {why}" for name, why in trouble if why)]
         panels: list[Any] = [list_of("", lines, "fault")] if lines else []
-        panels += [list_of("Prompts", self.prompts, "token"), self._curves(), self._runtimes(), *self._extra_tables()]
+        panels += [list_of("Prompts", self.prompts, "token"), self._curves(), self._runtimes(), *self._extra_panels()]
         panels.append(Each([self._hook_points(beside) for beside in self.besides]))
         panels.append(list_of("Environment", self._origins(), ""))
         titles = [beside.title for beside in self.besides]
@@ -231,40 +232,26 @@ class Verification(Shown):
             table.add_row(escape(beside.title), verdict, *cells, decimal(beside.seconds, 1))
         return table
 
-    def _extra_tables(self) -> Iterator[Table]:
+    def _extra_panels(self) -> Iterator[Any]:
         """Repeated runs, layers of second models, and quantised matrices, where there are any."""
         if self.repeats:
-            yield repeats_table(self.repeats)
+            yield self.repeats_table()
         for beside in self.besides:
             if beside.layers:
-                yield self._layers(beside)
+                yield self.model_losses(beside.title).layer_table()
         if self.matrices:
-            note = (
-                "Each quantised matrix alone in the model of floats: the relative error of its numbers and of its "
-                "product's output, KL (floats || with this matrix) in nats, and the share of positions with the same "
-                "top token."
-            )
-            page = {"heading": "Matrices", "note": note, "most": 24, "styles": {"": "bar"}}
-            table = Table("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "", "top 1", on_page=page)
-            for loss in self.matrices:
-                numbers = map(readable, (loss.weight_error, loss.output_error, loss.kl))
-                cells = (*numbers, repr(loss.kl), percent(loss.top_1))  # the exact number, for the length of the bar
-                table.add_row(escape(loss.name), str(loss.bits), f"{loss.bytes:,}", *cells)
-            yield table
+            yield from self.matrix_losses().view().panels
 
-    def _layers(self, beside: Beside) -> Table:
-        logits, name = beside.logits, beside.title
-        note = (
-            f"Length of the difference of the residual streams, as a share of the length of {name}'s. KL({name} || "
-            f"{self.reference}): {readable(logits['kl_back_mean'])} nats on average, {readable(logits['kl_back_max'])} "
-            f"at most; the same top token at {percent(logits['top_1'])} of {logits['positions']:g} positions."
-        )
-        page = {"heading": f"Layers, distance from {name}", "note": note}
-        table = Table("layer", "before", "after", "added", "", on_page=page)
-        for one in beside.layers:
-            most = "[red]most" if one is beside.heaviest else ""
-            table.add_row(str(one.layer), *map(readable, (one.before, one.after, one.added)), most)
-        return table
+    def repeats_table(self) -> Table:
+        """Which repeated runs are bit-identical, and where others differ first."""
+        cells = {
+            "runtime": [escape(one.runtime) for one in self.repeats],
+            "repeated": [one.what for one in self.repeats],
+            "bits": ["[green]identical" if one.identical else "[red]differ" for one in self.repeats],
+            "relative": [readable(one.relative) for one in self.repeats],
+            "first at": [one.first or "" for one in self.repeats],
+        }
+        return Table.fitting(cells, ("first at",), folds="repeated", on_page={"heading": "Repeated"})
 
     def _hook_points(self, beside: Beside) -> Table:
         heads = ["hook point", "distance", "largest relative", "this step", "largest absolute", "mean absolute"]
@@ -296,14 +283,18 @@ class Verification(Shown):
             wide: whether there may be more than 80 columns.
         """
         rows = [self._cells(beside) for beside in self.besides[:k]]
-        titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
-        table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
+        heads = [*rows[0]] if rows else ["runtime", ""]
+        others = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
+        rows += [dict.fromkeys(heads, "") | {"runtime": escape(name), "": verdict} for name, verdict in others.items()]
+        cells = {head: [row[head] for row in rows] for head in heads}
+        title = escape(f"{self.title}, beside {self.reference}")
+        table = Table.fitting(cells, ("at",), LEAST, title=title) if self.besides else Table.fitting(cells, title=title)
         while not wide and table.narrower is not None and table.natural_width > NARROW_WIDTH:
             table = table.narrower
         return table
 
-    def loss_table(self, title: str | None = None) -> Table:
-        """For a terminal: what the first model lost of a second one, by hook point and layer.
+    def model_losses(self, title: str | None = None) -> ModelLosses:
+        """What the first model lost of a second one, by hook point and layer.
 
         Args:
             title: of one of `besides`; the first with another model if left out.
@@ -315,20 +306,17 @@ class Verification(Shown):
         if title is None and not models:
             raise InputError("no second model was compared: give other=")
         beside = models[0] if title is None else self.beside(title)
-        return loss_table(beside.rows, beside.layers, f"{self.title}: distance from {beside.title}")
+        return ModelLosses(self.reference, beside.title, beside.rows, beside.layers, beside.logits)
 
-    def matrix_table(self, most: int | None = None) -> Table:
-        """For a terminal: what each matrix of a quantised model costs by itself, the heaviest first.
-
-        Args:
-            most: so many of them; all if left out.
+    def matrix_losses(self) -> MatrixLosses:
+        """What each matrix of a quantised model costs by itself, the heaviest first.
 
         Raises:
             InputError: no matrices were compared.
         """
         if not self.matrices:
             raise InputError("no matrices were compared: give other=, the floats of a quantised model, or the reverse")
-        return matrix_table(self.matrices, most)
+        return MatrixLosses(self.matrices)
 
     def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits
@@ -343,3 +331,11 @@ class Verification(Shown):
             "top 1": f"{logits['top_1']:.0%}",
             "greedy": "" if beside.greedy is None else f"{beside.greedy:.0%}",
         }
+
+
+def list_of(heading: str, lines: Sequence[str], style: str) -> Table:
+    """Lines of text as a table of one column."""
+    table = Table("", on_page={"heading": heading, "styles": {"": style}})
+    for line in lines:
+        table.add_row(escape(line))
+    return table

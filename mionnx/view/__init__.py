@@ -1,7 +1,7 @@
 """Results as tables, frames, pictures and offline pages, drawn from panels that each result declares once."""
 
 from mionnx.view.page import card, readable
-from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Table, Text, View
+from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Table, Text, View, short_point
 from mionnx.view.shown import Columns, Shown, long_form
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "card",
     "long_form",
     "readable",
+    "short_point",
 ]

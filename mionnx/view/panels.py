@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 import rich.table
@@ -21,12 +22,45 @@ class Table(rich.table.Table):
 
     narrower: Self | None = None  # shown instead where this one would have to fold its cells
     # "heading" and "note" above it on a page; "chooses": whether a click on a row chooses it for the whole page;
-    # "most": rows shown at first; "styles": heading of a column -> "token", "share" (coloured from 0 to 1) or "bar".
+    # "most": rows shown at first; "styles": heading of a column -> "token" or "share" (coloured from 0 to 1).
     on_page: Mapping[str, Any]
 
     def __init__(self, *headers: Any, on_page: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(*headers, **options)
         self.on_page = on_page or {}
+
+    @classmethod
+    def fitting(
+        cls,
+        cells: Mapping[str, Sequence[str]],
+        points: Sequence[str] = (),
+        least: Sequence[str] = (),
+        folds: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """A table of columns that narrow terminals show in part: no name is cut, numbers are left out.
+
+        Args:
+            points: the columns of hook points, which become short first.
+            least: the columns that go after that, in this order.
+            folds: the column whose cells may be folded; the first if left out, unless it has hook points.
+        """
+        short = {name: [*map(short_point, one)] if name in points else one for name, one in cells.items()}
+        forms = [cells, *([short] if points else [])]
+        forms += [{name: one for name, one in short.items() if name not in least[: i + 1]} for i in range(len(least))]
+        folds = next((name for name in [*cells][:1] if name not in points), None) if folds is None else folds
+        tables = [cls(**options) for _ in forms]
+        for form, table in zip(forms, tables, strict=True):
+            for name in form:
+                table.add_column(name, no_wrap=len(forms) > 1 and name != folds, overflow="fold")
+            for row in zip(*form.values(), strict=True):
+                table.add_row(*row)
+            if form is not cells and any(form.get(name) for name in points):
+                short_names = f"{' and '.join(points)}: without blocks. and hook_"
+                table.caption = f"{table.caption}; {short_names}" if table.caption else short_names
+        for wide, narrow in pairwise(tables):
+            wide.narrower = narrow
+        return tables[0]
 
     @property
     def natural_width(self) -> int:
@@ -48,6 +82,11 @@ class Table(rich.table.Table):
         return captured.get().rstrip("\n")
 
     __repr__ = __str__
+
+
+def short_point(name: str) -> str:
+    """A hook point without "blocks." and "hook_": "3.resid_post", "0.attn.pattern"."""
+    return name.removeprefix("blocks.").replace("hook_", "", 1)
 
 
 @dataclass(kw_only=True)

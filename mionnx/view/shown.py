@@ -41,6 +41,8 @@ class Shown(Brief, Stored, ABC):
 
     frame_height = 480  # of the page in a notebook, in pixels
     IN_JSON: ClassVar[Sequence[str]] = ()  # attributes of the JSON, if it is not the fields of the dataclass
+    POINTS: ClassVar[Sequence[str]] = ()  # columns of hook points, whose names are short in a narrow terminal
+    LEAST: ClassVar[Sequence[str]] = ()  # columns that a narrow terminal leaves out, in this order
 
     @abstractmethod
     def view(self) -> View:
@@ -62,10 +64,10 @@ class Shown(Brief, Stored, ABC):
         """Table for a terminal: the first k rows of the frame, or a table of the result's own."""
         at_least("k", k, 0)
         columns = self._columns()
-        table = Table(*columns, title=markup(repr(self)))
-        for row in list(zip(*columns.values(), strict=True))[:k]:
-            table.add_row(*map(_told, row))
-        return table
+        more = max((len(values) for values in columns.values()), default=0) - k
+        caption = f"{more:,} more" if more > 0 else None
+        cells = {name: [*map(_told, values[:k])] for name, values in columns.items()}
+        return Table.fitting(cells, self.POINTS, self.LEAST, title=markup(repr(self)), caption=caption)
 
     def to_frame(self) -> "DataFrame":
         """The result as a pandas DataFrame: a row for each cell, in each pair.

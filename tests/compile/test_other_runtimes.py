@@ -1,9 +1,7 @@
-"""Compiled graphs in the hands of others: optimum, onnxruntime-web under Node, OpenVINO. None of them has mionnx."""
+"""Compiled graphs in other runtimes: onnxruntime-web under Node, OpenVINO. None of them has mionnx."""
 
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,12 +24,6 @@ def steering(model: MIModel) -> HookSpec:
         ends[name] = model.forward(tokens, HookSpec().capture(point))[point][0, tokens.positions_of(name)[0]]
     at = model.tokenize(PROMPT).positions_of("France")
     return HookSpec().intervene(point, Intervention.Add(ends["Germany"] - ends["France"], positions=at))
-
-
-@pytest.fixture(params=NAMES)
-def steered(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec]:
-    model = MIModel.from_pretrained(REPOSITORY / "models" / request.param)
-    return model, steering(model)
 
 
 @pytest.fixture(params=[*NAMES, "world-rwkv7"])
@@ -57,46 +49,6 @@ def feeds_of(model: MIModel) -> dict[str, np.ndarray]:
             empty = np.zeros((1, model.num_kv_heads, 0, model.head_dim), np.float32)
             feeds[f"past_key_values.{i}.{part}"] = empty
     return feeds
-
-
-@pytest.fixture(scope="session")
-def optimum(environment: Callable[[str], Path]) -> Callable[..., str]:
-    """Runs a script in a virtual environment that has optimum-onnx and the older transformers it needs."""
-    python = environment("optimum-onnx==0.1.0")
-
-    def run(script: str, *arguments: object) -> str:
-        ran = subprocess.run([python, "-c", script, *map(str, arguments)], capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-    return run
-
-
-GENERATE = """
-import sys
-from optimum.onnxruntime import ORTModelForCausalLM
-from transformers import AutoTokenizer
-model = ORTModelForCausalLM.from_pretrained(sys.argv[1])
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], padding_side="left")
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-inputs = tokenizer(sys.argv[2:], return_tensors="pt", padding=True, return_token_type_ids=False)
-ids = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=True)
-print("\\n".join(tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1]:], skip_special_tokens=True)))
-assert "mionnx" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
-    """As it is, from the cache, a padded batch too: the steered texts, and they are other texts."""
-    model, spec = steered
-    folder = model.compile(spec, tmp_path / "steered", layout="optimum", captures=False)
-    prompts = [PROMPT, "one two three"]
-    texts = optimum(GENERATE, folder, *prompts).splitlines()
-    expected = model.generate(prompts, spec, max_new_tokens=6)
-    assert [text.split() for text in texts] == [text.split() for text in expected.new_texts]
-    assert texts[0].split()[0] == "Berlin"
-    assert model.generate(PROMPT, max_new_tokens=1).new_texts[0].split() == ["Paris"]
 
 
 @pytest.mark.slow

@@ -71,7 +71,10 @@ def test_observations_change_no_bit(pair):
     """The null law: captures, Add(0) and Scale(1)."""
     model = pair[1]
     logits = model.forward(PROMPT).output()
-    specs = [HookSpec().capture("*"), *(HookSpec().capture(point) for point in model.hook_points() if point.layer == 1)]
+    points = [point for point in model.hook_points() if point.layer == 1]
+    if model.hooked.metadata.carries_state:
+        points = points[::6]  # OpenVINO takes seconds for each graph with a loop
+    specs = [HookSpec().capture("*"), *(HookSpec().capture(point) for point in points)]
     for hook in (HookPoint.ResidPost(1), HookPoint.ResidPre(2)):
         specs += [HookSpec().intervene(hook, kind) for kind in (Intervention.Add(0.0), Intervention.Scale(1.0))]
     for spec in specs:

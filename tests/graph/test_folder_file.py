@@ -90,12 +90,12 @@ def test_blobs_that_are_a_link_out_of_the_hub_cache(tmp_path):
 def test_a_large_file_is_refused_before_it_is_read(tmp_path):
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(2**40)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ModelError, match="1,099,511,627,776 bytes"):
         read_json(tmp_path / "large.json")
     with pytest.raises(ModelError, match="more than the 10"):
         check_regular(tmp_path / "large.json", 10)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "1" * 5000, "{", b"\xff\xfe\xff", "[1,]"])

@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 def pending(copy, monkeypatch):
     """A model as it is right after the export of large weights: their hash is not known yet."""
     monkeypatch.setattr(weight_record, "SMALL_FILE", 0)
-    monkeypatch.setattr(file_digest, "known", lambda file: None)
+    monkeypatch.setattr(file_digest, "peek", lambda file: None)
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
     del proto.metadata_props[[entry.key for entry in proto.metadata_props].index("mionnx.weights_sha256")]
     described = weight_record.describe(copy, [WEIGHTS])
@@ -171,7 +171,7 @@ def test_a_blob_of_the_hubs_cache_is_called_by_its_hash(tmp_path):
     (tmp_path / "snapshot").symlink_to(named)
     os.link(named, tmp_path / "linked")
     file_digest.start([tmp_path / "snapshot"])
-    assert file_digest.known(tmp_path / "linked") == "ab" * 32
+    assert file_digest.peek(tmp_path / "linked") == "ab" * 32
 
 
 def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
@@ -179,11 +179,11 @@ def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
     first.write_bytes(b"one")
     assert file_digest.wait(first) == hashlib.sha256(b"one").hexdigest()
     os.link(first, tmp_path / "other")
-    assert file_digest.known(tmp_path / "other") == file_digest.wait(first)
+    assert file_digest.peek(tmp_path / "other") == file_digest.wait(first)
     shutil.copy(first, tmp_path / "copy")
-    assert file_digest.known(tmp_path / "copy") is None
+    assert file_digest.peek(tmp_path / "copy") is None
     first.write_bytes(b"two!")
-    assert file_digest.known(first) is None
+    assert file_digest.peek(first) is None
     assert file_digest.wait(first) == hashlib.sha256(b"two!").hexdigest()
     first.unlink()
     with pytest.raises(OSError, match="No such file"):

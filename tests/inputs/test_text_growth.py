@@ -50,10 +50,10 @@ GROWING: dict[str, tuple[str, Rules]] = {
 def test_a_text_that_grows_without_bound_is_refused(name, tmp_path):
     """Finding 8: a file of 2 kB, and a call that nothing interrupts."""
     part, rules = GROWING[name]
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(TokenizerError, match=rf"the {part} of .*tokenizer\.json makes a text up to"):
         load_tokenizer(written(tmp_path, part, rules))
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 USUAL: dict[str, tuple[str, Rules]] = {
@@ -76,6 +76,6 @@ def test_a_text_of_the_largest_growth_that_is_taken_is_tokenised_at_once(tmp_pat
     tokenizer = Tokenizer.from_file(str(LLAMA / "tokenizer.json"))
     check_growth(tokenizer, tmp_path)
     doubled = load_tokenizer(written(tmp_path, "normalizer", replaces({"String": "a"}, "aa", 14)))
-    begun = time.monotonic()
+    begun = time.process_time()
     doubled.encode("a")
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5

@@ -32,7 +32,7 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     squares = mean_squares(model.hooked, calls, Options(threads=1, prepack=False))
     assert squares.keys() == {one.weight for one in floats.uses.products}
     assert all(len(value) == floats.own(name).shape[1] and (value > 0).any() for name, value in squares.items())
-    fed = {name: floats.held(one.name, one.numbers()) for one in candidates for name in one.inputs}
+    fed = {name: floats.in_graph(one.name, one.numbers()) for one in candidates for name in one.inputs}
     changed = floats.chain.logits_of(
         [*map(Stage.first, calls)], lambda names: {one: fed[one] for one in fed if one in names}
     )

@@ -63,7 +63,7 @@ def test_the_same_matrices_from_either_side_in_table_file_and_json(blocks, shipp
     assert back.matrices == lost.matrices
     assert Verification.load(lost.save(tmp_path / "lost.safetensors")).matrices == lost.matrices
     assert json.loads(json.dumps(lost.to_dict()))["matrices"][0]["name"] == lost.matrices[0].name
-    assert [*lost.matrix_table(5).columns[0].cells] == [one.name for one in lost.matrices[:5]]
+    assert [*lost.matrix_losses().table(5).columns[0].cells] == [one.name for one in lost.matrices[:5]]
     assert any("30 matrices of int4, one at a time in world-llama: over" in note for note in lost.notes)
     sizes = sum(one.bytes for one in lost.matrices)
     assert 0.95 * sizes < sum(file.stat().st_size for file in blocks.hooked.folder.glob("*.safetensors")) < 1.2 * sizes

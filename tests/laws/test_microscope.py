@@ -52,10 +52,12 @@ def test_losses_are_in_table_page_json_and_file(lost, tmp_path):
     (beside,) = lost.besides
     found = json.loads(json.dumps(lost.to_dict()))["besides"][0]
     assert found["layers"] == [vars(one) for one in beside.layers]
-    table = lost.loss_table()
-    assert [*table.columns[0].cells] == [row.name for row in beside.rows]
-    most = [cell for cell in table.columns[2].cells if "most" in cell]
-    assert most == [f"{beside.heaviest.added:+.1e} most"]
+    losses = lost.model_losses()
+    assert f"layer {beside.heaviest.layer} adds most" in repr(losses)
+    frame = losses.to_frame()
+    assert frame.point.tolist() == [*losses.table(len(frame)).columns[0].cells] == [row.name for row in beside.rows]
+    assert frame.added.dropna().tolist() == [one.added for one in beside.layers]
+    assert frame.point[frame.added.idxmax()] == f"blocks.{beside.heaviest.layer}.hook_resid_post"
     assert Verification.load(lost.save(tmp_path / "lost.safetensors")).besides[0].layers == beside.layers
     assert "Layers, distance from" in lost.page()
 
@@ -84,7 +86,7 @@ def test_runtimes_of_one_model_have_no_layers(shipped):
     found = shipped.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], greedy=0, local=False)
     assert found.besides[0].heaviest is None
     with pytest.raises(InputError, match="no second model was compared: give other="):
-        found.loss_table()
+        found.model_losses()
 
 
 def test_hook_points_of_one_model_only_are_left_out_and_named(shipped):

@@ -41,7 +41,9 @@ from mionnx import (
     probe,
 )
 from mionnx.analysis.features.config import Config
+from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.run.spans import TextSpan
+from mionnx.verify.difference import LayerLoss
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
 BERT = REPOSITORY / "models" / "world-bert"
@@ -119,6 +121,8 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "SweepResult": lambda model: model.patch_sweep(TEXT, OTHER),
     "TokenChange": lambda model: ablated(model).top_changed_tokens(1)[0],
     "Tokens": lambda model: model.tokenize(TEXT),
+    "MatrixLosses": lambda model: mionnx.MatrixLosses([MatrixLoss("W", 1, (2, 3), 4, 9, 0.1, 0.2, 1e-5, 0.5)]),
+    "ModelLosses": lambda model: mionnx.ModelLosses("a", "b", [], [LayerLoss(1, 0.5, 0.75, 0.25)], {"top_1": 1.0}),
     "Verification": lambda model: model.verify(TEXT, ("ort-cpu", "ort-cpu:none"), greedy=2),
     "ablation sweep": lambda model: model.ablation_sweep(TEXT),
     "path patching": lambda model: model.path_patch(TEXT, OTHER, "all"),

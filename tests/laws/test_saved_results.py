@@ -34,8 +34,10 @@ from mionnx import (
     KVCache,
     LensResult,
     Logits,
+    MatrixLosses,
     MIError,
     MIModel,
+    ModelLosses,
     ProbeResult,
     RWKVState,
     SpecFileError,
@@ -44,10 +46,12 @@ from mionnx import (
     Verification,
     probe,
 )
+from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.machine.stored import Stored
 from mionnx.run.spans import Spans, TextSpan
+from mionnx.verify.difference import HookDifference, LayerLoss
 from mionnx.view import Shown, Table
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
@@ -78,6 +82,9 @@ def probed(model: MIModel) -> ProbeResult:
         made = model.harvest(texts, POINT, Path(folder) / "made", positions=-1)
         return probe(made, [number < 5 for number in range(10)], folds=2)
 
+
+ROW = HookDifference("blocks.1.hook_resid_post", 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
+LOGITS = {"kl_back_mean": 1e-3, "kl_back_max": 2e-3, "top_1": 1.0, "positions": 4.0}
 
 RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult": lambda model: ablated(model, a_spec()),
@@ -114,6 +121,8 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "SweepResult": lambda model: model.patch_sweep(TEXT, OTHER),
     "SweepResult of an ablation": lambda model: model.ablation_sweep(TEXT),
     "SweepResult of paths": lambda model: model.path_patch(TEXT, OTHER, "all"),
+    "ModelLosses": lambda model: ModelLosses("own", "other", [ROW], [LayerLoss(1, 0.5, 0.75, 0.25)], LOGITS),
+    "MatrixLosses": lambda model: MatrixLosses([MatrixLoss("W", 1, (2, 3), 4, 9, 0.1, 0.2, 1e-5, 0.5)]),
     "Verification": lambda model: model.verify(TEXT, ("ort-cpu", "ort-cpu:none"), greedy=2),
 }
 RECURRENT: dict[str, Callable[[MIModel], Stored]] = {
@@ -141,7 +150,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, Stored):
-        found = {name: one for name, one in vars(value).items() if name not in ("spell", "known", "read")}
+        found = {name: one for name, one in vars(value).items() if name not in ("spell", "token_id", "read")}
         return {"class": type(value), **{name: plain(one) for name, one in found.items()}}
     return value
 
@@ -328,7 +337,7 @@ def test_a_kind_is_refused_as_another(shipped: MIModel, tmp_path: Path, kind: ty
 
 SHOWN = ["AttentionPatterns", "AttributedSweep", "Attribution", "Attributions", "Circuit", "DoseResponse"]
 SHOWN += ["EdgeAttribution", "FeatureActivations", "HeadScores", "LensResult", "LogitDiffs", "ProbeResult", "Saliency"]
-SHOWN += ["SweepResult", "Verification"]
+SHOWN += ["MatrixLosses", "ModelLosses", "SweepResult", "Verification"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -126,7 +126,7 @@ def test_threads_get_what_a_single_thread_gets() -> None:
 def test_threads_get_what_a_single_thread_gets_for_long(name: str, options: dict[str, Any]) -> None:
     model = fresh(name, **options)
     assert not options.get("base") or model.prepare()
-    check(model, fresh(name), jobs(), 24)
+    check(model, fresh(name), jobs(), 10)
 
 
 @pytest.mark.parametrize("engine", ["openvino", "reference"])

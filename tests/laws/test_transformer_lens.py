@@ -18,20 +18,19 @@ def test_every_patching_sweep(beside_lens, checkpoint, hooked, family):
         assert figures["apart"] < TOLERANCE < figures["effect"] / 100, name
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "analysis/attribution/test_attribution.py::test_what_transformer_lens_gives",
-        "analysis/python_hooks/test_run_with_hooks.py::test_the_same_functions_in_transformer_lens",
-    ],
-)
-def test_what_skips_without_it(environment, test):
+SKIPPED = [
+    "analysis/attribution/test_attribution.py::test_what_transformer_lens_gives",
+    "analysis/python_hooks/test_run_with_hooks.py::test_the_same_functions_in_transformer_lens",
+]
+
+
+def test_what_skips_without_it(environment):
     """Tests that need TransformerLens in their own process are skipped elsewhere; here they run."""
     python = environment("transformer-lens==4.3.0")
     # Variables of this run's workers would send it to their folders.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    known = {**kept, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(SHARED)])}
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"{REPOSITORY}/tests/{test}"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    known = {**variables, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(SHARED)])}
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", *(f"{REPOSITORY}/tests/{test}" for test in SKIPPED)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=known)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert "skipped" not in ran.stdout

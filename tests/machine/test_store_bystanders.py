@@ -242,7 +242,7 @@ def test_an_odd_manifest_is_a_damaged_entry_at_once(name, root):
     with pytest.warns(StoreWarning, match="graphs/key is damaged"):
         assert DiskCache(root).find("graphs", "key") is None
     assert DiskCache(root).get("graphs", "key", built("new")).faults(thorough=True) == []
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20  # with a process of its own, on a busy machine
 
 
 @pytest.mark.parametrize("data", [b"", b"graphs/other", b"\xff" * 100])

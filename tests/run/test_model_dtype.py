@@ -79,10 +79,10 @@ def test_a_config_without_weights_is_refused_at_once(tmp_path: Path, monkeypatch
     shutil.copy(LLAMA / "config.json", tmp_path)
     for name in ("exporters.transformers.assemble", "exporters.transformers.trace"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ExportError, match="holds no weights: it has neither"):
         MIModel.from_pretrained(tmp_path)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_hooked_model_in_bfloat16_says_that_the_cpu_does_not_compute_in_it(copy: Path, monkeypatch) -> None:

@@ -488,7 +488,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("Verification", lambda: compared, {"table": {}, "beside": {"title": "ort-cpu:none"}})
     other = MIModel.from_pretrained(model.quantise(folder / "int4"))
     losses = model.verify(PROMPT, ["ort-cpu"], points="*.hook_resid_p*", greedy=0, other=other)
-    yield from _methods("Verification", lambda: losses, {"loss_table": {}, "matrix_table": {}})
+    yield from _methods("Verification", lambda: losses, {"model_losses": {}})
     yield from _stored(folder, compared)
     ranges, forecast, diagnosis = model.check_range(PROMPT), model.forecast(PROMPT), model.doctor(PROMPT)
     bert = MIModel.from_pretrained(REPOSITORY / "models" / "world-bert")

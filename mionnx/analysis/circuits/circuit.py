@@ -70,7 +70,7 @@ def circuit(
 
     Example:
         result = model.circuit("The capital of France is", "The capital of Italy is", [10, 50, 200])
-        result.faithfulness, result.kept(10)
+        result.faithfulness, result.leading(10)
     """
     nodes = all_nodes(model.hooked)
     sizes = _sizes(edges, int(nodes.edges.sum()))

@@ -60,7 +60,7 @@ class Circuit(Shown):
         """A short line for pictures."""
         return f"Circuits of the leading edges ({self.attribution.how})"
 
-    def kept(self, edges: int) -> list[tuple[str, str, float]]:
+    def leading(self, edges: int) -> list[tuple[str, str, float]]:
         """The edges of the circuit of a size: sender, receiver, score."""
         at_most("edges", edges, self.attribution.count)
         return self.attribution.top(edges)
@@ -120,7 +120,7 @@ class Circuit(Shown):
         """The leading edges with what each adds to the metric, to first order, by being kept."""
         sign = -1 if self.attribution.patching == "noising" else 1
         # Scores are the effect of corrupting an edge, so keeping it has the opposite sign.
-        return [(sender, receiver, sign * score) for sender, receiver, score in self.kept(edges)]
+        return [(sender, receiver, sign * score) for sender, receiver, score in self.leading(edges)]
 
     def _shared(self, edges: list[Edge]) -> list[tuple[str, str]]:
         """Keys and values among the nodes of some edges, with the heads among them that read these."""

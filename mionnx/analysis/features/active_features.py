@@ -57,7 +57,7 @@ def features(
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
     if not isinstance(tokens, Tokens):
         raise InputError(f"features are those of one text, or of Tokens, got {prompt!r}")
-    chosen = None if follow is None else [sae.known(feature) for feature in follow]
+    chosen = None if follow is None else [sae.number_of(feature) for feature in follow]
     # The graph follows one feature at least; its column is cut off below.
     ids, values, followed = _ranked(model, tokens, sae, k, chosen or [0], hooks)
     if chosen is None:

@@ -153,7 +153,7 @@ class SAE:
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:
-            self.known(feature)
+            self.number_of(feature)
         if positions is not None and not (fixed or factors or limits):
             raise InterventionError(
                 "positions= says where features are changed, and none is: sae.splice(error, positions=...) limits the "
@@ -190,7 +190,7 @@ class SAE:
             row[feature] = value
         return row
 
-    def known(self, feature: Any) -> int:
+    def number_of(self, feature: Any) -> int:
         """A feature's number."""
         integer = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
         if not integer or not 0 <= feature < self.d_sae:
@@ -204,7 +204,7 @@ class SAE:
         (`by_decoder_norm`), the row at length 1. What is scaled for each token by the normalisation of what goes in, or
         goes to all heads (`hook_z`), is no one vector, and refused.
         """
-        row, own = self.weights["W_dec"][self.known(feature)], self.config
+        row, own = self.weights["W_dec"][self.number_of(feature)], self.config
         if own.by_head or (own.normalisation != "none" and not own.transcoder):
             why = "to several heads" if own.by_head else f"in units of each token's {own.normalisation}"
             raise InterventionError(
@@ -223,7 +223,7 @@ class SAE:
         Example:
             model.compile(spec, "steered", monitors={"latents": sae.monitor([7, 12])})
         """
-        config, chosen = self.config, [self.known(feature) for feature in features]
+        config, chosen = self.config, [self.number_of(feature) for feature in features]
         if config.activation not in ("standard", "jumprelu") or config.normalisation != "none" or config.by_head:
             raise InputError(f"{self!r}: its features cannot be computed one by one; capture {self.acts} instead")
         if not chosen:

@@ -42,7 +42,7 @@ class FirstOrder:
     def of(self, number: int) -> tuple[Arrays, tuple[float, float]]:
         """Hook point -> (clean - corrupted) * gradient on one pair; and the metric of corrupted and clean prompt."""
         pair, compared = self.compared.pairs[number], self.compared
-        part = Logits() if self.whole else part_of(pair, self.model)
+        part = Logits() if self.reads_all else part_of(pair, self.model)
         # Row 0 is the corrupted prompt, which is patched; row 1 the clean one.
         ids = rows_of(pair, [pair.base, cast(NDArray[np.int64], pair.other)])
         both: Any = (None, None)
@@ -60,7 +60,7 @@ class FirstOrder:
         return {hook: differences[hook] * gradients[hook] for hook in self.hooks}, (base, other)
 
     @property
-    def whole(self) -> bool:
+    def reads_all(self) -> bool:
         """Whether the metric reads all of the main output."""
         return self.compared.metric.measure == "span"
 
@@ -69,7 +69,7 @@ class FirstOrder:
 
     def _with_metric(self, spec: HookSpec, reads: Mapping[str, Any], ids: Any, pair: Pair) -> HookSpec:
         measure = self.compared.metric.measure
-        if self.whole:
+        if self.reads_all:
             return spec.set_metric("cotangent", cotangent=_ends(reads["answer"], pair), rules=self.rules)
         return with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids, pair)
 
@@ -94,7 +94,7 @@ class FirstOrder:
                 added = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
                 spec.intervene(other, Intervention.Add(added.astype(np.float32)))
             spec = self._with_metric(spec.gradient([*self.hooks]), reads, ids, pair)
-            part = Logits() if self.whole else part_of(pair, self.model)
+            part = Logits() if self.reads_all else part_of(pair, self.model)
             grad = cast(HookCache, self.model.forward(ids, spec, logits=part).grad)[hook]
             gradients[hook] += grad.sum(axis=0, dtype=np.float64) / self.steps
         return gradients

@@ -108,9 +108,9 @@ def gradients(
     if cotangent is not None:
         _refuse_unread("cotangent=", metric=None if callable(metric) else metric, **read)
     name = "cotangent" if cotangent is not None else metric_name("logit" if metric is None else metric)
-    whole = name in READS_ALL or np.ndim(0 if cotangent is None or callable(cotangent) else cotangent) == 3
-    last, spec = Logits() if whole else part_read(hooked, position), spec.gradient(points)
-    position = position if whole or last.positions is None else last.positions_[0]
+    reads_all = name in READS_ALL or np.ndim(0 if cotangent is None or callable(cotangent) else cotangent) == 3
+    last, spec = Logits() if reads_all else part_read(hooked, position), spec.gradient(points)
+    position = position if reads_all or last.positions is None else last.positions_[0]
     top = read["answer"] is None and "answer" in READS[name]
     if callable(cotangent) or top:
         # A first pass tells the top token, or the logits that the cotangent is made of. Before it the request is bound
@@ -128,7 +128,7 @@ def gradients(
     spec.set_metric(name, position=position, rules=rules, **read)
     cache = run(spec, logits=last)
     if callable(metric):  # the graph's own number is that of the cotangent
-        own = cache.output() if whole else values_read(hooked, cache.output())
+        own = cache.output() if reads_all else values_read(hooked, cache.output())
         cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
     return cache
 

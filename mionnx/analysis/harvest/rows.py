@@ -36,7 +36,7 @@ class HarvestRow:
         return len(self.ids)
 
     @property
-    def kept(self) -> int:
+    def count(self) -> int:
         """Number of tokens whose activations are written."""
         return int(self.keep.sum())
 

@@ -117,7 +117,7 @@ class Groups:
         number = size = 0
         for row in self.rows:
             group.append(row)
-            size += row.kept * self.bytes_a_token
+            size += row.count * self.bytes_a_token
             if size >= self.shard_bytes:
                 yield number, group
                 group, size, number = [], 0, number + 1
@@ -167,7 +167,7 @@ class ShardMaker:
         path = self._write(number, windows)
         names = WRITERS[self.format](self.folder, number, path, open_shard(path), self.context or 0)
         files = {name: sha256_of(self.folder / name) for name in names}
-        shard = Shard(files, sum(row.kept for row in windows), len(windows), tokens)
+        shard = Shard(files, sum(row.count for row in windows), len(windows), tokens)
         note(self.folder, number, shard)
         return FinishedShard(number, shard, texts, dropped, damage)
 
@@ -185,7 +185,7 @@ class ShardMaker:
         """Run rows, and write their activations in the order of the texts."""
         # a name of its own: after a lost worker two may write the same shard
         path = self.folder / PARTIAL_SHARD.replace("*", f"{number:05}.{uuid4().hex}")
-        count, places = sum(row.kept for row in rows), np.cumsum([0, *(row.kept for row in rows)]).tolist()
+        count, places = sum(row.count for row in rows), np.cumsum([0, *(row.count for row in rows)]).tolist()
         kinds = {column.name: (column.dtype, (count, *column.shape)) for column in self.columns}
         kinds |= {name: (dtype, (count,)) for name, dtype in TOKEN_COLUMNS.items()}
         # a model that attends to padding runs rows of one length together only

@@ -44,7 +44,7 @@ class LensResult(Shown):
         readout: the predictions: [points, positions, ...].
         answers: [positions] the top token after the last layer.
         tracked: further tokens that the page follows through the layers.
-        known: the id of a token that is given by id or text.
+        token_id: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.readout`.
     """
 
@@ -55,7 +55,7 @@ class LensResult(Shown):
     answers: NDArray[np.int64]
     tracked: list[int]
     spell: Callable[[int], str]
-    known: Callable[[int | str], int]
+    token_id: Callable[[int | str], int]
     read: Callable[[NDArray[np.int64]], Readout]
     INSIDE: ClassVar = (Readout,)
 
@@ -81,12 +81,12 @@ class LensResult(Shown):
             ours, others = (" ".join(one) for one in (source_of(model), saved.source))
             raise InputError(f"{path} was made with another model than the one given: {others}, not {ours}")
         reader = LensReader(model, saved.streams)
-        return replace(lens, spell=reader.spell, known=reader.known, read=reader.read)
+        return replace(lens, spell=reader.spell, token_id=reader.token_id, read=reader.read)
 
     def _contents(self) -> dict[str, Any]:
         contents, reader = super()._contents(), _reader(self)
         # These functions belong to an open model: a `SavedReader` takes their place.
-        for name in ("spell", "known", "read"):
+        for name in ("spell", "token_id", "read"):
             del contents[name]
         tokens = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist(), *self.tracked})
         contents["words"] = {token: self.spell(token) for token in tokens}
@@ -97,7 +97,7 @@ class LensResult(Shown):
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
         streams, source, words = (contents.pop(name) for name in ("streams", "source", "words"))
         reader = SavedReader(streams, source, words, contents["tracked"], contents["readout"])
-        return cls(**contents, spell=reader.spell, known=reader.known, read=reader.read)
+        return cls(**contents, spell=reader.spell, token_id=reader.token_id, read=reader.read)
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
@@ -143,7 +143,7 @@ class LensResult(Shown):
             yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
 
     def _of(self, token: int | str) -> Readout:
-        return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))
+        return self.read(np.full((len(self.positions), 1), self.token_id(token), np.int64))
 
     @property
     def answer_probability(self) -> NDArray[np.float32]:

@@ -140,7 +140,7 @@ def _lens_result(
     followed = np.column_stack([answers, *(np.full(len(indices), token) for token in tracked)])
     pieces = [text.tokens[index] for index in indices]
     readout = reader.read(followed, k)
-    return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.known, reader.read)
+    return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.token_id, reader.read)
 
 
 def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:

@@ -114,7 +114,7 @@ class LensReader:
         """A token's text."""
         return token_text(self.model, token)
 
-    def known(self, token: int | str) -> int:
+    def token_id(self, token: int | str) -> int:
         """The id of a token that is given by id or text."""
         return token_of(self.model, token)
 
@@ -154,7 +154,7 @@ class SavedReader:
             raise InputError(f"token {token} is not in this lens{MORE_TOKENS}")
         return self.words[token]
 
-    def known(self, token: int | str) -> int:
+    def token_id(self, token: int | str) -> int:
         """The id of a tracked token, given by id; the id of a text only a tokenizer knows."""
         if token not in self.tracked:
             tracked = ", ".join(f"{one} {self.words[one]!r}" for one in self.tracked) or "none"
@@ -164,7 +164,7 @@ class SavedReader:
     def read(self, chosen: NDArray[np.int64]) -> Readout:
         """Read a tracked token, the same at every position."""
         # Column 0 is the answer's.
-        column = [1 + self.tracked.index(self.known(int(chosen[0, 0])))]
+        column = [1 + self.tracked.index(self.token_id(int(chosen[0, 0])))]
         readout = self.readout
         return replace(readout, log_probs=readout.log_probs[..., column], ranks=readout.ranks[..., column])
 

@@ -83,7 +83,7 @@ def _diagnosed(
         accumulate = DEPLOYMENTS[target][1] if target in DEPLOYMENTS else IN_FLOAT32
         with first_run(run.logits(run.graph.proto, IN_FLOAT32)) as first:
             split = forecast_of(run, run.graph, first, FLOAT16, norms=DECOMPOSED)
-            whole = forecast_of(run, run.graph, first, FLOAT16, alone=True)
+            fused = forecast_of(run, run.graph, first, FLOAT16, alone=True)
             remedy, why = None, ""
             try:
                 remedy = find_remedy(run, measured, first, FLOAT16, bound)
@@ -101,8 +101,8 @@ def _diagnosed(
                     write(model.hooked, partial, FLOAT16, remedy, {"bound": bound, **run.facts}, progress)
                 checks = [*_checks(model, place, target, texts, first)]
     cure = [] if remedy is None else [remedy.line(), *_short(remedy)]
-    made = str(folder) if folder is not None and remedy is not None else ""
-    return Diagnosis(model.hooked.name, target, bound, report, whole, split, after, cure, checks, why, made)
+    destination = str(folder) if folder is not None and remedy is not None else ""
+    return Diagnosis(model.hooked.name, target, bound, report, fused, split, after, cure, checks, why, destination)
 
 
 def _short(remedy: Remedy) -> list[str]:

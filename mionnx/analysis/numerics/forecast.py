@@ -105,8 +105,8 @@ def check_casts(dtype: str) -> None:
         with engine.opened_alone(cast_pair(dtype), Path(), options) as program:
             numbers = np.array(CASTS, np.float32)
             after = program.run(["to"], {"from": numbers})["to"]
-        kept = np.array_equal(after, _rounded(numbers, dtype))
-        if not kept:
+        exact = np.array_equal(after, _rounded(numbers, dtype))
+        if not exact:
             facts = ", ".join(f"{name} {value}" for name, value in engine.facts(options).items())
             raise ModelError(f"this runtime drops casts to {dtype} and back at level {level!r} ({facts}): no forecast")
 
@@ -141,18 +141,18 @@ def forecast_of(
     """
     graph, fused = graph_as(graph, norms)
     islands |= fused
-    whole = rounded(graph, dtype, weights=True, islands=islands)
-    flags = Flags(run, graph, whole)
+    rounding = rounded(graph, dtype, weights=True, islands=islands)
+    flags = Flags(run, graph, rounding)
     with run.opened(flags.proto) as program:
-        rows = [_row(run, program, whole, first, EVERYTHING, EVERYTHING, lambda cell: True, flags)]
+        rows = [_row(run, program, rounding, first, EVERYTHING, EVERYTHING, lambda cell: True, flags)]
         if alone:
-            rows.append(_row(run, program, whole, first, "group", OF_WEIGHTS, lambda cell: False))
+            rows.append(_row(run, program, rounding, first, "group", OF_WEIGHTS, lambda cell: False))
     if alone:
         rows += _alone(run, rounded(graph, dtype, islands=islands), first)
     if accumulate != IN_FLOAT32:
-        with run.opened(accumulated(graph, whole, dtype)) as program:
+        with run.opened(accumulated(graph, rounding, dtype)) as program:
             name = f"all, sums in {accumulate}"
-            rows.insert(0, _row(run, program, whole, first, EVERYTHING, name, lambda cell: True))
+            rows.insert(0, _row(run, program, rounding, first, EVERYTHING, name, lambda cell: True))
     order = {name: place for place, name in enumerate(GROUPS)}
     rows.sort(key=lambda row: (row.kind != EVERYTHING, row.kind != "group", order.get(row.name, 0)))
     return Forecast(run.hooked.name, dtype, accumulate, norms, rows, flags.not_finite, flags.flushed, *_counts(run))
@@ -221,14 +221,14 @@ class Flags:
     @property
     def not_finite(self) -> list[NotFinite]:
         """Values with infinities in order of execution, by their hook points."""
-        found = [(name, int(self._texts[i])) for i, name in enumerate(self._bad) if self._texts[i]]
+        counts = [(name, int(self._texts[i])) for i, name in enumerate(self._bad) if self._texts[i]]
         return [
             NotFinite(self._moved.get(name, name), self.rounding.values[name][0], texts, self.graph.absorbed(name))
-            for name, texts in found
+            for name, texts in counts
         ]
 
     @property
     def flushed(self) -> dict[str, int]:
         """Value -> how many of its numbers become 0."""
-        found = [(name, int(self._flushed[i])) for i, name in enumerate(self._zeros) if self._flushed[i]]
-        return {self._moved.get(name, name): number for name, number in found}
+        counts = [(name, int(self._flushed[i])) for i, name in enumerate(self._zeros) if self._flushed[i]]
+        return {self._moved.get(name, name): number for name, number in counts}

@@ -108,7 +108,7 @@ class Forecast(Shown):
 
     def _lines(self) -> Iterator[str]:
         yield self.line()
-        yield from (f"{row.kind} {row.name}: {told(row.distance)}" for row in self.rows[1:])
+        yield from (f"{row.kind} {row.name}: {distance_text(row.distance)}" for row in self.rows[1:])
 
     def _columns(self) -> Columns:
         rows, distances = self.rows, [row.distance for row in self.rows]
@@ -169,7 +169,7 @@ def cells(distance: Distance) -> list[str]:
     return [*finite, f"{distance.top_1:.1%}", f"{distance.not_finite} of {distance.positions}"]
 
 
-def told(distance: Distance) -> str:
+def distance_text(distance: Distance) -> str:
     """A distance in few words."""
     if not distance.sound:
         return f"{distance.not_finite} of {distance.positions} positions not finite"

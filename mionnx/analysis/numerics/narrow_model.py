@@ -113,12 +113,14 @@ def write(
     hooked: HookedModel, folder: Path, dtype: str, remedy: Remedy, facts: dict[str, Any], progress: Progress
 ) -> None:
     """Write the files of a narrowed model: graph, weights piece by piece, what stands beside them."""
-    whole = FloatGraph(hooked.proto, hooked.metadata.hooks)
-    rescaled = rescale(whole, remedy.wanted)
-    made = narrow(rescaled.graph, dtype, remedy.islands)
-    write_weights(hooked, made, dtype, folder, progress)
+    graph = FloatGraph(hooked.proto, hooked.metadata.hooks)
+    rescaled = rescale(graph, remedy.exponents)
+    narrow_graph = narrow(rescaled.graph, dtype, remedy.islands)
+    write_weights(hooked, narrow_graph, dtype, folder, progress)
     digest, files = describe_export(folder, [WEIGHTS_FILE], [folder / WEIGHTS_FILE], progress)
-    wide = {name: "float32" for name in hooked.metadata.hooks if name in rescaled.exponents or name in made.wide}
+    wide = {
+        name: "float32" for name in hooked.metadata.hooks if name in rescaled.exponents or name in narrow_graph.wide
+    }
     metadata = replace(
         hooked.metadata,
         dtype=dtype,
@@ -131,25 +133,27 @@ def write(
         fused=[],
         stock={},
     )
-    made.describe(metadata.to_props())
-    (folder / GRAPH).write_bytes(made.proto.SerializeToString())
+    narrow_graph.describe(metadata.to_props())
+    (folder / GRAPH).write_bytes(narrow_graph.proto.SerializeToString())
     for path in files_beside(hooked.folder, KEPT):
         shutil.copyfile(path, folder / path.name)
 
 
-def write_weights(hooked: HookedModel, made: NarrowGraph, dtype: str, folder: Path, progress: Progress) -> None:
+def write_weights(hooked: HookedModel, narrow_graph: NarrowGraph, dtype: str, folder: Path, progress: Progress) -> None:
     """Write the weights of a narrow graph into one file, and point its initializers there."""
-    narrow_kind, shapes = np.dtype(DTYPES[dtype]), made.shapes
-    arrays = {name: onnx_file.weight(hooked.proto, hooked.folder, name) for name in made.untouched}
+    narrow_kind, shapes = np.dtype(DTYPES[dtype]), narrow_graph.shapes
+    arrays = {name: onnx_file.weight(hooked.proto, hooked.folder, name) for name in narrow_graph.untouched}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    kinds |= {job.name: (np.dtype(np.float32) if job.wide else narrow_kind, shapes[job.name]) for job in made.jobs}
+    kinds |= {
+        job.name: (np.dtype(np.float32) if job.wide else narrow_kind, shapes[job.name]) for job in narrow_graph.jobs
+    }
     with streamed(folder / WEIGHTS_FILE, kinds, ModelError) as file:
         for name, array in arrays.items():
             file.put(name, 0, array)
-        for number, job in enumerate(made.jobs):
-            progress(f"writing {dtype}", number, len(made.jobs))
+        for number, job in enumerate(narrow_graph.jobs):
+            progress(f"writing {dtype}", number, len(narrow_graph.jobs))
             _put(hooked, job, dtype, file)
-        made.point(WEIGHTS_FILE, file.places, kinds)
+        narrow_graph.point(WEIGHTS_FILE, file.places, kinds)
 
 
 def _put(hooked: HookedModel, job: WeightJob, dtype: str, file: StreamedFile) -> None:

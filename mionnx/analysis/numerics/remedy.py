@@ -11,7 +11,7 @@ import numpy as np
 from mionnx.analysis.numerics.distance import FirstRun
 from mionnx.analysis.numerics.dtypes import narrow_of
 from mionnx.analysis.numerics.forecast import forecast_of
-from mionnx.analysis.numerics.forecast_result import Forecast, told
+from mionnx.analysis.numerics.forecast_result import Forecast, distance_text
 from mionnx.analysis.numerics.range import Measured
 from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.errors import InputError, ModelError
@@ -31,14 +31,14 @@ class Remedy:
 
     Attributes:
         before, after: forecasts without and with it.
-        wanted: value -> the exponent of its class.
+        exponents: value -> the exponent of its class.
         islands: values that stay float32; `groups` are those they were taken from.
     """
 
     before: Forecast
     after: Forecast
     rescaled: Rescaled
-    wanted: Mapping[str, int]
+    exponents: Mapping[str, int]
     islands: frozenset[str]
     groups: list[str] = field(default_factory=list)
 
@@ -46,7 +46,8 @@ class Remedy:
         """The remedy in one line."""
         stream = self.rescaled.graph.stream
         parts = [
-            f"{'the residual stream' if value in stream else value} times 2^{one}" for value, one in self.wanted.items()
+            f"{'the residual stream' if value in stream else value} times 2^{one}"
+            for value, one in self.exponents.items()
         ]
         parts += [f"{count(len(self.islands), 'value')} of {' and '.join(self.groups)} in float32"] * bool(self.islands)
         return "; ".join(parts) or "none needed"
@@ -54,7 +55,7 @@ class Remedy:
     def to_entry(self) -> dict[str, Any]:
         """The remedy as the metadata have it."""
         return {
-            "exponents": dict(self.wanted),
+            "exponents": dict(self.exponents),
             "islands": len(self.islands),
             "groups": self.groups,
             "before": _entry(self.before),
@@ -87,8 +88,8 @@ def exponents_for(graph: FloatGraph, measured: Measured, dtype: str, power: str 
         root, size = classes.of(one.value), float(measured.largest[number])
         if one.what != PLAIN_VALUE or root in fixed or not isfinite(size) or size <= 0:
             continue
-        known = largest.get(root)
-        largest[root] = (size, one.value) if known is None else (max(size, known[0]), known[1])
+        earlier = largest.get(root)
+        largest[root] = (size, one.value) if earlier is None else (max(size, earlier[0]), earlier[1])
     needed = {name: ceil(log2(size * ROOM / limit)) for size, name in largest.values()}
     return {name: -power for name, power in needed.items() if power > 0}
 
@@ -141,13 +142,15 @@ def find_remedy(
         ModelError: the bound does not hold with any of them; the best forecast is named.
     """
     before = forecast_of(run, run.graph, first, dtype)
-    wanted = exponents_for(run.graph, measured, dtype, power)
-    rescaled = rescale(run.graph, wanted, true_sizes(run.graph, measured), narrow_of(dtype).limit)
+    exponents = exponents_for(run.graph, measured, dtype, power)
+    rescaled = rescale(run.graph, exponents, true_sizes(run.graph, measured), narrow_of(dtype).limit)
     if rescaled.steps:
         check_bits(run, rescaled.graph, first)
     graph = rescaled.graph
     chosen, groups = _asked(graph, islands)
-    after = forecast_of(run, graph, first, dtype, islands=chosen, accumulate=accumulate) if wanted or chosen else before
+    after = (
+        forecast_of(run, graph, first, dtype, islands=chosen, accumulate=accumulate) if exponents or chosen else before
+    )
     waiting = [*_order(run, graph, first, dtype, chosen)] if islands == AUTOMATIC and not _within(after, bound) else []
     for group, values in waiting:
         chosen, groups = chosen | values, [*groups, group]
@@ -156,8 +159,8 @@ def find_remedy(
             break
     if not _within(after, bound):
         where = f"; first not finite: {after.first.value}" if after.first else ""
-        raise ModelError(f"bound={bound:g} is not met in {dtype}: {told(after.all)} at best{where}")
-    return Remedy(before, after, rescaled, wanted, chosen, groups)
+        raise ModelError(f"bound={bound:g} is not met in {dtype}: {distance_text(after.all)} at best{where}")
+    return Remedy(before, after, rescaled, exponents, chosen, groups)
 
 
 def _within(forecast: Forecast, bound: float) -> bool:

@@ -157,7 +157,7 @@ class Search:
                 arrays: Arrays = {}
                 # One matrix at a time, and for both of its inputs once.
                 for one in {by_input[name].name: by_input[name] for name in names if name in by_input}.values():
-                    array = self.model.held(one.name, one.numbers())
+                    array = self.model.in_graph(one.name, one.numbers())
                     arrays |= {name: array for name in one.inputs if name in names}
                     done += 1
                     self.progress(stage, done, len(candidates))

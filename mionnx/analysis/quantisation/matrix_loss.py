@@ -135,7 +135,7 @@ class FloatModel:
         """A weight [out, in], a stack of experts [experts, out, in], mapped from its file."""
         return rows_of(self.hooked, name, self.turned(name))
 
-    def held(self, name: str, numbers: NDArray[Any]) -> NDArray[Any]:
+    def in_graph(self, name: str, numbers: NDArray[Any]) -> NDArray[Any]:
         """Numbers as the graph holds the weight; those of an expert within a copy of its stack."""
         oriented = numbers if self.turned(name) else numbers.swapaxes(-1, -2)
         expert = expert_of(name)
@@ -190,7 +190,7 @@ def _loss(
     first: Sequence[NDArray[np.float32]],
 ) -> MatrixLoss:
     chain, name, numbers = model.chain, candidate.name, candidate.numbers()
-    fed = dict.fromkeys(candidate.inputs, model.held(name, numbers))
+    fed = dict.fromkeys(candidate.inputs, model.in_graph(name, numbers))
     error = _relative_error([(model.own(name), numbers)])
     stack, rows = expert_of(name) or (name, ...)
     values = [value for value in chain.products.get(stack, []) if value in own[0]]

@@ -154,7 +154,7 @@ class _Reading:
         at = self.at(base)
         if other is not None and self.at(other) != at:
             raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
-        return Pair(base, other, places, corruption, at, self.types[number], whole=True)
+        return Pair(base, other, places, corruption, at, self.types[number], bidirectional=True)
 
     def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
         """Refuse corrupted prompts whose two texts meet at another token."""
@@ -177,7 +177,7 @@ class Pair:
         corruption: interventions that make the corrupted run of a prompt that is both.
         at: the position of an encoder's text that is read; None where a text has one row of numbers.
         types: [seq]: which of two texts a token belongs to.
-        whole: whether each position can change all others.
+        bidirectional: whether each position can change all others.
     """
 
     base: Ids
@@ -186,12 +186,12 @@ class Pair:
     corruption: Corruption | None = None
     at: int | None = None
     types: Ids | None = None
-    whole: bool = False
+    bidirectional: bool = False
 
     @property
     def first(self) -> int:
         """The first position whose values can differ; 0 for an ablation, a spec, or an encoder."""
-        alone = self.other is None or self.corruption is not None or self.whole
+        alone = self.other is None or self.corruption is not None or self.bidirectional
         # Interventions may change every position, and without a second run any position may be ablated.
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 

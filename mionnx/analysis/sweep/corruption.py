@@ -96,8 +96,8 @@ def corrupt(model: Runner, spec: HookSpec, ids: Ids, at: int | None = None) -> C
         raise InputError("a sweep takes no interventions inside a splice, and no splice that reads another hook point")
     batch = make_token_batch(ids[None], None, None, model.hooked)
     inputs = {**bound.values(batch), **bound.weights}
-    whole = not model.hooked.metadata.positional or model.hooked.metadata.head == "span"
-    bound.refuse_idle(batch, False, None if whole else {0: [len(ids) - 1 if at is None else at]})
+    reads_all = not model.hooked.metadata.positional or model.hooked.metadata.head == "span"
+    bound.refuse_idle(batch, False, None if reads_all else {0: [len(ids) - 1 if at is None else at]})
     edits = [_masked(selection, inputs) for selection in bound.selections(batch)]
     return Corruption(spec, bound.hooks.interventions, edits, model.num_layers)
 

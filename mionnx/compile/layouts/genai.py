@@ -54,8 +54,8 @@ class GenaiLayout(ClientLayout):
     def config(self, content: Content) -> dict[str, Any]:
         """The content of `genai_config.json`."""
         metadata, sizes = content.model.metadata, content.model.metadata.sizes
-        given = {port.name for port in content.interface.inputs}
-        inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids") if name in given}
+        names = {port.name for port in content.interface.inputs}
+        inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids") if name in names}
         end = self._end(content)
         pad, begin = content.value("pad_token_id"), content.value("bos_token_id")
         length = content.model.context_length or LONGEST_TEXT

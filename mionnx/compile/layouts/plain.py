@@ -66,17 +66,17 @@ def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json")
     shown = "".join(f', out["{name}"][0, -1]' for name in content.facts.get("monitors", {}))
     lines = ["import numpy as np", "import onnxruntime", "from tokenizers import Tokenizer", ""]
     lines += ["options = onnxruntime.SessionOptions()", "options.log_severity_level = 3"] * _warns(content)
-    given = f'"{graph}"' + ", options" * _warns(content)
+    arguments = f'"{graph}"' + ", options" * _warns(content)
     lines += [
-        f"session = onnxruntime.InferenceSession({given})",
+        f"session = onnxruntime.InferenceSession({arguments})",
         f'tokenizer = Tokenizer.from_file("{tokenizer}")',
         f'new, length = np.array([tokenizer.encode("{CARD_PROMPT}").ids]), 0',
         'size = {"batch_size": 1, "past_sequence_length": 0}',
     ]
     if past:
         zeros = f"np.zeros([size.get(dim, dim) for dim in one.shape], {_dtype([port.dtype for port in past])})"
-        made = f"for one in session.get_inputs() if {_begins('one.name', [before for before, _ in carried])}"
-        lines += [f"past = {{one.name: {zeros} {made}}}"]
+        loop = f"for one in session.get_inputs() if {_begins('one.name', [before for before, _ in carried])}"
+        lines += [f"past = {{one.name: {zeros} {loop}}}"]
     renamed = "".join(f'.replace("{after}", "{before}")' for before, after in carried)
     taken = _begins("name", [after for _, after in carried])
     lines += [

@@ -45,10 +45,10 @@ def differentiate(
     _refuse_constant(of, by, gradients)
     ends = [_output(op, done, name, gradients[name]) for name in by]
     # rules may add what nothing reads, such as the lengths of a Concat's inactive entries
-    kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
+    live = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
     del graph.node[:]
-    graph.node.extend(kept)
-    read = {name for node in kept for name in reads(node)}
+    graph.node.extend(live)
+    read = {name for node in live for name in reads(node)}
     graph.initializer.extend(tensor for tensor in op.names.tensors.values() if tensor.name in read)
     return done
 

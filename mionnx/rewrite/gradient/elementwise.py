@@ -83,9 +83,9 @@ def _gelu(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str
 
 def _gelu_slope(op: Backward, x: str) -> str:
     """Phi(x) + x phi(x), with the normal distribution and its density."""
-    whole = op.Mul(op.Add(op.Erf(op.Mul(x, 1 / sqrt(2))), 1.0), 0.5)
+    cumulative = op.Mul(op.Add(op.Erf(op.Mul(x, 1 / sqrt(2))), 1.0), 0.5)
     density = op.Mul(op.Exp(op.Mul(op.Mul(x, x), -0.5)), 1 / sqrt(2 * pi))
-    return str(op.Add(whole, op.Mul(x, density)))
+    return str(op.Add(cumulative, op.Mul(x, density)))
 
 
 def _gelu_tanh_slope(op: Backward, x: str) -> str:

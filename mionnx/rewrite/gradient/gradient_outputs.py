@@ -62,8 +62,8 @@ def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Rep
         return proto
     graph = edit(proto)
     tensors = graph.tensors()
-    whole = {gradient_name(source) for source in sources.values()}
-    graph.outputs = [output for output in graph.outputs if output.name not in whole]
+    names = {gradient_name(source) for source in sources.values()}
+    graph.outputs = [output for output in graph.outputs if output.name not in names]
     for want, source in sources.items():
         value = part_of(graph, want, tensors[gradient_name(source)], report)
         if value.name != want.fetched:

@@ -82,7 +82,7 @@ def scan_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str,
     return cotangents
 
 
-def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[str, list[int]]:
+def _directions(loop: Loop, active: Sequence[int], live: Sequence[int]) -> dict[str, list[int]]:
     """The axes and directions of the backward loop: each the opposite of the forward one's."""
     in_axes, in_ways = (loop.setting(name, loop.reading) for name in ("input_axes", "input_directions"))
     out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
@@ -90,8 +90,8 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
         # 0 is forwards, 1 backwards; the kept states come first, and were written forwards along axis 0
         "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
         "scan_input_directions": [*[1] * loop.states, *(1 - way for way in in_ways), *(1 - out_ways[k] for k in live)],
-        "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
-        "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
+        "scan_output_axes": [in_axes[i - loop.states] for i in active],
+        "scan_output_directions": [1 - in_ways[i - loop.states] for i in active],
     }
     # onnx cannot tell the type of an empty list; a loop may scan nothing out
     return {name: numbers for name, numbers in directions.items() if numbers}
@@ -124,10 +124,10 @@ def _inside(op: Backward, loop: Loop) -> Copy:
     names = {value.name: op.names.fresh(value.name) for value in loop.body.input}
     inner = copy_of(loop.body, op.names, op.facts, names)
     axes = loop.setting("input_axes", loop.reading)
-    for i, (value, whole) in enumerate(zip(loop.body.input, loop.inputs, strict=True)):
+    for i, (value, source) in enumerate(zip(loop.body.input, loop.inputs, strict=True)):
         name = names[value.name]
-        inner.facts.types[name] = op.facts.type(whole)
-        if (shape := op.facts.shapes.get(whole)) is not None:
+        inner.facts.types[name] = op.facts.type(source)
+        if (shape := op.facts.shapes.get(source)) is not None:
             dims = [*shape]
             if i >= loop.states:
                 del dims[axes[i - loop.states]]  # a step sees one entry along the scanned axis, without the axis
@@ -143,17 +143,17 @@ def _inside(op: Backward, loop: Loop) -> Copy:
 
 
 def _backwards(
-    op: Backward, loop: Loop, inner: Copy, outside: Sequence[str], wanted: Sequence[int], live: Sequence[int]
+    op: Backward, loop: Loop, inner: Copy, outside: Sequence[str], active: Sequence[int], live: Sequence[int]
 ) -> GraphProto:
     entries = [inner.name(value.name) for value in loop.body.input]
     ends = [inner.name(value.name) for value in loop.body.output]
-    sources = [*entries[: loop.states], *(entries[i] for i in wanted), *outside]
+    sources = [*entries[: loop.states], *(entries[i] for i in active), *outside]
     back = op.inside(inner.facts, activity(inner.nodes, inner.facts, sources, ends) | {*sources, *ends})
     carried = [op.names.fresh("d_state") for _ in range(loop.states)]
-    kept = [op.names.fresh("kept") for _ in outside]
+    sums = [op.names.fresh("kept") for _ in outside]
     scanned = [op.names.fresh("d_out") for _ in live]
     inputs = [declared(inner.facts, name, entry) for name, entry in zip(carried, entries, strict=False)]
-    inputs += [declared(inner.facts, name, value) for name, value in zip(kept, outside, strict=True)]
+    inputs += [declared(inner.facts, name, value) for name, value in zip(sums, outside, strict=True)]
     # the inputs of the forward body again, under their names in the copy: the step is computed once more from them
     inputs += [declared(inner.facts, entry, entry) for entry in entries]
     inputs += [declared(inner.facts, name, ends[loop.states + k]) for name, k in zip(scanned, live, strict=True)]
@@ -164,8 +164,8 @@ def _backwards(
     ]
     gradients = back.run(inner.nodes, _summed(back, starts))
     outputs = [_output(back, gradients, entry, None) for entry in entries[: loop.states]]
-    outputs += [_output(back, gradients, value, extra) for value, extra in zip(outside, kept, strict=True)]
-    outputs += [_output(back, gradients, entries[i], None) for i in wanted]
+    outputs += [_output(back, gradients, value, extra) for value, extra in zip(outside, sums, strict=True)]
+    outputs += [_output(back, gradients, entries[i], None) for i in active]
     nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])
     return helper.make_graph(nodes, op.names.fresh("body"), inputs, outputs)
 

@@ -133,16 +133,16 @@ def _numbers(op: Backward, node: NodeProto) -> str:
     scales = op.Reshape(scale, [count, blocks])
     # zero points of floats are fractions, which DequantizeLinear does not subtract
     if (zero and op.facts.type(zero) != TensorProto.UINT8) or op.opset < BLOCKED:
-        whole = _of_fractions(op, integers, scales, zero, (count, blocks, block, bits))
+        weight = _of_fractions(op, integers, scales, zero, (count, blocks, block, bits))
     elif zero:
         # each row of zero points is filled up to whole bytes: an odd number of 4-bit ones has one too many
         points = op.Reshape(integers_of_bytes(op, zero, bits), [count, -1])
-        whole = op.DequantizeLinear(integers, scales, op.Slice(points, [0], [blocks], [1]), axis=1, block_size=block)
+        weight = op.DequantizeLinear(integers, scales, op.Slice(points, [0], [blocks], [1]), axis=1, block_size=block)
     else:
         # without zero points the middle of the range stands for 0
         middle = op.Expand(op.constant(2 ** (bits - 1), packed), [count, blocks])
-        whole = op.DequantizeLinear(integers, scales, middle, axis=1, block_size=block)
-    return str(whole if blocks * block == width else op.Slice(whole, [0], [width], [1]))
+        weight = op.DequantizeLinear(integers, scales, middle, axis=1, block_size=block)
+    return str(weight if blocks * block == width else op.Slice(weight, [0], [width], [1]))
 
 
 def _of_fractions(op: Backward, integers: str, scales: str, zero: str, sizes: tuple[int, int, int, int]) -> str:
@@ -156,8 +156,8 @@ def _of_fractions(op: Backward, integers: str, scales: str, zero: str, sizes: tu
         points = op.Unsqueeze(op.CastLike(op.Slice(divided, [0], [blocks], [1]), scales), [2])
     else:
         points = op.Reshape(zero, [count, blocks, 1])
-    whole = op.Mul(op.Sub(numbers, points), op.Unsqueeze(scales, [2]))
-    return str(op.Reshape(whole, [count, blocks * block]))
+    weight = op.Mul(op.Sub(numbers, points), op.Unsqueeze(scales, [2]))
+    return str(op.Reshape(weight, [count, blocks * block]))
 
 
 PRODUCT_RULES: dict[str, Rule] = {

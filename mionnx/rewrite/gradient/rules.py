@@ -98,15 +98,15 @@ def if_rule(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[str, S
     return {name: [one] for name, one in zip(active, results, strict=True)}
 
 
-def _backwards(op: Backward, graph: GraphProto, wanted: Sequence[str], upstream: Upstream) -> GraphProto:
-    """The backward branch: cotangents of the wanted values from those of the outputs."""
+def _backwards(op: Backward, graph: GraphProto, sources: Sequence[str], upstream: Upstream) -> GraphProto:
+    """The backward branch: cotangents of sources from those of the outputs."""
     inner = copy_of(graph, op.names, op.facts)
     ends = [inner.name(value.name) for value in graph.output]
     live = {end: one for end, one in zip(ends, upstream, strict=True) if one}
-    back = op.inside(inner.facts, activity(inner.nodes, inner.facts, wanted, live) | {*wanted})
+    back = op.inside(inner.facts, activity(inner.nodes, inner.facts, sources, live) | {*sources})
     gradients = back.run(inner.nodes, {end: one for end, one in live.items() if back.is_active(end)})
     outputs = []
-    for name in wanted:
+    for name in sources:
         # an output of a branch must be made in it, and a cotangent may be one from outside
         value = back.Identity(gradients.get(name) or back.zeros(name))
         outputs.append(declared(op.facts, value, name))

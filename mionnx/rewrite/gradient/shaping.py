@@ -73,8 +73,8 @@ def _slice(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, st
     # numbers are added back along one axis at a time
     if len(places) > 1:
         raise GradientError("a slice by steps along several axes")
-    whole = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
-    taken = op.Slice(whole, starts, node.input[2], [0], rest[1])
+    indices = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
+    taken = op.Slice(indices, starts, node.input[2], [0], rest[1])
     return {0: scattered(op, x, str(upstream[0]), taken, places[0], 1)}
 
 
@@ -182,9 +182,9 @@ def _scatter_elements(op: Backward, node: NodeProto, upstream: Upstream) -> Mapp
     x, index, updates = node.input
     how, axis, cotangents = _reduction(op, node), op.attribute(node, "axis", 0), {}
     if op.is_active(x):
-        kept = how == "add"
+        additive = how == "add"
         cotangents[0] = (
-            str(upstream[0]) if kept else op.ScatterElements(upstream[0], index, op.zeros(updates), axis=axis)
+            str(upstream[0]) if additive else op.ScatterElements(upstream[0], index, op.zeros(updates), axis=axis)
         )
     if op.is_active(updates):
         cotangents[2] = op.GatherElements(upstream[0], index, axis=axis)

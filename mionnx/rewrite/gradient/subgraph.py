@@ -27,12 +27,12 @@ def activity(nodes: Sequence[NodeProto], facts: Facts, sources: Iterable[str], e
 
 def prune(nodes: Sequence[NodeProto], ends: Iterable[str]) -> list[NodeProto]:
     """The nodes that some values need."""
-    needed, kept = {*ends}, []
+    needed, live = {*ends}, []
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
-            kept.append(node)
+            live.append(node)
             needed |= {*reads(node)}
-    return kept[::-1]
+    return live[::-1]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def copy_of(graph: GraphProto, names: FreshNames, outer: Facts, inputs: Mapping[
     """Copy a subgraph's nodes under fresh names; `inputs`: its inputs -> their names in the copy."""
     # what the subgraph declares of its values holds for the copy too, under the new names
     own, renaming = Facts(graph, outer), dict(inputs or {})
-    made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]
-    renaming |= {name: names.fresh(name) for name in made if name and name not in renaming}
+    values = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output]
+    renaming |= {name: names.fresh(name) for name in values if name and name not in renaming}
     nodes = [helper.make_node("Constant", [], [renaming[tensor.name]], value=tensor) for tensor in graph.initializer]
     nodes += [_renamed(node, renaming) for node in graph.node]
     facts = Facts(None, outer)

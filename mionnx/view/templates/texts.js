@@ -2,17 +2,10 @@
 PANELS.Table = (part, { heads, rows, styles = {}, chooses, most = rows.length }) => {
   const table = element("table", undefined, "plain" + (chooses ? " choices" : "")), scroll = element("div", undefined, "scroll");
   const kinds = heads.map((head) => styles[head] ?? ""), lines = [];
-  const largest = kinds.map((kind, c) => kind === "bar" ? Math.max(...rows.map((row) => Math.abs(row[c][0])), 1e-300) : 0);
 
   function cell([text, style], c) {
-    const kind = kinds[c], one = element("td", kind === "bar" ? undefined : kind === "token" ? visible(text) : text, [kind, style].join(" ").trim());
+    const kind = kinds[c], one = element("td", kind === "token" ? visible(text) : text, [kind, style].join(" ").trim());
     if (kind === "share" && text && !isNaN(text)) paint(one, sequential(Number(text), 0, 1));
-    if (kind === "bar") {
-      const bar = element("i");
-      bar.style.width = 6 * Math.abs(text) / largest[c] + "rem";
-      one.append(bar);
-      explain(one, () => text);
-    }
     return one;
   }
 

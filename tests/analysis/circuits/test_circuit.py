@@ -71,7 +71,7 @@ def test_the_names_task_is_kept_by_a_small_circuit(shipped):
     assert found.attribution.steps == 5
     assert found.smallest(0.95) == 100
     assert found.smallest(1e6) is None
-    assert found.kept(2) == found.attribution.top(2)
+    assert found.leading(2) == found.attribution.top(2)
     plain = shipped.circuit(CLEAN, CORRUPTED, 50, steps=1)
     assert plain.faithfulness[0] < found.faithfulness[found.sizes == 50]
 

@@ -116,10 +116,10 @@ def test_a_file_of_few_bytes_takes_no_gigabytes(tmp_path):
         file.write(header(f"({2**26},)"))
         for _ in range(2**8):
             file.write(bytes(2**20))
-    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError, match="bytes in a file of"):
         SAE.load(path, hook=HOOK)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 

@@ -199,20 +199,20 @@ def test_the_bytes_do_not_depend_on_what_the_model_ran_before(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_harvest_killed_20_times_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
+def test_a_harvest_killed_eight_times_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 120))
     code = "import sys; from mionnx import MIModel; model = MIModel.from_pretrained(sys.argv[1]); print(flush=True); "
     code += "model.harvest(*sys.argv[2:], shard_bytes=20_000, batch_size=2)"
     command = [sys.executable, "-c", code, str(FOLDER), str(tmp_path / "texts.txt"), "blocks.*.hook_resid_post"]
     begun = set()
-    for after in np.random.default_rng(0).uniform(0, 0.35, 20):
+    for after in np.random.default_rng(0).uniform(0, 0.35, 8):
         child = subprocess.Popen([*command, str(tmp_path / "made")], cwd=REPOSITORY, stdout=subprocess.PIPE)
         with child:
             child.stdout.readline()  # the model is open, the harvest begins
             time.sleep(after)
             child.send_signal(signal.SIGKILL)
         begun.add(len([*tmp_path.glob("made/shard*")]))
-    assert len(begun) > 5
+    assert len(begun) > 2
     assert not read_manifest(tmp_path / "made").complete
     options = {"shard_bytes": 20_000, "batch_size": 2}
     for name in ("made", "whole"):

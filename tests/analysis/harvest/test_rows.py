@@ -34,7 +34,7 @@ def test_packed_windows_are_a_loop_over_all_tokens(
     assert 0 < len(windows[-1]) <= size
     made = [one for row in windows for one in zip(row.ids, row.text, row.position, strict=True)]
     assert made == tokens
-    assert sum(row.kept for row in windows) == len(tokens)
+    assert sum(row.count for row in windows) == len(tokens)
 
 
 @given(TEXTS, st.sampled_from([None, 1, 4]))

@@ -1,6 +1,6 @@
 """optimum-onnx alone: greedy tokens of rows of ids, padded on the left. Arguments and result: see `genai.py`.
 
-A file of the folder may be named as "file".
+Files of the folder may be named as "files": the rows of each, one file after the other.
 """
 
 import json
@@ -17,8 +17,11 @@ rows = asked["ids"]
 longest = max(map(len, rows))
 ids = torch.tensor([[asked["pad"]] * (longest - len(row)) + row for row in rows])
 mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-model = ORTModelForCausalLM.from_pretrained(folder, file_name=asked.get("file", "model.onnx"))
-begin = time.process_time()
-made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=asked["new"], do_sample=False)
-seconds = [(time.process_time() - begin) / asked["new"]]
-print(json.dumps({"tokens": made[:, longest:].tolist(), "monitors": {}, "seconds": seconds}))
+tokens, seconds = [], []
+for name in asked.get("files", ["model.onnx"]):
+    model = ORTModelForCausalLM.from_pretrained(folder, file_name=name)
+    begin = time.process_time()
+    made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=asked["new"], do_sample=False)
+    seconds += [(time.process_time() - begin) / asked["new"]]
+    tokens += made[:, longest:].tolist()
+print(json.dumps({"tokens": tokens, "monitors": {}, "seconds": seconds}))

@@ -9,7 +9,7 @@ from rich.console import Console
 from mionnx import Verification
 from mionnx.verify.difference import HookDifference
 from mionnx.verify.result import NARROW_WIDTH, Beside
-from mionnx.verify.result_table import short_name
+from mionnx.view import short_point
 
 LONG = "blocks.31.rwkv.hook_effective_attn_raw"
 ROW = HookDifference(LONG, 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
@@ -35,7 +35,7 @@ def test_a_table_fits_and_names_stay_whole(width):
     assert max(map(len, lines)) <= width
     rows = [line for line in lines if re.match("│ (ort-cpu:none|reference) ", line)]
     assert len(rows) == 2
-    named = LONG if verification("ort-cpu:none").table().natural_width <= width else short_name(LONG)
+    named = LONG if verification("ort-cpu:none").table().natural_width <= width else short_point(LONG)
     assert all(f"│ {named} " in line for line in rows)
     assert any("without blocks. and hook_" in line for line in lines) == (named != LONG)
     assert "relative" in lines[2]
@@ -61,7 +61,7 @@ def test_without_a_width_it_is_wide_or_narrow():
     ("hook", "short"), [("hook_embed", "embed"), ("blocks.3.hook_z", "3.z"), (LONG, "31.rwkv.effective_attn_raw")]
 )
 def test_short_names(hook, short):
-    assert short_name(hook) == short
+    assert short_point(hook) == short
 
 
 def test_the_command_line_says_what_it_recorded_and_prints_whole_names(tmp_path, monkeypatch):
