@@ -163,8 +163,8 @@ class Metadata:
     @cached_property
     def state_gates(self) -> list[str]:
         """The terms of a state that interventions can turn in any layer."""
-        found = {term for layer in self.layers if layer.recurrence for term in layer.recurrence.gates}
-        return [term for term in TERMS if term in found]
+        terms = {term for layer in self.layers if layer.recurrence for term in layer.recurrence.gates}
+        return [term for term in TERMS if term in terms]
 
     def window(self, layer: int) -> int | None:
         """How many keys a layer's queries see; None if all, and of a layer without attention."""
@@ -313,15 +313,15 @@ def _check_layers(read: Metadata) -> None:
     for layer, own in enumerate(read.recurrence):
         if own is None:
             continue
-        known = isinstance(own.rule, str) and own.rule in RECURRENCE_RULES
-        _expect(known, f"recurrence[{layer}].rule", "a rule", own.rule)
+        is_rule = isinstance(own.rule, str) and own.rule in RECURRENCE_RULES
+        _expect(is_rule, f"recurrence[{layer}].rule", "a rule", own.rule)
         _expect(isinstance(own.token_shift, bool), f"recurrence[{layer}].token_shift", "true or false", own.token_shift)
         gates = isinstance(own.gates, list) and all(isinstance(one, str) and one in TERMS for one in own.gates)
         _expect(gates, f"recurrence[{layer}].gates", f"among {', '.join(TERMS)}", own.gates)
         needed = dict.fromkeys(STATE_SIZES[:3], own.has_state)
         needed |= dict.fromkeys(STATE_SIZES[3:], bool(own.kernel or own.channels) or not own.has_state)
-        for name, wanted in needed.items():
-            if wanted or getattr(own, name) != 0:
+        for name, has in needed.items():
+            if has or getattr(own, name) != 0:
                 _check_number(f"recurrence[{layer}].{name}", getattr(own, name))
         _expect(own.kernel != 1, f"recurrence[{layer}].kernel", "2 or more, or none", own.kernel)
     for layer, entry in enumerate(read.attention):

@@ -355,15 +355,15 @@ class LayerCache(Brief, Storable, Generic[Layer]):
     @classmethod
     def _names(cls, metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> list[dict[str, str]] | None:
         """Of each layer of a saved cache the names of its tensors, and the parts that they are; None if none fit."""
-        found = [(match, int(match[1])) for name in tensors if (match := re.fullmatch(r"(\d{1,6})\.(\w+)", name))]
+        matches = [(match, int(match[1])) for name in tensors if (match := re.fullmatch(r"(\d{1,6})\.(\w+)", name))]
         if cls.PARTS:
-            numbers = range(len({number for _, number in found}))
+            numbers = range(len({number for _, number in matches}))
             return [{f"{i}.{part}": part for part in cls.PARTS} for i in numbers] or None
         count = metadata.get(LAYERS_KEY, "")
-        if not re.fullmatch(r"\d{1,6}", count) or any(number >= int(count) for _, number in found):
+        if not re.fullmatch(r"\d{1,6}", count) or any(number >= int(count) for _, number in matches):
             return None
         layers: list[dict[str, str]] = [{} for _ in range(int(count))]
-        for match, number in found:
+        for match, number in matches:
             layers[number][match[0]] = match[2]
         return layers
 

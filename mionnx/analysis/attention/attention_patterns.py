@@ -162,7 +162,7 @@ def _checked(what: str, numbers: int | Sequence[int] | None, having: Sequence[in
     indices = [int(one) for one in series if one in having]
     # A number out of range or given twice makes the two lengths differ.
     if not indices or len({*indices}) != len(series):
-        whole = len(having) == having[-1] + 1
-        there = f"{what}s 0 to {having[-1]}" if whole else f"{what}s with patterns {', '.join(map(str, having))}"
+        gapless = len(having) == having[-1] + 1
+        there = f"{what}s 0 to {having[-1]}" if gapless else f"{what}s with patterns {', '.join(map(str, having))}"
         raise InputError(f"{what}s {numbers!r}: the model has the {there}; name each once")
     return indices
