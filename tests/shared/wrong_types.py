@@ -227,7 +227,9 @@ def _files(folder: Path, model: MIModel, recurrent: MIModel) -> Iterator[Call]:
     state = recurrent.forward(PROMPT).state
     assert cache is not None
     assert state is not None
+    mixed = LayerCache([{"state": np.ones((1, 2, 4, 4), np.float32)}, {}], np.ones((1, 3), np.int64))
     saved = {HookSpec: HookSpec().capture("hook_embed"), Directions: directions, KVCache: cache, RWKVState: state}
+    saved[LayerCache] = mixed
     for kind, one in saved.items():
         path = folder / f"{kind.__name__}.safetensors"
         one.save(path)
