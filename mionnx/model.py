@@ -28,6 +28,7 @@ from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablation, patching
+from mionnx.analysis.weights import weights as named
 from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
@@ -100,6 +101,8 @@ class MIModel(Runner, Translated):
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores
+    # weights by name, and what they say before anything runs
+    weights = once_property(named.weights)
     # steering, and features of sparse autoencoders
     contrast = contrasting.contrast
     calibrate = calibration.calibrate
@@ -129,7 +132,26 @@ class MIModel(Runner, Translated):
     W_E = once_property(transformer_lens.W_E)
     W_U = once_property(transformer_lens.W_U)
     b_U = once_property(transformer_lens.b_U)  # noqa: N815
-    W_O = once_property(transformer_lens.W_O)
+    W_pos = once_property(named.weight("W_pos"))
+    W_E_pos = once_property(named.weight("W_E_pos"))
+    W_Q = once_property(named.weight("W_Q"))
+    W_K = once_property(named.weight("W_K"))
+    W_V = once_property(named.weight("W_V"))
+    W_O = once_property(named.weight("W_O"))
+    b_Q = once_property(named.weight("b_Q"))  # noqa: N815
+    b_K = once_property(named.weight("b_K"))  # noqa: N815
+    b_V = once_property(named.weight("b_V"))  # noqa: N815
+    b_O = once_property(named.weight("b_O"))  # noqa: N815
+    W_in = once_property(named.weight("W_in"))
+    W_gate = once_property(named.weight("W_gate"))
+    W_out = once_property(named.weight("W_out"))
+    b_in = once_property(named.weight("b_in"))
+    b_out = once_property(named.weight("b_out"))
+    QK = once_property(named.all_QK)
+    OV = once_property(named.all_OV)
+    all_composition_scores = named.all_composition_scores
+    accumulated_bias = named.accumulated_bias
+    tl_parameters = named.tl_parameters
     to_tokens = transformer_lens.to_tokens
     to_str_tokens = transformer_lens.to_str_tokens
     to_string = transformer_lens.to_string

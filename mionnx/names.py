@@ -25,6 +25,7 @@ from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
+from mionnx.analysis.weights.factored_matrix import FactoredMatrix
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.compile.knobs import Knob
@@ -93,6 +94,7 @@ __all__ = [
     "EdgeAttribution",
     "Estimate",
     "ExportError",
+    "FactoredMatrix",
     "FallbackWarning",
     "FeatureActivations",
     "FewBlocksWarning",

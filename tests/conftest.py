@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +34,28 @@ INSTALLING = 300  # seconds that a test waits for packages; where there is no ne
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in processes of tests; as many of them run as there are cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-part", help="K/N: of the slow tests, the Kth of N parts; a family's are in one part")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test of a family that is not among the representative ones is slow."""
     others = {*CONFIGS} - {*REPRESENTATIVE}
+    parts: dict[pytest.Item, str] = {}
     for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value in others for value in parameters):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        family = next((value for value in parameters.values() if isinstance(value, str) and value in others), None)
+        if family:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow"):
+            parts[item] = str(family or parameters.get("family") or item.nodeid.partition("[")[0])
+    if chosen := config.option.slow_part:
+        number, count = map(int, chosen.split("/"))
+        left = [item for item, key in parts.items() if zlib.crc32(key.encode()) % count != number - 1]
+        config.hook.pytest_deselected(items=left)
+        gone = {*left}
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:

@@ -94,15 +94,29 @@ def refuse_metric(metric: MetricSpec | None, metadata: Metadata) -> None:
     """Refuse a metric that the model's head does not have."""
     if metric is None or metric.of is not None or metric.name == "cotangent":
         return
-    if metric.name == "loss" and metadata.bidirectional:
-        raise GradientError(
-            "the loss is that of a text's own next tokens, and an encoder reads these tokens: metric='log_probability' "
-            "of a token that a mask hides, position='mask', is what it predicts"
-        )
+    if metric.name == "loss":
+        _refuse_loss(metric, metadata)
     of_vectors = metadata.head in ("embedding", "none")
     if of_vectors != (metric.name in OF_VECTORS):
         has = f"{', '.join(OF_VECTORS)}, and functions" if of_vectors else "logits, of which these are no metrics"
         raise GradientError(f"metric {metric.name!r}: a model with the head {metadata.head!r} has {has}")
+
+
+def _refuse_loss(metric: MetricSpec, metadata: Metadata) -> None:
+    """Refuse a loss of the next token of an encoder, and one of hidden tokens of any other than a masked model."""
+    if metadata.head == "masked_lm":
+        if metric.answer is None:
+            raise GradientError(
+                "the loss of a masked language model is that of the tokens which masks hide: give them as answer=, "
+                "one for all masks, or of each row one, or a list with one for each of its masks"
+            )
+    elif metadata.bidirectional:
+        raise GradientError(
+            "the loss is that of a text's own next tokens, and an encoder reads these tokens; a model with the head "
+            f"{metadata.head!r} has metric='log_probability' of an answer"
+        )
+    elif metric.answer is not None:
+        raise GradientError("metric 'loss' reads no answer of a decoder: it is that of a text's own next tokens")
 
 
 def gradients_of(metric: MetricSpec | None, of: str, by: Sequence[BoundCapture]) -> Gradients | None:

@@ -16,7 +16,7 @@ from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import Place, TokenBatch
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
-from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, MetricSpec, Token, Tokens
+from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, Answers, MetricSpec, Token
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -32,9 +32,9 @@ def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Ca
         except TypeError:
             raise GradientError(f"token {token!r}: a token is a text, or an integer") from None
 
-    def each(tokens: Tokens) -> Tokens:
+    def each(tokens: Any) -> Any:
         if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
-            return [read(token) for token in tokens]
+            return [each(token) for token in tokens]
         return None if tokens is None else read(tokens)
 
     resolved = copy(metric)
@@ -46,7 +46,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
     """Make the inputs of a metric, its tokens as ids, for one token batch."""
     places = _places(logits)
     if metric.name in READS_ALL:
-        return _loss(batch, places)
+        return _masked_loss(metric, batch, places) if batch.both else _loss(batch, places)
     weights = _weights(metric, batch, places) if metadata.positional else np.ones((batch.batch, 1), np.float32)
     feeds = {METRIC_WEIGHTS: weights}
     count = feeds[METRIC_WEIGHTS].shape[1]
@@ -110,6 +110,23 @@ def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[Place] | No
     return weights
 
 
+def _masked_loss(metric: MetricSpec, batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
+    """Each row's hidden tokens at its masks, in order; all other positions weigh nothing."""
+    if places is not None:
+        raise GradientError("the loss reads the logits of every position: leave out positions=")
+    targets, weights = np.zeros((batch.batch, batch.seq), np.int64), np.zeros((batch.batch, batch.seq), np.float32)
+    for row, answer in enumerate(_per_row("answer", metric.answer, batch.batch)):  # type: ignore[arg-type]
+        masks = [batch.column_of[row][at] for at in batch.masks(row)]
+        if not masks:
+            raise GradientError(f"row {row} has no mask, whose token the loss could be of: put one into the text")
+        several = isinstance(answer, Sequence) and not isinstance(answer, str)
+        tokens = [*answer] if several else [answer] * len(masks)  # type: ignore[misc]
+        if len(tokens) != len(masks):
+            raise GradientError(f"row {row} has {len(masks)} masks, and answer {len(tokens)} tokens for it")
+        targets[row, masks], weights[row, masks] = tokens, 1 / len(masks)
+    return {METRIC_WEIGHTS: weights, METRIC_ANSWER: targets}
+
+
 def _loss(batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
     """Each token's own next token; padding, and the last token, predict nothing."""
     if places is not None:
@@ -124,7 +141,7 @@ def _loss(batch: TokenBatch, places: Sequence[Place] | None) -> Feeds:
     return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}  # the mean over a row's tokens
 
 
-def _per_row(what: str, tokens: Tokens, rows: int) -> list[Token]:
+def _per_row(what: str, tokens: Answers, rows: int) -> list[Any]:
     if not isinstance(tokens, Sequence):
         return [tokens] * rows  # type: ignore[list-item]
     if len(tokens) != rows:

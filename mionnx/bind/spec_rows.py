@@ -16,7 +16,7 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import Array, ValueShape
-from mionnx.spec.metric import MetricSpec, Tokens
+from mionnx.spec.metric import Answers, MetricSpec
 
 
 def differs_by_row(bound: BoundSpec) -> bool:
@@ -40,7 +40,7 @@ def _nested(one: Intervention) -> bool:
     return isinstance(one.positions, tuple) and isinstance(one.positions[0], tuple)
 
 
-def _listed(tokens: Tokens) -> bool:
+def _listed(tokens: Answers) -> bool:
     return tokens is not None and not isinstance(tokens, str | int | np.integer)
 
 
@@ -206,6 +206,6 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
     return part
 
 
-def _tokens(tokens: Tokens, rows: Sequence[int]) -> Tokens:
+def _tokens(tokens: Answers, rows: Sequence[int]) -> Any:
     entries: Any = tokens
     return [entries[row] for row in rows] if _listed(tokens) else tokens

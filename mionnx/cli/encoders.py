@@ -1,19 +1,28 @@
 """Commands on encoders: masks, labels, tags, spans, and how alike texts are, and why."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
 from mionnx.cli.command import Arguments, Command, Open
+from mionnx.machine.brief import cut
 from mionnx.machine.decimals import decimal
+from mionnx.machine.files import atomic_path
 from mionnx.model import MIModel
+from mionnx.run.embedding import Vectors
 
 Texts = Annotated[list[str], typer.Argument(metavar="TEXT", help="One text, or several.")]
 Others = Annotated[list[str] | None, typer.Option("--beside", metavar="TEXT", help="Texts of the columns, if others.")]
+Target = Annotated[
+    Path | None, typer.Option("--save", metavar="FILE.npy", help="Write the embeddings, float32 [texts, d].")
+]
 BERT = "models/world-bert"
+SHOWN = 6  # numbers of an embedding that a terminal shows
 
 
 def _of_texts(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +37,24 @@ def _of_texts(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _alike(open: Open, arguments: Arguments, texts: Texts, beside: Others = None) -> tuple[list[str], NDArray[Any]]:
     columns = beside or texts
     return columns, open().similarity(texts, columns, **arguments)
+
+
+def _embedded(open: Open, arguments: Arguments, texts: Texts, target: Target = None) -> tuple[list[str], Vectors]:
+    vectors = open().embed(texts, **arguments)
+    if target is not None:
+        with atomic_path(target) as partial, partial.open("wb") as file:
+            np.save(file, vectors)
+    return texts, vectors
+
+
+def _lines(result: tuple[list[str], Vectors]) -> list[Table]:
+    texts, vectors = result
+    table = Table("text", "numbers", "length", "the first ones")
+    for text, vector in zip(texts, vectors.astype(np.float64), strict=True):
+        first = " ".join(decimal(number, 3) for number in vector[:SHOWN].tolist())
+        length = decimal(float(np.sqrt(vector @ vector)), 4)
+        table.add_row(cut(text, 60), str(len(vector)), length, first)
+    return [table]
 
 
 def _matrix(result: tuple[list[str], NDArray[Any]]) -> list[Table]:
@@ -60,6 +87,18 @@ ANSWER_SPAN = Command(
     [MIModel.answer_span],
     ['mionnx answer-span MODEL "Where does Ann live?" "Ann lives in Rome now"'],
     positional=("question", "context"),
+)
+EMBED = Command(
+    [MIModel.embed],
+    [
+        'mionnx embed minilm "A man plays the guitar" "Someone performs music"',
+        'mionnx embed minilm "It rains" --save rain.npy',
+    ],
+    call=_embedded,
+    show=_lines,
+    facts=lambda result: result[1].tolist(),
+    without=("texts",),
+    files=False,
 )
 SIMILARITY = Command(
     [MIModel.similarity],

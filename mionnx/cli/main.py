@@ -37,6 +37,7 @@ COMMANDS = {
     "classify": ("encoders.CLASSIFY", "Show the labels of texts with their probabilities, by a classifier."),
     "tag": ("encoders.TAG", "Label the words of texts, as named entities for one."),
     "answer-span": ("encoders.ANSWER_SPAN", "Find the parts of a context that answer a question."),
+    "embed": ("encoders.EMBED", "Embed texts by an embedding model, as sentence-transformers does."),
     "similarity": ("encoders.SIMILARITY", "Measure how alike texts are, by an embedding model."),
     "attribute-similarity": ("encoders.ATTRIBUTE_SIMILARITY", "Show which pairs of tokens make two texts alike."),
     "harvest": ("deployment.HARVEST", "Write the activations of a dataset to disk."),

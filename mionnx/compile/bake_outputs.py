@@ -27,7 +27,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
-from mionnx.spec.metric import READS_ALL, MetricSpec, Tokens
+from mionnx.spec.metric import READS_ALL, Answers, MetricSpec
 
 REST = 2**62  # the end of a slice that goes to the end
 
@@ -47,6 +47,8 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
     elif metric.name in READS_ALL:
         if bound.plan.outputs.last:
             raise _last_alone(metric, "every position")
+        if bound.model.metadata.bidirectional:
+            raise GradientError(f"metric {metric} is of the masks of one call; compiled graphs serve any text")
         by[METRIC_ANSWER], by[METRIC_WEIGHTS] = _next_tokens(op, calls)
     else:
         by[METRIC_WEIGHTS] = weights = _weights(op, calls, metric, bound.plan.outputs.last)
@@ -96,7 +98,7 @@ def _following(op: Builder, value: Tensor) -> Tensor:
     return op.Concat(op.Slice(value, [1], [REST], [1]), op.Sub(first, first), axis=1)
 
 
-def _one(name: str, tokens: Tokens) -> int:
+def _one(name: str, tokens: Answers) -> int:
     if not isinstance(tokens, int | np.integer):
         raise GradientError(
             f"{name.rsplit('.', 1)[1]}={tokens!r}: a token a row is a matter of one call; a compiled graph serves any "

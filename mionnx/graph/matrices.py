@@ -13,7 +13,9 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, ModelError
+from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.output_head import HEAD_ELEMENTWISE, LOGITS
 from mionnx.graph.weight_value import (
@@ -22,13 +24,13 @@ from mionnx.graph.weight_value import (
     linear_weight,
     product_of,
     table_of,
-    weight_numbers,
     weight_value,
 )
 
 ACTIVATION_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
 RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
+POSITION_INPUT = "position_ids"
 WEIGHT_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 
@@ -63,6 +65,42 @@ def embedding(model: HookedModel) -> NDArray[Any]:
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
 
 
+def position_embedding(model: HookedModel) -> NDArray[Any]:
+    """W_pos [positions, hidden], the rows of positions 0, 1, ...; of models with a table of positions.
+
+    Raises:
+        HookError: positions enter the model in another way (rotations of queries and keys).
+    """
+    flow, value = Dataflow(model.proto), str(HookPoint.PosEmbed)
+    node = flow.producer(value) if value in model.metadata.hooks else None
+    while node is not None and node.op_type in RESHAPING:
+        node = flow.producer(node.input[0])
+    if node is None or node.op_type not in WEIGHT_LOOKUPS or node.input[0] in flow.varying:
+        rotary = str(HookPoint.AttnRotQ(0)) in model.metadata.hooks
+        why = (
+            "positions rotate queries and keys, weights.QK(distance=) says how"
+            if rotary
+            else "it has no table of positions"
+        )
+        raise HookError(f"{model.metadata.family}: no W_pos: {why}")
+    return table_of(flow, model.folder, node)[_first_row(flow, model, node.input[1]) :]
+
+
+def _first_row(flow: Dataflow, model: HookedModel, rows: str) -> int:
+    """The row of position 0 (OPT and RoBERTa begin at row 2)."""
+    first = 0
+    while rows != POSITION_INPUT:
+        node = flow.producer(rows)
+        varying = [] if node is None else [name for name in node.input if name in flow.varying]
+        if node is None or len(varying) != 1 or node.op_type not in RESHAPING | {"Add"}:
+            raise HookError(f"{model.metadata.family}: no W_pos: the graph computes rows of its table from the text")
+        if node.op_type == "Add":
+            other = next(name for name in node.input if name != varying[0])
+            first += int(onnx_file.weight(model.proto, model.folder, other).reshape(-1)[0])
+        rows = varying[0]
+    return first
+
+
 def unembedding(model: HookedModel) -> NDArray[Any]:
     """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U."""
     return head(model).weight
@@ -79,30 +117,6 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
             return bias
     own = linear_bias(product.flow, model.folder, product.product)
     return np.zeros(size, DTYPES[model.metadata.dtype]) if own is None else own
-
-
-def output_projections(model: HookedModel) -> NDArray[Any]:
-    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype; not of outputs that are gated or normed."""
-    # So they are in recurrent models. Heads of one size are needed too, and tokens that do not choose their
-    # projections.
-    sizes = model.metadata.sizes
-    attentions = [layer.attention for layer in model.metadata.layers]
-    lacking = [layer for layer, attention in enumerate(attentions) if attention is None]
-    if lacking:
-        where = "" if len(lacking) == len(attentions) else f" in the layers {', '.join(map(str, lacking))}"
-        raise HookError(f"a {model.metadata.family} model has no attention{where}, and so no W_O for its heads")
-    widths = [model.metadata.heads(layer)[2] for layer in range(sizes.num_layers)]
-    if len({*widths}) > 1:
-        raise HookError(f"the layers' heads are of several sizes, {widths}: no one array W_O has them all")
-    projecting = [attention for attention in attentions if attention and attention.output_projection]
-    if len(projecting) < len(attentions):
-        raise HookError(f"each token of a {model.metadata.family} model chooses its own projections: there is no W_O")
-    layers = []
-    for attention in projecting:
-        weight = weight_numbers(model.proto, model.folder, attention.output_projection)
-        rows = weight if attention.output_is_rows else weight.T
-        layers.append(rows.reshape(sizes.num_heads, widths[0], sizes.hidden_size))
-    return np.stack(layers)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,11 @@ class Metadata:
         return self.head not in ("classes", "embedding")
 
     @property
+    def has_distribution(self) -> bool:
+        """Whether its main output is logits of probabilities: no embedding, no stream, no number of a regression."""
+        return self.output == "logits" and self.activation != "identity"
+
+    @property
     def columns(self) -> int:
         """Entries along the last axis of the main output: tokens, labels, ends of a span, or features."""
         axes = self.hooks.get(HEAD_POINTS.get(self.head, ""), [None])

@@ -86,6 +86,17 @@ def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.i
     return order.astype(np.int64)
 
 
+def unordered_input(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> str:
+    """What a MatMulNBits reads, before its numbers are put in the order of the weight (`order_of`)."""
+    if order_of(flow, folder, node) is None:
+        return node.input[0]
+    maker = flow.producer(node.input[0])
+    if maker is not None and maker.op_type == "Slice":
+        maker = flow.producer(maker.input[0])
+    assert maker is not None
+    return maker.input[0]
+
+
 def offset_nodes(node: Node) -> list[Node]:
     """The nodes of a MatMulNBits' offsets: Add, MatMul, ReduceSum, Reshape; none without."""
     for user in node.outputs[0].outputs if node.op == "MatMulNBits" else ():

@@ -41,6 +41,16 @@ def refuse_without_vocabulary(model: HookedModel, what: str) -> None:
         )
 
 
+def refuse_without_distribution(model: HookedModel, what: str) -> None:
+    """Refuse what measures the KL of predictions, "a budget" for one, if the main output has no probabilities."""
+    if not model.metadata.has_distribution:
+        output = "numbers of a regression" if model.metadata.output == LOGITS else f"vectors ({model.metadata.output})"
+        raise InputError(
+            f"{what} measures the KL of predictions, and {model.name} gives {output}, which have no probabilities. "
+            "verify(other=) compares two models by hook point and by layer"
+        )
+
+
 def refuse_normed_stream(model: HookedModel, what: str) -> None:
     """Refuse what takes the residual stream for a sum, "attribution" for one, if it is normed between additions."""
     if NORMED_STREAM in model.metadata.exporter:

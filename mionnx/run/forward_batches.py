@@ -27,7 +27,7 @@ from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
 from mionnx.run.tokenizing import answer_id, check_answer, has_text, warn_of_spellings
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import MetricSpec
+from mionnx.spec.metric import READS_ALL, MetricSpec
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _look_at_spelling(model: OpenModel, metric: MetricSpec | None, feeds: Feeds,
     """Warn where the model gives more to another spelling of a metric's tokens."""
     if metric is None or METRIC_WEIGHTS not in feeds or not has_text(tokens := (metric.answer, metric.versus)):
         return
-    if model.hooked.metadata.labels:
+    if model.hooked.metadata.labels or metric.name in READS_ALL:
         return
     places = feeds[METRIC_WEIGHTS].argmax(axis=1)
     read = np.asarray(logits)[np.arange(len(places)), places]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.metadata import Metadata
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.brief import count, cut
 from mionnx.machine.decimals import decimal
@@ -206,6 +207,15 @@ def probabilities_of(logits: Numbers, activation: str) -> Numbers:
     if activation == "sigmoid":
         return np.asarray(np.exp(-np.logaddexp(0, -logits)))
     return np.asarray(np.exp(log_softmax(logits, axis=-1)))
+
+
+def distributions(output: NDArray[Any], metadata: Metadata) -> NDArray[Any]:
+    """The main output as logits [..., choices], whose softmax along the last axis is each distribution of the head."""
+    if metadata.head == "span":
+        return output.swapaxes(-1, -2)  # the start, and the end, over the tokens of a text
+    if metadata.activation == "sigmoid":
+        return np.stack([output, np.zeros_like(output)], axis=-1)  # each label by itself: yes or no
+    return output
 
 
 def _predictions(

@@ -22,7 +22,7 @@ from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
 from mionnx.spec.hook_choice import Capture, Hook, HookChoice, Hooks, add_new, described, each, requests_of
 from mionnx.spec.intervention import Intervention
-from mionnx.spec.metric import MetricSpec, Tokens
+from mionnx.spec.metric import Answers, MetricSpec, Tokens
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 # Interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long.
@@ -107,7 +107,7 @@ class HookSpec(Brief, Storable, Translated):
         self,
         name: str,
         *,
-        answer: Tokens = None,
+        answer: Answers = None,
         versus: Tokens = None,
         position: int | str | None = None,
         reference: ArrayLike | None = None,
@@ -120,7 +120,8 @@ class HookSpec(Brief, Storable, Translated):
         Args:
             name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "cotangent", see
                 `MetricSpec`.
-            answer, versus: tokens, as ids or texts, one for all rows or one a row.
+            answer, versus: tokens, as ids or texts, one for all rows or one a row; of the "loss" of a masked language
+                model the hidden tokens, of a row with several masks a list.
             position: of each row's own text, at which the logits are read; the last if left out. "loss", and a
                 cotangent for every logit, read all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].

@@ -13,6 +13,7 @@ from mionnx.spec.hook_choice import Hook
 
 Token = int | str
 Tokens = Token | Sequence[Token] | None
+Answers = Tokens | Sequence[Sequence[Token]]  # of "loss": of each row one token for each of its masks
 # name -> what it reads besides the logits
 READS: Mapping[str, tuple[str, ...]] = {
     "logit": ("answer",),
@@ -25,6 +26,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "dot": ("reference",),
     "cotangent": ("cotangent",),
 }
+MAY_READ: Mapping[str, tuple[str, ...]] = {"loss": ("answer",)}  # of a masked language model
 OF_VECTORS = ("cosine", "dot")  # those of embeddings
 READS_ALL = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
@@ -38,7 +40,9 @@ class MetricSpec:
     Attributes:
         name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
             the mean of the negative log-probabilities of a row's own next tokens, or "cotangent", the sum of logits
-            times numbers. Of an embedding, "cosine" and "dot" with a reference [d] or [batch, d].
+            times numbers. Of an embedding, "cosine" and "dot" with a reference [d] or [batch, d]. The "loss" of a
+            masked language model is that of the tokens which a row's masks hide: `answer` is one for all masks, or of
+            each row one, or a list with one for each of its masks.
         position: at which the logits are read, "mask" for that of the text's one mask token; None where all are
             ("loss", a cotangent for all logits) or none (`of`).
     """
@@ -46,7 +50,7 @@ class MetricSpec:
     def __init__(
         self,
         name: str,
-        answer: Tokens = None,
+        answer: Answers = None,
         versus: Tokens = None,
         position: int | str | None = None,
         reference: ArrayLike | None = None,
@@ -59,6 +63,10 @@ class MetricSpec:
         _check_read(name, {"answer": answer, "versus": versus, "reference": reference, "cotangent": cotangent})
         if of is not None and name != "cotangent":
             raise GradientError(f"metric {name!r} reads the logits; only 'cotangent' reads another value, of {of}")
+        if name not in READS_ALL and any(_listed(entry) for entry in (answer if _listed(answer) else ())):  # type: ignore[union-attr]
+            raise GradientError(
+                f"metric {name!r} reads one answer of a row; lists of them are the hidden tokens of 'loss'"
+            )
         self.name, self.answer, self.versus, self.rules = name, answer, versus, rules
         self.reference = _numbers("reference", reference, (1, 2))
         # The value at a hook point may have up to five axes, logits have three.
@@ -100,7 +108,7 @@ def check_rules(rules: str) -> None:
         )
 
 
-def _plain(tokens: Tokens) -> Any:
+def _plain(tokens: Answers) -> Any:
     if tokens is None or isinstance(tokens, str):
         return tokens
     if isinstance(tokens, Sequence | np.ndarray):
@@ -108,11 +116,15 @@ def _plain(tokens: Tokens) -> Any:
     return operator.index(tokens)
 
 
+def _listed(tokens: Any) -> bool:
+    return isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
+
+
 def _check_read(name: str, parts: Mapping[str, Any]) -> None:
     for part, value in parts.items():
         if value is None and part in READS[name]:
             raise GradientError(f"metric {name!r} needs {part}=")
-        if value is not None and part not in READS[name]:
+        if value is not None and part not in (*READS[name], *MAY_READ.get(name, ())):
             raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
+from mionnx.run.predictions import distributions
 from mionnx.verify.difference import Difference, LogitDifference, layer_losses
 from mionnx.verify.graph_under_test import LOGITS_POINT, GraphUnderTest
 from mionnx.verify.recorded_values import RecordedValues
@@ -82,7 +82,7 @@ def record(side: Side, recording: RecordedValues, settings: ComparisonSettings) 
 
 
 def _choose(side: Side, settings: ComparisonSettings) -> list[Ids]:
-    if not settings.greedy or side.graph.model.metadata.bidirectional:  # an encoder continues nothing
+    if not settings.greedy:
         return []
     assert side.runtime is not None
     try:
@@ -125,7 +125,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: ComparisonSettin
     return Beside(
         second.title,
         [differences[name].at(name, local.get(name)) for name in names],
-        logits.to_dict(second.graph.model.metadata.columns),
+        logits.to_dict(),
         _same_choices(first.greedy, second.greedy),
         _fault(first, second, local, scratch, settings),
         runtime.environment(),
@@ -150,8 +150,8 @@ def _differences(
         if expected.shape != part.shape:
             raise ModelError(f"{name}: {first.title} has {list(expected.shape)}, {second.title} has {list(part.shape)}")
         differences[name].add(expected, part)
-        if name == metadata.main_point and metadata.output == LOGITS:  # of embeddings there is no distribution
-            next_tokens.add(expected, part)
+        if name == metadata.main_point and metadata.has_distribution:
+            next_tokens.add(*(distributions(one, metadata) for one in (expected, part)))
         if second.recording is not None:
             second.recording.add(prompt, name, part)
 

@@ -171,7 +171,7 @@ def _divergence(
 
 @dataclass
 class LogitDifference:
-    """Difference of two models' next-token distributions over all positions of all prompts."""
+    """Difference of two models' predictions (next tokens; labels, tags or spans of an encoder) over all prompts."""
 
     positions: int = 0
     # sum_kl, max_kl: KL(first || second), in nats.
@@ -182,9 +182,11 @@ class LogitDifference:
     max_back: float = 0.0
     same_first: int = 0  # positions with the same top token
     shared: int = 0  # number of tokens among both top `TOP`, over all positions
+    most: int = 0  # the most that were looked at: `TOP`, or all of fewer choices
+    looked: int = 0  # how many were, over all positions
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
-        """Compare logits [batch, seq, vocab]."""
+        """Compare logits [..., choices]."""
         vocab = one.shape[-1]
         rows = max(1, ELEMENTS_AT_ONCE // vocab)
         flat, beside = one.reshape(-1, vocab), other.reshape(-1, vocab)
@@ -202,10 +204,11 @@ class LogitDifference:
         self.max_back = max(self.max_back, float(back.max(initial=0)))
         self.same_first += int((one.argmax(-1) == other.argmax(-1)).sum())
         top = min(TOP, one.shape[-1])
+        self.most, self.looked = max(self.most, top), self.looked + top * len(one)
         best = [np.argsort(-rows, axis=-1, kind="stable")[:, :top] for rows in (one, other)]
         self.shared += int((best[0][:, :, None] == best[1][:, None]).sum())
 
-    def to_dict(self, vocab: int) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Means and shares, by name; no numbers where nothing was compared, as of embeddings."""
         count, nothing = self.positions or nan, 0.0 if self.positions else nan
         return {
@@ -215,7 +218,7 @@ class LogitDifference:
             "kl_back_mean": self.sum_back / count,
             "kl_back_max": self.max_back + nothing,
             "top_1": self.same_first / count,
-            f"top_{min(TOP, vocab)}": self.shared / (count * min(TOP, vocab)),
+            f"top_{self.most or TOP}": self.shared / (self.looked or nan),
         }
 
 

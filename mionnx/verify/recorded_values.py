@@ -3,9 +3,9 @@
 The format of a saved file:
 
 1. An ordinary safetensors file. The tensor `{prompt}.{hook point}` is that value, bfloat16 as float32.
-2. Its `__metadata__` has `mionnx_run` = "1", `facts`, a JSON text: the prompts' ids, the hook points, the positions
-   kept, the dtype, hashes of graph, weights and spec, the greedy continuations, and the environment; and the checksum
-   of `mionnx.machine.tensor_file`.
+2. Its `__metadata__` has `mionnx_run` = "1", `facts`, a JSON text: the prompts' ids (of pairs, token types), the
+   hook points, the positions kept, the dtype, hashes of graph, weights and spec, the greedy continuations, and the
+   environment; and the checksum of `mionnx.machine.tensor_file`.
 3. Refused: another version, a damaged file.
 """
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,6 +142,11 @@ def names_of(model: HookedModel, points: Points, spec: HookSpec) -> list[str]:
     return sorted(chosen, key=lambda name: model.order[name])
 
 
+def _tokens(call: TokenBatch) -> tuple[Any, Any]:
+    types = call.token_type_ids
+    return call.input_ids.tolist(), None if types is None else types.tolist()
+
+
 def as_recorded(
     recording: RecordedValues,
     calls: Sequence[TokenBatch],
@@ -150,7 +156,11 @@ def as_recorded(
 ) -> tuple[list[TokenBatch], list[str], ComparisonSettings]:
     """Take prompts, hook points and positions from a recorded run; a request that contradicts it is refused."""
     facts, path = recording.facts, recording.path
-    if calls and [call.input_ids.tolist() for call in calls] != facts["prompts"]:
+    batches = [make_token_batch(np.array(ids, np.int64), None, None, model) for ids in facts["prompts"]]
+    if "types" in facts:  # of pairs of texts
+        own = [None if types is None else np.array(types, np.int64) for types in facts["types"]]
+        batches = [replace(batch, token_type_ids=types) for batch, types in zip(batches, own, strict=True)]
+    if calls and [_tokens(call) for call in calls] != [_tokens(batch) for batch in batches]:
         raise InputError(f"these prompts are not those of {path}: leave them out to use the recorded ones")
     missing = [name for name in facts["names"] if name not in model.order]
     if missing:
@@ -164,6 +174,5 @@ def as_recorded(
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
     if settings.positions is not None and list(settings.positions) != positions:
         raise InputError(f"{path} has positions {positions or 'all'}: leave them out to use the recorded ones")
-    batches = [make_token_batch(np.array(ids, np.int64), None, None, model) for ids in facts["prompts"]]
     chosen = [name for name in facts["names"] if name in names]
     return batches, chosen, replace(settings, greedy=greedy, positions=positions)

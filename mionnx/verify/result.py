@@ -306,6 +306,8 @@ class Verification(Shown):
         if title is None and not models:
             raise InputError("no second model was compared: give other=")
         beside = models[0] if title is None else self.beside(title)
+        if not beside.layers:
+            raise InputError(f"no layers were compared with {beside.title}: give other=, and the streams among points=")
         return ModelLosses(self.reference, beside.title, beside.rows, beside.layers, beside.logits)
 
     def matrix_losses(self) -> MatrixLosses:

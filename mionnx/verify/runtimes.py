@@ -179,9 +179,7 @@ class TorchEager(Runtime):
 
         def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():
-                forward(
-                    (call.input_ids, call.attention_mask, call.position_ids), _listener(graph, call, sink, {*names})
-                )
+                forward(tuple(call.feeds().values()), _listener(graph, call, sink, {*names}))
 
         yield run
 

@@ -38,6 +38,7 @@ from mionnx.verify.runtimes import PROVIDER, WITH_THREADS, Runtime, runtime_of
 from mionnx.verify.steps import Side
 
 RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
+CONTINUED = 8  # tokens
 
 
 @typed()
@@ -53,7 +54,7 @@ def verify(
     against: str | Path | None = None,
     tolerance: float | None = None,
     local: bool = True,
-    greedy: int = 8,
+    greedy: int | None = None,
     positions: Sequence[int] | None = None,
     repeat: bool = False,
     checkpoint: str | Path | None = None,
@@ -68,7 +69,8 @@ def verify(
     narrowing a fault down to its nodes holds the values of its one step.
 
     Args:
-        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
+        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding. A pair of texts of an
+            encoder is `model.tokenize(a, b)`; KL is then of its labels, tags, tokens, or of a span's start and end.
         runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
             (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
             ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first. If left
@@ -86,14 +88,15 @@ def verify(
         tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
             5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
         local: measure what each step between hook points adds by itself, and find the first that adds too much.
-        greedy: tokens to choose greedily after each prompt, and compare.
+        greedy: tokens to choose greedily after each prompt, and compare: 8 if left out, none of an encoder or with
+            `texts`, whose windows are cut anywhere.
         positions: compare (and record) these positions of each prompt only.
         repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
             a batch, at all positions.
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
         progress: see `patch_sweep`.
-        texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
+        texts: run besides, cut into windows of 256 tokens; nothing is then continued.
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
             `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
             matrices of a stack of experts are put in together.
@@ -113,7 +116,7 @@ def verify(
     if other is not None and runtimes is RUNTIMES:  # models are compared then: onnx's evaluator takes minutes
         runtimes = RUNTIMES[:1]
     prompts = [*_listed(prompts), *(windows(model, texts) if texts else ())]
-    greedy = 0 if texts else greedy  # windows are cut anywhere: what follows them says nothing
+    greedy = _continued(model, greedy, bool(texts))
     calls = [call_of(model, prompt) for prompt in prompts]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
@@ -194,6 +197,16 @@ def _verified(
     ]
     return Verification(_title(model, request.other, graph), first.title, besides, skipped, failed, tolerance, notes,
                         prompts, hashes, environment, repeats, matrices)  # fmt: skip
+
+
+def _continued(model: Runner, greedy: int | None, windowed: bool) -> int:
+    """The tokens to choose after each prompt; those that would have no effect are refused."""
+    if not (model.bidirectional or windowed):
+        return CONTINUED if greedy is None else greedy
+    if greedy:
+        why = f"{model.hooked.name} is an encoder" if model.bidirectional else "windows of texts are cut anywhere"
+        raise InputError(f"greedy={greedy}: {why}, and nothing follows: leave it out")
+    return 0
 
 
 def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
@@ -298,7 +311,8 @@ def _keep(
         "hashes": hashes,
         "environment": environment,
     }
-    side.recording.keep(path, facts)
+    types = [None if call.token_type_ids is None else call.token_type_ids.tolist() for call in calls]
+    side.recording.keep(path, facts | ({"types": types} if any(types) else {}))
     points = names[0] if len(names) == 1 else f"{len(names)} hook points from {names[0]} to {names[-1]}"
     where = "" if settings.positions is None else f", positions {', '.join(map(str, settings.positions))} only"
     chosen = f", {count(settings.greedy, 'greedy token')} after each" if settings.greedy else ""

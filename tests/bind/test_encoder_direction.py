@@ -93,5 +93,5 @@ def test_a_window_holds_on_both_sides(model):
 def test_metrics_ask_for_the_head(model):
     with pytest.raises(InterventionError, match="no mask tokens"):
         model.gradients(IDS, "blocks.0.hook_resid_pre", answer=7)
-    with pytest.raises(GradientError, match="own next tokens"):
+    with pytest.raises(GradientError, match="give them as answer="):
         model.gradients(IDS, "blocks.0.hook_resid_pre", "loss")

@@ -52,6 +52,21 @@ def test_texts_beside_others(text_encoder, tmp_path):
     assert "rains" in page.read_text()
 
 
+def test_embeddings_are_printed_and_written(text_encoder, tmp_path):
+    model, _ = text_encoder("embedding")
+    texts, target = ("the man plays", "it rains"), tmp_path / "vectors.npy"
+    facts = json.loads(succeeded("embed", model.hooked.folder, *texts, "--save", target, "--json"))
+    expected = model.embed(texts)
+    assert np.allclose(facts, expected, atol=1e-6)
+    assert np.array_equal(np.load(target), expected)
+    assert np.load(target).dtype == np.float32
+    assert "the man plays" in succeeded("embed", model.hooked.folder, *texts, "--max-length", "4")
+    refused = mionnx("embed", model.hooked.folder, *texts, "--save", tmp_path / "absent" / "vectors.npy")
+    assert refused.returncode == 1
+    assert "absent" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
+
+
 def test_commands_of_predictions_read_the_mask():
     facts = json.loads(succeeded("run", BERT, TEXTS[1], "--zero", "blocks.1.hook_mlp_out", "--json"))
     assert facts["baseline"][0][0] == "Tokyo"

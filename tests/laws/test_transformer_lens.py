@@ -18,6 +18,17 @@ def test_every_patching_sweep(beside_lens, checkpoint, hooked, family):
         assert figures["apart"] < TOLERANCE < figures["effect"] / 100, name
 
 
+@pytest.mark.parametrize("model", ["world-gpt2", "world-llama"])
+def test_every_weight_raw_and_folded(beside_lens, model):
+    """Accessors, parameters, circuits of heads, scores, singular vectors, `FactoredMatrix`, and folded weights."""
+    folder = REPOSITORY / "models" / model
+    found = beside_lens("lens_weights.py", folder, folder)
+    assert {"W_Q", "QK.S", "OV.eigenvalues", "composition K", "singular w_in", "folded W_Q", "folded b_U"} <= {*found}
+    assert len(found) > 80
+    for name, apart in found.items():
+        assert apart < TOLERANCE, name
+
+
 SKIPPED = [
     "analysis/attribution/test_attribution.py::test_what_transformer_lens_gives",
     "analysis/python_hooks/test_run_with_hooks.py::test_the_same_functions_in_transformer_lens",

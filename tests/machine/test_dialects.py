@@ -71,7 +71,7 @@ def test_what_a_line_says_exists(shipped: MIModel) -> None:
 def test_instances_answer_as_their_classes(shipped: MIModel) -> None:
     cache = shipped.forward(PROMPT, HookSpec().capture("hook_embed"), use_cache=True)
     for one, name in (
-        (shipped, "W_Q"),
+        (shipped, "unembed"),
         (cache, "decompose_resid"),
         (HookSpec(), "new"),
         (cache.kv_cache, "with_layers"),

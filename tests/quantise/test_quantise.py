@@ -14,15 +14,12 @@ from families import VOCAB, make_checkpoint
 from family_batches import batch, differences, forward
 from gradient_oracle import gradients as by_autograd
 from oracle import run
+from quantised_reference import with_numbers
 from repository import REPOSITORY
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Intervention, MIModel, ModelError
-from mionnx.graph import matrices
-from mionnx.graph.blocks import EXPERT
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.leftovers import LOCK_FILE
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks
@@ -90,30 +87,10 @@ def pair(tmp_path_factory, models, checkpoint):
             reference = AutoModelForCausalLM.from_pretrained(
                 checkpoint(family), attn_implementation="eager", dtype=torch.float32
             ).eval()
-            made[family, name] = MIModel.from_pretrained(folder, threads=1), _with_numbers(reference, hooked)
+            made[family, name] = MIModel.from_pretrained(folder, threads=1), with_numbers(reference, hooked)
         return made[family, name]
 
     return find
-
-
-def _with_numbers(reference, hooked: HookedModel):
-    """Put what the blocks stand for into the weights of a model in transformers."""
-    parameters = reference.state_dict()
-    blocks = [one.name for one in hooked.proto.graph.initializer if one.name.endswith("_blocks")]
-    assert blocks
-    tables = [one.name for one in hooked.proto.graph.initializer if one.name.endswith("_table")]
-    for name in tables:
-        parameters[name.removesuffix("_table")].copy_(torch.from_numpy(matrices.embedding(hooked)))
-    for name in blocks:
-        weight = name.removesuffix("_blocks")
-        found = weight_numbers(hooked.proto, hooked.folder, name)  # [out, in], as Linear has it, and Conv1D has not
-        stack, _, number = weight.rpartition(EXPERT)
-        if number.isdigit():
-            parameters[stack][int(number)].copy_(torch.from_numpy(found))
-            continue
-        turned = isinstance(reference.get_submodule(weight.removesuffix(".weight")), Conv1D)
-        parameters[weight].copy_(torch.from_numpy(np.ascontiguousarray(found.T if turned else found)))
-    return reference
 
 
 @pytest.mark.parametrize("kind", ["plain", "left past"])

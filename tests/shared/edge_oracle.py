@@ -32,6 +32,7 @@ class Gpt2:
     """GPT-2: learned positions, one projection for queries, keys and values."""
 
     parallel = False
+    causal = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = deepcopy(model).double()
@@ -65,7 +66,7 @@ class Gpt2:
         q, k = self.rotate(q, k)
         k, v = (one.repeat_interleave(self.heads // self.kv, dim=0) for one in (k, v))
         scores = self.scores(q @ k.transpose(-1, -2) * self.scaling(layer))
-        later = torch.ones(scores.shape[-2:]).triu(1).bool()
+        later = torch.ones(scores.shape[-2:]).triu(1).bool() & self.causal
         return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
 
     def write(self, layer: int, z: Tensor) -> Tensor:
@@ -171,6 +172,22 @@ class Neox(Gpt2):
 
     def logits(self, stream: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(self.body.final_layer_norm(stream))[0, -1]
+
+
+class EuroBert(Llama):
+    """EuroBERT: Llama's layers read in both directions; a token's logits at a place, or labels of the whole text."""
+
+    causal = False
+
+    def __init__(self, model: PreTrainedModel, at: int | None = None) -> None:
+        super().__init__(model)
+        self.at = at
+
+    def logits(self, stream: Tensor) -> Tensor:
+        stream = self.body.norm(stream)
+        if self.at is not None:
+            return self.model.lm_head(stream)[0, self.at]
+        return self.model.classifier(self.model.activation(self.model.dense(stream))).mean(1)[0]
 
 
 KINDS = {"gpt2": Gpt2, "llama": Llama, "gemma2": Gemma2, "gpt_neox": Neox}

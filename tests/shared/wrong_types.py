@@ -27,6 +27,7 @@ from mionnx import (
     Comparison,
     Direction,
     Directions,
+    FactoredMatrix,
     Fragment,
     HookPoint,
     HookSpec,
@@ -392,6 +393,8 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "decompose_resid": {"source": stream},
         "accumulated_resid": {"source": stream},
         "stack_head_results": {"source": PROMPT},
+        "all_composition_scores": {"mode": "K"},
+        "accumulated_bias": {"layer": 1},
         "apply_ln_to_stack": {"stack": stack, "source": stream},
         "logit_attrs": {"stack": stack, "source": stream, "token_ids": ANSWER},
         "get_logit_diff": asked,
@@ -421,6 +424,36 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "verify": {"prompts": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"], "greedy": 0},
         "bisect": {"prompt": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"]},
     }
+
+
+def _weights(model: MIModel) -> Iterator[Call]:
+    """Weights by name, circuits, foldings."""
+    layer, mode = {"layer": 1}, {"mode": "K"}
+    yield from _methods(
+        "Weights",
+        lambda: model.weights,
+        {
+            "QK": layer,
+            "OV": layer,
+            "accumulated_bias": layer,
+            "behind": {"point": "blocks.1.mlp.hook_up"},
+            "composition_scores": mode,
+            "copying_scores": {},
+            "neuron": {**layer, "index": 3},
+            "singular_vectors": {"kind": "W_out", **layer, "k": 2},
+        },
+    )
+    matrix = model.weights.OV(1)
+    yield from _methods("FactoredMatrix", lambda: matrix, {"get_corner": {"k": 2}})
+    yield Call("FactoredMatrix", lambda: FactoredMatrix, {"A": np.ones((3, 2)), "B": np.ones((2, 3))})
+    yield Call("FactoredMatrix[]", lambda: lambda index: matrix[index], {"index": (0, 1)})
+    yield Call("FactoredMatrix@", lambda: lambda other: matrix @ other, {"other": np.ones((128, 2))})
+    yield Call("FactoredMatrix.@", lambda: lambda other: matrix.__rmatmul__(other), {"other": np.ones((2, 128))})
+    yield Call("FactoredMatrix*", lambda: lambda factor: matrix * factor, {"factor": 2.0})
+    yield Call("W_Q[]", lambda: lambda index: model.W_Q[index], {"index": (1, 2)})
+    yield from _methods("Neuron", lambda: model.weights.neuron(1, 3), {"reads": {"k": 2}, "writes": {"k": 2}})
+    found = model.weights.singular_vectors("OV", 1, head=0, k=2)
+    yield from _methods("SingularVectors", lambda: found, {"tokens": {"number": 0, "k": 2}})
 
 
 def _sae() -> SAE:
@@ -467,7 +500,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
         "at": {"hook": "blocks.1.hook_resid_post"},
         "direction": {"feature": 1},
         "fragment": {},
-        "known": {"feature": 1},
+        "number_of": {"feature": 1},
         "monitor": {"features": [1]},
         "spec": {"fix": {1: 1.0}},
         "splice": {},
@@ -491,7 +524,10 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     other = MIModel.from_pretrained(model.quantise(folder / "int4"))
     losses = model.verify(PROMPT, ["ort-cpu"], points="*.hook_resid_p*", greedy=0, other=other)
     yield from _methods("Verification", lambda: losses, {"model_losses": {}})
-    yield from _stored(folder, compared)
+    tables = {"ModelLosses": losses.model_losses(), "MatrixLosses": losses.matrix_losses()}
+    for name, table in tables.items():
+        yield from _methods(name, lambda table=table: table, {"table": {}})
+    yield from _stored(folder, compared, *tables.values())
     ranges, forecast, diagnosis = model.check_range(PROMPT), model.forecast(PROMPT), model.doctor(PROMPT)
     bert = MIModel.from_pretrained(REPOSITORY / "models" / "world-bert")
     hidden = "The capital of <mask> is Paris ."
@@ -556,7 +592,7 @@ def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
     circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
     edge = {"sender": "m1", "receiver": "logits"}
     yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
-    yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}, "table": {}})
+    yield from _methods("Circuit", lambda: circuit, {"leading": {"edges": 3}, "smallest": {}, "table": {}})
     yield from _stored(folder, circuit, circuit.attribution)
 
 
@@ -592,5 +628,6 @@ GROUPS: dict[str, Callable[[MIModel, MIModel, Path], Iterator[Call]]] = {
     "steering": lambda model, recurrent, folder: _steering(),
     "caches": lambda model, recurrent, folder: _caches(model, recurrent),
     "results": lambda model, recurrent, folder: _results(model, folder),
+    "weights": lambda model, recurrent, folder: _weights(model),
     "verbs": _model_verbs,
 }

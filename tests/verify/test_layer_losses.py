@@ -35,7 +35,7 @@ def test_both_divergences_are_measured() -> None:
     p, q = (np.exp(one[0]) / np.exp(one[0]).sum(-1, keepdims=True) for one in logits)
     found = LogitDifference()
     found.add(*logits)
-    numbers = found.to_dict(9)
+    numbers = found.to_dict()
     for key, first, second in (("kl", p, q), ("kl_back", q, p)):
         kl = (first * np.log(first / second)).sum(-1)
         assert numbers[f"{key}_mean"] == pytest.approx(kl.mean())

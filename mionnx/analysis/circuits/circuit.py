@@ -139,7 +139,7 @@ def _values(
     """The metric [pairs, circuits], and that of both prompts, [2, pairs]."""
     by_pair, bases = np.empty((len(compared), len(masks))), np.empty((2, len(compared)))
     for number, pair in enumerate(compared.pairs):
-        parts = Parts(model, nodes, len(pair.base))
+        parts = Parts(model, nodes, len(pair.base), pair.at)
         values = node_values(model, nodes, pair)
         metric = compared.bind(model, number, *values.logits)
         bases[:, number] = metric.measure(values.logits)
@@ -165,7 +165,7 @@ class CircuitRun:
         self.writes: list[tuple[list[int], Sums]] = []
 
     def logits(self, tokens: Sequence[int] | None) -> Floats:
-        """The logits of each circuit at the last position, [circuits, vocab or tokens]."""
+        """The logits of each circuit where the metric reads, [circuits, columns or tokens]."""
         start = str(HookPoint.ResidPre(0))
         embedding = self.values.of(start, CLEAN) - self.values.of(start, CORRUPTED)
         senders = _numbers(self.nodes.senders, str(HookPoint.Embed))

@@ -14,7 +14,7 @@ from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import ROLES, Nodes, all_nodes, chosen_receivers, chosen_senders
 from mionnx.analysis.circuits.parts import Floats, Parts
-from mionnx.analysis.gradients.first_order import LAST_LOGITS, check_metric, with_metric
+from mionnx.analysis.gradients.first_order import check_metric, part_of, rows_of, with_metric
 from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pair, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
@@ -143,7 +143,7 @@ def _scores(nodes: Nodes, gradients: EdgeGradients) -> tuple[NDArray[np.float64]
     model, compared = gradients.model, gradients.compared
     total, bases = np.zeros(nodes.edges.shape), np.empty((2, len(compared)))
     for number, pair in enumerate(compared.pairs):
-        parts = Parts(model, nodes, len(pair.base))
+        parts = Parts(model, nodes, len(pair.base), pair.at)
         values = node_values(model, nodes, pair)
         changes = values.changes(parts).astype(np.float64)
         received = gradients.of(parts, values, number)
@@ -187,7 +187,7 @@ class EdgeGradients:
         self, nodes: Nodes, values: NodeValues, pair: Pair, shares: NDArray[np.float64], reads: Mapping[str, Any]
     ) -> HookCache:
         """The streams, and the gradients by what receivers compute, [steps, ...]."""
-        ids = np.repeat(pair.base[None], len(shares), axis=0)
+        rows = rows_of(pair, [pair.base] * len(shares))
         spec = HookSpec()
         if self.steps > 1:
             start = str(HookPoint.ResidPre(0))
@@ -199,8 +199,9 @@ class EdgeGradients:
         # The last receiver is the final norm, whose gradient is by the stream before it.
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
         measure = self.compared.metric.measure
-        spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, ids)
-        return self.model.forward(ids, spec.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST_LOGITS)
+        spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, rows, pair)
+        spec.capture([*map(nodes.stream, stages)]).gradient(hooks)
+        return self.model.forward(rows, spec, logits=part_of(pair, self.model))
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:

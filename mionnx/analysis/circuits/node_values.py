@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
-from mionnx.analysis.gradients.first_order import LAST_LOGITS
+from mionnx.analysis.gradients.first_order import part_of, rows_of
 from mionnx.analysis.sweep.comparison import Pair
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import values_read
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -25,7 +26,7 @@ class NodeValues:
     """Values of two prompts."""
 
     values: HookCache  # hook point -> [2, ...]: the base, and the other
-    logits: NDArray[Any]  # [2, vocab], at the last position
+    logits: NDArray[Any]  # [2, columns], where the metric reads
 
     def of(self, name: str, row: int) -> Floats:
         """A value of one of the two prompts, without the batch axis."""
@@ -71,9 +72,9 @@ def captures(nodes: Nodes) -> list[str]:
 
 def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
     """Run both prompts of a pair."""
-    ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
-    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST_LOGITS)
-    values = NodeValues(numbers(cache), cache.output()[:, 0])
+    rows = rows_of(pair, [one for one in (pair.base, pair.other) if one is not None])
+    cache = model.forward(rows, HookSpec().capture(captures(nodes)), logits=part_of(pair, model))
+    values = NodeValues(numbers(cache), values_read(model.hooked, cache.output()))
     _refuse_other_sums(model, nodes, values)
     return values
 

@@ -22,9 +22,10 @@ LINEAR = {"MatMul", "Gemm", "Add", "Sub", "Mul", *MOVES}
 class Parts:
     """The parts of one model, on prompts of `seq` tokens; streams are [rows, seq, hidden]."""
 
-    def __init__(self, model: Runner, nodes: Nodes, seq: int) -> None:
+    def __init__(self, model: Runner, nodes: Nodes, seq: int, at: int | None = None) -> None:
+        # `at`: the position of an encoder's text that a metric reads; the last of a decoder's.
         # The same pieces as sweeps use, so that a model has them open once.
-        self.segments, self.nodes, self.seq = model.opened(Segments.of_sweep), nodes, seq
+        self.segments, self.nodes, self.seq, self.at = model.opened(Segments.of_sweep), nodes, seq, at
 
     def attention_inputs(self, layer: int) -> tuple[str, ...]:
         """The hook points of a layer's queries, keys and values."""
@@ -51,10 +52,11 @@ class Parts:
         return self._run({self.nodes.stream(self.nodes.mlp_stage(layer)): streams}, out)[out]
 
     def logits(self, streams: Floats, tokens: Sequence[int] | None) -> Floats:
-        """The last position's logits, [rows, vocab or tokens]."""
+        """The logits where a metric reads, [rows, columns or tokens]."""
         ids = None if tokens is None else np.array(tokens)
         chunks = self._chunks({self.segments.end: streams})
-        return np.concatenate([self.segments.logits(rows, feeds, tokens=ids)[:, -1] for rows, feeds in chunks])
+        values = [self.segments.values_at(rows, feeds, at=self.at, tokens=ids) for rows, feeds in chunks]
+        return np.concatenate(values)
 
     def gradients(self, of: Sequence[str], by: Sequence[str], streams: Arrays, seeds: Arrays, rules: str) -> Arrays:
         """The sum of values times `seeds` of their shapes, differentiated by the streams that they are read from."""

@@ -25,7 +25,7 @@ from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook, Hooks
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, Tokens, check_metric
+from mionnx.spec.metric import OF_VECTORS, READS, READS_ALL, Answers, check_metric
 
 Seed = Callable[[NDArray[Any]], ArrayLike]
 
@@ -37,7 +37,7 @@ def gradients(
     tokens: Prompt,
     points: Hooks,
     metric: str | Callable[..., Any] | None = None,
-    answer: Tokens = None,
+    answer: Answers = None,
     versus: Any = None,
     hooks: HookSpec | None = None,
     *,
@@ -60,7 +60,8 @@ def gradients(
             "dot" with a reference; or a function of those logits that gives [batch], for which `cotangent` has to be
             given. "logit" (of an embedding model "cosine") if nothing else is.
         answer: the token, as an id or a text, or the label of a class or tag; one for all rows or one a row; the most
-            probable one if left out.
+            probable one if left out. Of "loss", which a masked language model has too, the tokens that masks hide: one
+            for all, or of each row one, or a list with one for each of its masks.
         versus: the token or label that "logit_diff" compares the answer with; of "cosine" and "dot" a text, whose
             embedding is meant, or an embedding [d] or [batch, d].
         hooks: captures and interventions of the pass; gradients are those of the model so changed.

@@ -130,7 +130,7 @@ def _checks(
         run = TextsRun(cured, texts if texts is not None else None, progress)
         try:
             with run.opened(run.graph.proto, options) as program:
-                logits = (outputs[LOGITS] for _, outputs in run.run(program, [LOGITS], title))
+                logits = (run.predictions(outputs) for _, outputs in run.run(program, [LOGITS], title))
                 distance = Distance.of(first, logits)
         except ModelError as error:
             return [Check(title, None, str(error), engine.facts(options))]

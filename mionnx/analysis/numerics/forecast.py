@@ -179,7 +179,7 @@ def _row(
         for _, outputs in run.run(program, names, f"rounding {name}", **switches):
             if flags:
                 flags.add(outputs)
-            yield outputs[LOGITS]
+            yield run.predictions(outputs)
 
     count = sum(on(cell) for cell in rounding.values.values())
     return ForecastRow(kind, name, count, Distance.of(first, logits()))

@@ -13,15 +13,16 @@ from mionnx.bind.bound_spec import bind
 from mionnx.engine.engine import Arrays, Program
 from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
-from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.lacking import refuse_without_distribution
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.predictions import distributions
 from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -40,7 +41,7 @@ class TextsRun:
     def __init__(self, model: Runner, texts: str | Sequence[str] | None, progress: Progress) -> None:
         model.hooked.need_weights("measuring its numbers")
         self.hooked: HookedModel = model.hooked
-        self.ids: list[Ids] = own_text(model) if texts is None else windows(model, texts)
+        self.ids: list[Ids] = own_text(model, "texts=") if texts is None else windows(model, texts)
         if texts is None:  # rows of one window: a row by itself has no padding and a position of its own
             self.ids = [row[None] for pair in self.ids for row in pair]
         self.own = texts is None
@@ -90,15 +91,15 @@ class TextsRun:
 
     def need_distributions(self) -> None:
         """Refuse what compares distributions, of a model that gives none."""
-        if self.hooked.metadata.output != LOGITS:
-            raise ModelError(
-                f"{self.hooked.name} gives {self.hooked.metadata.output}, and no distribution whose KL could be "
-                "measured: check_range works on it"
-            )
+        refuse_without_distribution(self.hooked, "what a dtype costs")
+
+    def predictions(self, outputs: Arrays) -> NDArray[Any]:
+        """The logits among the outputs of a window, [..., choices]."""
+        return distributions(outputs[LOGITS], self.hooked.metadata)
 
     def logits(self, proto: Any, stage: str) -> Iterator[NDArray[Any]]:
-        """The logits of every window, [1, seq, vocab]."""
+        """The logits of every window's predictions, [..., choices]."""
         self.need_distributions()
         with self.opened(proto) as program:
             for _, outputs in self.run(program, [LOGITS], stage):
-                yield outputs[LOGITS]
+                yield self.predictions(outputs)

@@ -6,13 +6,14 @@ run_with_hooks, model(tokens) forward(tokens, HookSpec().intervene(...)); of Pyt
 cfg                           num_layers, num_heads, num_kv_heads, hidden_size, head_dim, vocab_size
 hook_dict                     hook_points()
 device                        options.provider
-W_E, W_U, b_U, W_O            embedding, unembedding, unembedding_bias, output_projections of mionnx.graph.matrices
+W_E, W_U, b_U                 embedding, unembedding, unembedding_bias of mionnx.graph.matrices
 to_tokens                     tokenize(text).ids
 to_str_tokens, to_string      tokenizer.decode(ids)
 to_single_token               token_id(text)
 
-This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`) and nothing else speak that dialect;
-words that are written in another way here stand in `mionnx/machine/DIALECTS.md`.
+This file, `hooked_calls.py`, the residual stacks (`mionnx.analysis.attribution`), the weights by name
+(`mionnx.analysis.weights`) and nothing else speak that dialect; words that are written in another way here stand in
+`mionnx/machine/DIALECTS.md`.
 """
 
 from __future__ import annotations
@@ -106,11 +107,6 @@ def W_U(model: Runner) -> NDArray[Any]:
 def b_U(model: Runner) -> NDArray[Any]:
     """The unembedding's bias [vocab]; zeros where the model has none."""
     return matrices.unembedding_bias(model.hooked)
-
-
-def W_O(model: Runner) -> NDArray[Any]:
-    """The heads' output projections [n_layers, n_heads, head_dim, hidden]; of transformers."""
-    return matrices.output_projections(model.hooked)
 
 
 @typed()

@@ -95,6 +95,8 @@ def losses(
     why = None
     if pair is None:
         why = "other= must be the floats of a model that mionnx quantised, or the reverse"
+    elif not one.metadata.has_distribution:
+        why = f"the head {one.metadata.head!r} gives no probabilities, whose KL is a matrix's cost"
     elif spec.num_interventions():
         why = "matrices are measured without interventions"
     if experts and matrices is False:

@@ -18,6 +18,7 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.quantise.matrices import WeightUses, find_weights
 from mionnx.quantise.quantised_graph import table_name
+from mionnx.run.predictions import distributions
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
 Importance = dict[str, NDArray[np.float64]]  # weight -> the mean square of each of its inputs, [in]
@@ -33,7 +34,7 @@ class Stage(NamedTuple):
     @classmethod
     def first(cls, call: TokenBatch) -> "Stage":
         """A prompt before the first piece."""
-        return cls(Rows(call.input_ids), {})
+        return cls(Rows(call.input_ids, types=call.token_type_ids), {})
 
 
 class LayerChain(Segments):
@@ -61,8 +62,8 @@ class LayerChain(Segments):
             self.values[piece] = [value for value in values if self.flow.producers.get(value) in nodes]
 
     def place(self, weight: str) -> int:
-        """The first piece that reads a matrix."""
-        return next(piece for piece in self.pieces if weight in self.matrices[piece])
+        """The first piece that reads a matrix; behind the last if the main output does not, as a pooler beside it."""
+        return next((piece for piece in self.pieces if weight in self.matrices[piece]), self.layers + 1)
 
     def step(
         self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], ends: Iterable[str] = ()
@@ -76,7 +77,8 @@ class LayerChain(Segments):
     def logits_of(
         self, stages: Sequence[Stage], others: Others | None = None, first: int = EMBEDDING
     ) -> Iterator[NDArray[Any]]:
-        """Run several prompts to their logits [batch, seq, vocab]; `others` gives the matrices of each piece."""
+        """Run several prompts to the logits of their predictions [..., choices], see `distributions`."""
+        # `others` gives the matrices of each piece
         # pieces one after another, all prompts in each: of all matrices those of one piece are in memory
         stages = [*stages]
         for piece in range(first, self.layers + 1):
@@ -84,7 +86,7 @@ class LayerChain(Segments):
             for number, stage in enumerate(stages):
                 stages[number], _ = self.step(piece, stage, matrices)
                 if piece == self.layers:
-                    yield stages[number].stream[LOGITS]
+                    yield distributions(stages[number].stream[LOGITS], self.model.metadata)
 
 
 def _fed(origin: onnx.ModelProto, weights: WeightUses, matrices: Iterable[str]) -> onnx.ModelProto:

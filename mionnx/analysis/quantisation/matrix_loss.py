@@ -1,7 +1,7 @@
 """Cost of each quantised matrix by itself, put into the model of floats one at a time; KL of next tokens."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,9 @@ def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
         if left > 0:
             # Two tokens at least: the last predicts nothing.
             ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]
-            chosen.append(make_token_batch(ids, None, None, model))
+            types = calls[place].token_type_ids
+            batch = make_token_batch(ids, None, None, model)
+            chosen.append(batch if types is None else replace(batch, token_type_ids=types[:, : ids.shape[1]]))
             left -= ids.size
     return chosen
 

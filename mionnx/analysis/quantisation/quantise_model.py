@@ -24,6 +24,7 @@ from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.lacking import refuse_without_distribution
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
@@ -33,6 +34,7 @@ from mionnx.quantise.settings import Quantisation
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.open_model import at_level
+from mionnx.run.predictions import distributions
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -70,10 +72,12 @@ def quantise_model(
         keep: names or globs of weights that stay in floats.
         in_8_bits: names or globs of weights that take 8 bits, where the others take 4.
         embedding, unembedding: whether the token table and the unembedding are quantised.
-        budget: a bound of KL(floats || blocks) in nats, the mean over the tokens of a text: the matrices that cost most
-            KL for a byte take 8 bits, or floats if 8 bits for all do not do, until the written model is within it. The
-            choice, KL and the text's hash are in the metadata (`hooked.metadata.quantised["budget"]`).
-        texts: to measure on, in windows of 256 tokens; if left out, what the model writes by itself (1,024 tokens).
+        budget: a bound of KL(floats || blocks) in nats, the mean over the predictions on a text (tokens, or by the head
+            labels, tags, ends of a span): the matrices that cost most KL for a byte take 8 bits, or floats if 8 bits
+            for all do not do, until the written model is within it. The choice, KL and the text's hash are in the
+            metadata (`hooked.metadata.quantised["budget"]`).
+        texts: to measure on, in windows of 256 tokens; if left out, what the model writes by itself (1,024 tokens),
+            which an encoder does not.
         importance: choose the scales of blocks of 4 bits by least squares, each input weighted with its mean square, on
             what the model writes by itself, or on texts given here (llama.cpp's importance matrix): the same bytes, and
             on SmolLM2 a KL of 0.23 in place of 0.39.
@@ -82,7 +86,7 @@ def quantise_model(
         the folder.
 
     Raises:
-        InputError: other settings; texts without a budget.
+        InputError: other settings; texts without a budget; an encoder without texts, a budget of an embedding model.
         ModelError: a budget that cannot be met (with the best one); the folder exists or cannot be written, a pattern
             names no weight, or nothing is left to quantise.
 
@@ -119,10 +123,12 @@ def _quantise_by_text(
     if importance and settings.bits == WIDE_BITS:
         raise InputError("importance has no effect on 8 bits: it weights the scales of blocks of 4")
     model.hooked.need_weights("quantising it")
+    if budget is not None:
+        refuse_without_distribution(model.hooked, "budget=")
     weights, entry = Importance(), dict[str, Any]()
     options = Options(threads=model.options.threads, prepack=False)
     if importance:
-        ids = own_text(model) if importance is True else windows(model, importance)
+        ids = own_text(model, "importance=texts") if importance is True else windows(model, importance)
         weights = mean_squares(model.hooked, calls_of(model, ids), options, progress)
         entry = {"importance": _text(ids, importance is True)}
     if budget is None:
@@ -134,7 +140,7 @@ def _quantise_by_text(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewBlocksWarning)  # it comes when the model is written
         matrices = whole_stacks(choose(model.hooked, floats.uses, settings).matrices)
-    ids = own_text(model) if texts is None else windows(model, texts)
+    ids = own_text(model, "texts=") if texts is None else windows(model, texts)
     with text_of(floats, calls_of(model, ids), progress) as text:
         search = Search(floats, text, matrices, settings, budget, progress, weights)
         return _within(model, folder, search, entry, _text(ids, texts is None))
@@ -193,7 +199,7 @@ def _measured(hooked: HookedModel, text: MeasuredText, threads: int, progress: P
             for number, call in enumerate(text.calls):
                 progress("measuring the written model", number, len(text.calls))
                 feeds = {name: np.asarray(value) for name, value in bound.inputs(call).items()}
-                yield program.run([LOGITS], feeds)[LOGITS]
+                yield distributions(program.run([LOGITS], feeds)[LOGITS], model.metadata)
 
         return Divergence.of(text.first, logits())
 

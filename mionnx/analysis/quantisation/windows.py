@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 
 def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
     """Cut texts into windows of at most 256 tokens, [1, tokens] each."""
-    # Each begins with the special tokens that the tokenizer puts before a text.
+    # Each begins with the special tokens that the tokenizer puts before a text; of an encoder it ends as a text does.
     documents = [texts] if isinstance(texts, str) else list(texts)
     if not documents:
         raise InputError("texts=[]: there is no text to measure on")
@@ -29,23 +29,27 @@ def windows(model: Runner, texts: str | Sequence[str]) -> list[Ids]:
 
 
 def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
-    before, ids = _parts(model, text)
-    width = limit - len(before)
-    if width < 1 or len(before) + len(ids) < 2:
+    before, ids, after = _parts(model, text)
+    width = limit - len(before) - len(after)
+    if width < 1 or len(before) + len(ids) + len(after) < 2:
         raise InputError(f"a text of {len(ids)} tokens: at least two are needed to measure on")
-    cut = [np.concatenate([before, ids[at : at + width]]) for at in range(0, len(ids), width)]
+    cut = [np.concatenate([before, ids[at : at + width], after]) for at in range(0, len(ids), width)]
     return [one[None] for one in cut if len(one) >= 2]  # a single token at the end has nothing to predict
 
 
-def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
+def _parts(model: Runner, text: str) -> tuple[Ids, Ids, Ids]:
+    """The special tokens before a text, its own, and of an encoder those behind it."""
     ids = np.asarray(model.tokenize(text).ids, np.int64)
     bare = np.asarray(encode(model.tokenizer, text, add_special_tokens=False).ids, np.int64)
     at = next((at for at in range(len(ids) - len(bare) + 1) if (ids[at : at + len(bare)] == bare).all()), 0)
-    return ids[:at], bare
+    return ids[:at], bare, ids[at + len(bare) :] if model.bidirectional else bare[:0]
 
 
-def own_text(model: Runner) -> list[Ids]:
+def own_text(model: Runner, argument: str) -> list[Ids]:
     """Texts [2, 128] that a model samples at temperature 1 from its first special token, always with the same seed."""
+    # `argument`: that which names texts in their place
+    if model.bidirectional:
+        raise InputError(f"{model.hooked.name} is an encoder, which writes no text to measure on: give {argument}")
     first = 0
     if model.has_tokenizer:
         special = np.asarray(encode(model.tokenizer, "").ids, np.int64)

@@ -1,0 +1,84 @@
+"""Edges, circuits and paths of an encoder without norms between additions, beside torch with every edge apart."""
+
+import numpy as np
+import pytest
+import torch
+from edge_oracle import EdgeModel, EuroBert, edge_scores
+from encoders import make_encoder
+
+from exporters.transformers import export
+from mionnx import InputError, MIModel
+
+RANDOM = np.random.default_rng(0)
+CLEAN = RANDOM.integers(5, 98, 8)
+CORRUPTED = CLEAN.copy()
+CORRUPTED[6] = CLEAN[6] // 2 + 5  # behind the place that is read
+PLACES = {"masked_lm": 3, "classes": None}
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def both(request, tmp_path_factory):
+    """An encoder, the oracle, and what a metric reads; tokens at a place of the text, or labels."""
+    folder, at = tmp_path_factory.mktemp(request.param), PLACES[request.param]
+    reference = make_encoder("eurobert", folder / "checkpoint", request.param)
+    export(folder / "checkpoint", folder / "hooked")
+    reads = {"answer": 2, "versus": 0} | ({} if at is None else {"position": at})
+    return MIModel.from_pretrained(folder / "hooked", threads=1), EdgeModel(EuroBert(reference, at)), reads
+
+
+@pytest.fixture
+def texts():
+    return [torch.from_numpy(ids) for ids in (CLEAN, CORRUPTED)]
+
+
+def test_scores_of_edges_are_those_of_autograd_where_the_metric_reads(both, texts):
+    model, oracle, reads = both
+    for steps in (1, 3):
+        found = model.edge_attribution(CLEAN, CORRUPTED, steps=steps, **reads)
+        told = edge_scores(oracle, *texts, 2, 0, steps)
+        expected = np.zeros(found.scores.shape)
+        for i, j in np.argwhere(found.edges):
+            expected[i, j] = told[found.senders[i], found.receivers[j]]
+        assert np.abs(found.scores - expected).max() <= 2e-5 * np.abs(expected).max()
+        assert (expected[found.edges] != 0).mean() > 0.8
+    with torch.no_grad():
+        logits = oracle.run(texts[0])[0]
+    assert found.clean == pytest.approx(float(logits[2] - logits[0]), abs=1e-5)
+
+
+def test_any_circuit_is_what_torch_gives(both, texts):
+    model, oracle, reads = both
+    ranking = model.edge_attribution(CLEAN, CORRUPTED, **reads)
+    sizes = [0, 3, 25, ranking.count]
+    found = model.circuit(CLEAN, CORRUPTED, sizes, scores=ranking, **reads)
+    with torch.no_grad():
+        _, its = oracle.run(texts[1])
+        for size, value in zip(sizes, found.values, strict=True):
+            kept = {(sender, receiver) for sender, receiver, _ in ranking.top(size)}
+            logits, _ = oracle.run(texts[0], its, lambda *edge, kept=kept: edge in kept)
+            assert value == pytest.approx(float(logits[2] - logits[0]), abs=5e-5)
+
+
+def test_paths_are_what_torch_gives(both, texts):
+    model, oracle, reads = both
+    with torch.no_grad():
+        _, its = oracle.run(texts[1])
+    for receiver, label in (("hook_final_norm", "logits"), (("blocks.1.attn.hook_q", 1), "a1.h1<q>")):
+        swept = model.path_patch(CLEAN, CORRUPTED, [receiver], patching="noising", **reads)
+        for layer, head in np.ndindex(model.num_layers, model.num_heads):
+            with torch.no_grad():
+                logits, _ = oracle.run(texts[0], its, lambda *edge: edge != (f"a{layer}.h{head}", label))  # noqa: B023
+            assert swept.values[layer, head] == pytest.approx(float(logits[2] - logits[0]), abs=2e-5)
+        assert np.ptp(swept.values) > 1e-4
+
+
+@pytest.mark.parametrize("verb", ["path_patch", "edge_attribution", "circuit"])
+def test_streams_that_are_normed_between_additions_have_no_edges(verb, text_encoder):
+    model, _ = text_encoder("classes")
+    with pytest.raises(InputError, match=r"'bert' norms it between additions\. Patching sweeps"):
+        getattr(model, verb)("a man plays", "a woman plays", answer="good", versus="bad")
+
+
+def test_a_logit_of_a_normed_stream_is_no_sum(text_encoder):
+    with pytest.raises(InputError, match="'bert' norms it"):
+        text_encoder("classes")[0].attribute("a man plays", answer="good")

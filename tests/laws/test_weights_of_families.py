@@ -1,0 +1,150 @@
+"""x W + b is the hooked value: of each weight by name, in every family of the table."""
+
+import numpy as np
+import pytest
+from families import VOCAB
+
+from mionnx import HookCache, HookError, HookSpec, Intervention, MIModel
+from mionnx.graph.linear_map import NormMap
+
+APART = 2e-5  # of the largest number
+IDS = np.random.default_rng(0).integers(3, VOCAB, (2, 7))
+
+
+def normed(norm: NormMap | None, values: np.ndarray) -> np.ndarray:
+    """A norm in float64; where one has no weight of a head's size, over all heads together (OLMo 2)."""
+    if norm is None:
+        return values
+    assert norm.epsilon is not None
+    whole = norm.weight is not None and norm.weight.size != values.shape[-1]
+    rows = values.reshape(*values.shape[:2], -1) if whole else values
+    rows = rows - rows.mean(axis=-1, keepdims=True) if norm.centred else rows
+    rows = rows / np.sqrt((rows**2).mean(axis=-1, keepdims=True) + norm.epsilon)
+    rows = rows * (1 if norm.weight is None else norm.weight) + (0 if norm.bias is None else norm.bias)
+    return rows.reshape(values.shape)
+
+
+def close(one: np.ndarray, other: np.ndarray, name: str, most: float = APART) -> None:
+    assert one.shape == other.shape, name
+    assert np.abs(one - other).max() <= most * np.abs(other).max(), name
+    assert np.abs(other).max() > 0, name
+
+
+def check_attention(model: MIModel, cache: HookCache, layer: int, most: float = APART) -> None:
+    """Queries, keys and values of the normed stream; the attention output of z."""
+    weights, graph = model.weights, model.weights.graph
+    for letter in "QKV":
+        found = graph.product(f"W_{letter}", layer)
+        x = normed(found.norm_before, cache[found.reads].astype(np.float64))
+        y = np.einsum("bsd,hdk->bshk", x, getattr(weights, f"W_{letter}")[layer])
+        y = normed(found.norm_behind, y + getattr(weights, f"b_{letter}")[layer])
+        close(y.transpose(0, 2, 1, 3), cache[f"blocks.{layer}.attn.hook_{letter.lower()}"], f"W_{letter} {layer}", most)
+    z = cache["z", layer].astype(np.float64)
+    y = np.einsum("bshk,hkd->bsd", z, weights.W_O[layer]) + weights.b_O[layer]
+    close(normed(graph.product("W_O", layer).norm_behind, y), cache["attn_out", layer], f"W_O {layer}", most)
+
+
+def check_mlp(model: MIModel, cache: HookCache, layer: int, most: float = APART) -> None:
+    """Neurons of the MLP's input, the MLP's output of neurons; experts as the tokens choose them."""
+    weights, points = model.weights, {str(point) for point in model.hook_points()}
+
+    def at(name: str) -> np.ndarray:
+        return cache[f"blocks.{layer}.mlp.hook_{name}"].astype(np.float64)
+
+    if f"blocks.{layer}.mlp.hook_expert_up" in points:
+        chosen = at("expert_indices").astype(int)
+        for name, point in (("W_in", "expert_up"), ("W_gate", "expert_gate")):
+            own = getattr(weights, name)[layer][chosen]  # [batch, seq, choice, d_model, d_expert]
+            close(np.einsum("bsd,bscdm->bscm", at("pre"), own), at(point), name, most)
+        y = np.einsum("bscm,bscmd->bscd", at("expert_act"), weights.W_out[layer][chosen])
+        close(y * at("expert_weights")[..., None], at("expert_out"), "W_out", most)
+        return
+    gated = f"blocks.{layer}.mlp.hook_gate" in points
+    for name, point in (("in", "up"), *([("gate", "gate")] if gated else [])):
+        y = at("pre") @ getattr(weights, f"W_{name}")[layer] + getattr(weights, f"b_{name}")[layer]
+        close(y, at(point), f"W_{name} {layer}", most)
+    close(at("act") @ weights.W_out[layer] + weights.b_out[layer], at("post"), f"W_out {layer}", most)
+
+
+def check(model: MIModel, ids: np.ndarray = IDS, most: float = APART) -> None:
+    cache = model.forward(ids, HookSpec().capture("*"))
+    for layer in range(model.num_layers):
+        check_attention(model, cache, layer, most)
+        check_mlp(model, cache, layer, most)
+
+
+def test_every_weight_gives_its_hooked_value(family, models):
+    check(models(family))
+
+
+def test_the_final_norm_and_the_embeddings(family, models):
+    """Norms by name are those of the graph: before the MLP, where it is not shared, and before the head."""
+    model = models(family)
+    cache = model.forward(IDS, HookSpec().capture("*"))
+    weights, graph = model.weights, model.weights.graph
+    final = normed(graph.norm("ln_final"), cache["resid_post", model.num_layers - 1].astype(np.float64))
+    close(final, cache["hook_final_norm"], "ln_final")
+    if "hook_pos_embed" in {str(point) for point in model.hook_points()}:
+        places = np.broadcast_to(weights.W_pos[: IDS.shape[1]], (*IDS.shape, model.hidden_size))
+        np.testing.assert_array_equal(places, cache["hook_pos_embed"])
+        assert weights.W_E_pos.shape == (len(weights.W_E) + len(weights.W_pos), model.hidden_size)
+    middle = "resid_mid" if "blocks.0.hook_resid_mid" in {str(point) for point in model.hook_points()} else "resid_pre"
+    if family != "olmo2":  # whose norms stand behind attention and MLP
+        close(normed(graph.norm("ln2"), cache[middle, 0].astype(np.float64)), cache["blocks.0.mlp.hook_pre"], "ln2")
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3])
+def test_scores_are_those_of_the_circuit_at_their_distance(family, models, distance):
+    """Biases aside: queries and keys of the graph, less their biases, turned by the graph."""
+    model = models(family)
+    points = {str(point) for point in model.hook_points()}
+    if model.weights.graph.product("W_Q", 0).normed:
+        pytest.skip("each token has a scale of its own")
+    rotary = "blocks.0.attn.hook_rot_q" in points
+    if distance and not rotary:
+        return
+    random = np.random.default_rng(distance)
+    circuit = model.weights.QK(layer=0, distance=distance)
+    rows, seq = random.normal(size=(2, 6, model.hidden_size)).astype(np.float32), 6
+    queries, keys = (
+        np.einsum("sd,hdk->hsk", one, np.repeat(matrix, model.num_heads // len(matrix), axis=0))
+        for one, matrix in zip(rows, (model.W_Q[0], model.W_K[0]), strict=True)
+    )
+    own = keys[:: model.num_heads // len(model.W_K[0])]
+    spec = HookSpec()
+    if rotary:
+        spec.intervene("blocks.0.attn.hook_q", Intervention.Replace(queries[None]))
+        spec.intervene("blocks.0.attn.hook_k", Intervention.Replace(own[None]))
+        cache = model.forward(IDS[:1, :seq], spec.capture("blocks.0.attn.hook_rot_*"), logits=False)
+        queries, keys = cache["rot_q", 0][0], np.repeat(cache["rot_k", 0][0], model.num_heads // len(own), axis=0)
+    for at in range(distance, seq):
+        expected = np.einsum("hk,hk->h", queries[:, at], keys[:, at - distance])
+        found = np.array([rows[0, at] @ circuit[head].AB @ rows[1, at - distance] for head in range(model.num_heads)])
+        assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_an_encoder(text_encoder):
+    model, _ = text_encoder("masked_lm")
+    ids = np.random.default_rng(0).integers(3, model.vocab_size, (2, 6))
+    cache = model.forward(ids, HookSpec().capture("*"))
+    for layer in range(model.num_layers):
+        check_attention(model, cache, layer)
+        check_mlp(model, cache, layer)
+        for norm, end, parts in (
+            ("ln1", "resid_mid", ("resid_pre", "attn_out")),
+            ("ln2", "resid_post", ("resid_mid", "mlp_out")),
+        ):
+            total = sum(cache[part, layer].astype(np.float64) for part in parts)
+            close(normed(model.weights.graph.norm(norm, layer), total), cache[end, layer], norm)
+
+
+@pytest.mark.parametrize("layout", ["6-pth"])
+def test_a_recurrent_model_has_the_products_behind_its_hook_points(rwkv, layout):
+    """Receptance reads a mixture of two tokens, of which no hook point is x; attention's weights are refused."""
+    model = rwkv(layout)
+    found = model.weights.behind("blocks.1.rwkv.hook_r")
+    assert (found.shape[0], found.reads, found.bias()) == (model.hidden_size, "", None)
+    assert found.initializer.endswith("att.receptance.weight")
+    for name in ("W_Q", "W_O", "W_in", "W_gate", "ln1_w"):
+        with pytest.raises(HookError, match=r"rwkv6: .*`weights.behind` has the products of blocks\.0\."):
+            getattr(model.weights, name)
