@@ -44,7 +44,7 @@ def run(folder, feeds):
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-@pytest.mark.parametrize("name", ["world-llama", "world-gpt2", "world-rwkv7"])
+@pytest.mark.parametrize("name", ["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)])
 def test_a_compiled_graph_gives_the_parts_of_forward(name, tmp_path):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     spec = spec_of(model.hooked.metadata.carries_state)

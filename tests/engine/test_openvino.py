@@ -64,7 +64,7 @@ def test_forward_gives_what_onnx_runtime_gives(pair):
 
 @pytest.mark.parametrize(
     "pair",
-    ["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)],  # a minute of compiling graphs
+    ["world-gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-llama", "world-rwkv7"))],
     indirect=True,
 )
 def test_observations_change_no_bit(pair):
