@@ -17,7 +17,7 @@ from exporters.config_sizes import check_sizes
 from exporters.transformers.encoder_families import is_encoder
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
-from mionnx.graph.metadata import Sizes, context_length
+from mionnx.graph.sizes import Sizes, context_length
 
 CONFIG_FILE = "config.json"
 # our name -> (optimum's normalised name, the names configs use themselves)

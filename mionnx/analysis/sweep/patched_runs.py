@@ -77,7 +77,9 @@ class PatchedRuns:
         in_memory = max(1, memory.available() // SHARE // self.row_bytes(self.seq))
         self.rows = min(CALL_TOKENS, in_memory) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
-        self._windowed = self.shortcuts.window and bool(base.past)
+        # Keys and values before a position are at hand, a state after it is not.
+        carries_state = self.graphs.model.metadata.carries_state
+        self._windowed = self.shortcuts.window and bool(base.past) and not carries_state
 
     def row_bytes(self, width: int) -> int:
         """Approximate bytes of a row with `width` computed positions: one layer, and its logits."""

@@ -13,7 +13,6 @@ from mionnx.compile.interface import GraphInterface, interface_of
 from mionnx.compile.knobs import Knob
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.io_names import cache_names
 
 CARD_PROMPT = "The capital of France is"  # of the loops on cards
 NEW_TOKENS = 16
@@ -118,8 +117,8 @@ class ClientLayout(ABC):
     def need_keys_and_values(self, content: Content) -> None:
         """Refuse a model whose past is no key and value a layer."""
         metadata = content.model.metadata
-        if metadata.recurrent:
-            parts = ", ".join(cache_names(True).parts)
+        if metadata.carries_state:
+            parts = ", ".join(dict.fromkeys(port.part for port in metadata.ports if not port.positional))
             raise self.refuse(
                 f"{self.client} carries a key and a value from call to call, and a {metadata.family} model a state of "
                 f"other parts ({parts}): use layout='plain'"
