@@ -139,9 +139,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     if window is None:
         return None
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return window
-    if kinds[layer] != "sliding_attention":
+    if kinds is not None and kinds[layer] != "sliding_attention":
         return None
     # of encoders the farthest key on either side; a window counts the query itself
     return window + 1 if is_encoder(config) else window

@@ -118,7 +118,10 @@ class Influence:
         if node.op_type not in ("GatherElements", "Gather", "Slice"):
             return None
         if node.op_type == "GatherElements" and attributes(node).get("axis") == 1:
-            before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
+            nodes = [self._flow.nodes[n] for n in self._flow.ancestors([node.input[1]])]
+            before = {one.op_type for one in nodes}
+            if any("input_ids" in one.input and one.op_type != "Shape" for one in nodes):
+                return None  # the last token but those for padding, which a text may end with
             return ("last" if "CumSum" in before else "first") if "ArgMax" in before else None
         numbers = [self._flow.facts.number(name) for name in node.input[1:4]]
         operands = [None if one is None else one.ravel().tolist() for one in numbers]

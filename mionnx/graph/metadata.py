@@ -87,7 +87,7 @@ class Metadata:
         head: what the model is for, a key of `MAIN_OUTPUTS`; "next_token" of a decoder.
         labels: names of classes, of the tags of tokens, or of the ends of a span, in the order of the logits.
         activation: what makes probabilities of the logits of classes: "softmax", "sigmoid", "identity" of a regression;
-            empty for other heads.
+            empty for other heads, but "sigmoid" of tags that do not exclude one another.
         pooling: how a sentence embedding is made of the stream: "modes" (`POOLINGS`, several are concatenated),
             "normalize" (whether embeddings have length 1), "include_prompt" (whether the tokens of a prompt count), and
             for texts "prompts" (name -> text before each text), "default_prompt" (a name, or null), "similarity"
@@ -203,6 +203,16 @@ class Metadata:
     def bidirectional(self) -> bool:
         """Whether a token reads those behind it too."""
         return self.direction == "both"
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether it reads each text whole and continues none: an encoder, or any head but that of next tokens."""
+        return self.bidirectional or self.head != NEXT_TOKEN
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether its logits are of choices that exclude one another, whose probabilities are a softmax."""
+        return self.activation in ("", "softmax")
 
     def heads(self, layer: int) -> Heads:
         """Return how many keys a layer keeps, and the sizes of a key and of a value; the model's without attention."""

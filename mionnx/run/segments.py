@@ -67,7 +67,7 @@ class Segments:
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
         """The pieces for many structures and rows: nothing is packed."""
-        if not model.metadata.bidirectional:  # whole texts are computed in every layer, and no keys are shared
+        if not model.metadata.reads_whole:  # whole texts are computed in every layer, and no keys are shared
             refuse_without_cache(model, "a sweep")
         refuse_several_streams(model, "a sweep")
         return cls(model, options.for_many_graphs(1))

@@ -20,7 +20,6 @@ from mionnx.errors import ExportError, InputError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.io_names import PASTS, past_of
-from mionnx.graph.metadata import NEXT_TOKEN
 from mionnx.machine.progress import Progress
 from mionnx.machine.softmax import log_softmax
 from mionnx.run import exporting
@@ -53,10 +52,10 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
         hooked_folder = Path(scratch) / checkpoint.resolve().stem
         exporting.export(checkpoint, hooked_folder, dtype, progress)
         hooked = HookedModel.open(hooked_folder)
-        if hooked.metadata.bidirectional or hooked.metadata.head != NEXT_TOKEN:
+        if hooked.metadata.reads_whole:
             raise InputError(
-                f"{checkpoint} is an encoder, and what leaves at once is checked by its next tokens: export it, then "
-                f"`mionnx compile FOLDER -o {folder} --plain --layout {layout}`"
+                f"{checkpoint} reads each text whole, and what leaves at once is checked by its next tokens: export it "
+                f"first, then `mionnx compile FOLDER -o {folder} --plain --layout {layout}`"
             )
         return compile_plain(hooked, folder, layout, lambda graph: _verify(graph, hooked, checkpoint), progress)
 

@@ -13,7 +13,6 @@ from mionnx.compile.interface import GraphInterface, interface_of
 from mionnx.compile.knobs import Knob
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.metadata import NEXT_TOKEN
 
 CARD_PROMPT = "The capital of France is"  # of the loops on cards
 NEW_TOKENS = 16
@@ -47,8 +46,7 @@ class Content:
     @property
     def encodes(self) -> bool:
         """Whether the model reads a text whole, and continues none."""
-        metadata = self.model.metadata
-        return metadata.bidirectional or metadata.head != NEXT_TOKEN
+        return self.model.metadata.reads_whole
 
     @property
     def interface(self) -> GraphInterface:
