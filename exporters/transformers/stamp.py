@@ -21,9 +21,9 @@ import onnx_ir as ir
 from exporters.transformers.kinds import OUTSIDE, Kinds, split
 from exporters.transformers.naming import axis_asked
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import PASTS, PRESENTS
 
-_CACHE = re.compile(rf"(?:{KEYS_AND_VALUES.past}|{KEYS_AND_VALUES.present})\.(\d+)\.")
+_CACHE = re.compile(rf"(?:{'|'.join(map(re.escape, (*PASTS, *PRESENTS)))})(\d+)\.")
 
 
 def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
