@@ -101,7 +101,7 @@ def recur(
     if strength is not None:
         strength = taps.at(HookPoint.SsmWrite(layer), strength)
     by_number = g.dim() == 5
-    decays = taps.at(HookPoint.SsmLogDecay(layer), g.flatten(3) if by_number else g).clamp(LEAST, 0)
+    decays = taps.at(HookPoint.SsmLogDecay(layer), g.flatten(3) if by_number else g).clamp(min=LEAST, max=0.0)
     g = decays.unflatten(3, g.shape[3:]) if by_number else decays
     wide = torch.promote_types(dtype, torch.float32)
     real = taps.mask[:, :, None, None].to(wide)
@@ -154,7 +154,9 @@ def chunk_scan(taps: Taps) -> Function:
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
         lowest, highest = options.get("dt_limit", (0.0, float("inf")))
-        dt = F.softplus(dt + options["dt_bias"]).clamp(lowest, highest)
+        dt = F.softplus(dt + options["dt_bias"])
+        if (lowest, highest) != (0.0, float("inf")):
+            dt = dt.clamp(min=lowest, max=highest)
         dt = taps.at(HookPoint.SsmDt(taps.layer), dt)
         q, k = (_repeated(x, hidden_states.shape[2]) for x in (C, B))
         y, state = recur(taps, q, k, hidden_states * dt[..., None], (dt * A)[..., None])

@@ -94,11 +94,11 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
             stack.callback(vars(module).pop, TAPS, None)  # blocks may share a module
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
-        mixers = [mixer_of(block, layout) for block in blocks]
-        if attending := [block for block, mixer in zip(blocks, mixers, strict=True) if mixer is None]:
+        run = [(block, mixer_of(block, layout)) for block in blocks if not isinstance(block, Passed)]
+        if attending := [block for block, mixer in run if mixer is None]:
             tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, attending[0]))
-        for mixer in [mixer for mixer in mixers if mixer is not None][:1]:
-            tap_recurrences(stack, taps, mixer)
+        if mixers := [mixer for _, mixer in run if mixer is not None]:
+            tap_recurrences(stack, taps, mixers[0])
         replace_for(stack, model.config, "_attn_implementation", ATTENTION_FUNCTION)
         yield
 
