@@ -1,7 +1,7 @@
-"""The recurrence sixteen tokens at a time: what the tokens of a chunk give each other are matrix products over all
-chunks at once, and only the state goes through a Scan.
+"""The recurrence sixteen tokens at a time.
 
-In a chunk that begins with S, u = A S + M u + ... for a strictly lower triangular M, so (1 - M)^-1 gives all of its u.
+What the tokens of a chunk give each other are matrix products over all chunks at once; only the state goes through a
+Scan. In a chunk that begins with S, u = A S + M u + B for a strictly lower triangular M: (1 - M)^-1 gives all its u.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,17 @@ def chunks(op: OpWriter, reads: Reads, state: ir.Value, where: str) -> Outputs:
         k=split(reads.k, key),
         v=split(reads.v, width),
         strength=split(reads.strength, 1),
-        erase=split(reads.erase, 1),
         a=split(reads.a, key),
         b=split(reads.b, key),
         decay=split(reads.decay, key, 1.0),
         log_decay=split(reads.log_decay, 1 if reads.decays_by == BY_HEAD else key),
     )
-    form = _gated if reads.strength is None else _delta
-    step, scanned = (form if reads.a is None else _elsewhere)(op, split_reads)
+    if reads.a is not None:
+        step, scanned = _elsewhere(op, split_reads)
+    elif (erased := split(reads.erased(op), key)) is not None:
+        step, scanned = _delta(op, split_reads, erased)
+    else:
+        step, scanned = _gated(op, split_reads)
     last, y = scan(op, step, state, scanned, where)
     joined = op.Reshape(op.Transpose(y, perm=[1, 0, 3, 2, 4]), [0, -1, heads, width])
     return op.Slice(joined, [0], seq, [1]), last
@@ -85,11 +88,10 @@ def _gated(op: OpWriter, reads: Reads) -> Step:
     return step, {"q": reading, "k": writing, "v": reads.v, "y": inside, "d": turn(op, decays.total)}
 
 
-def _delta(op: OpWriter, reads: Reads) -> Step:
+def _delta(op: OpWriter, reads: Reads, erased: ir.Value) -> Step:
     """Solve a chunk for u_t = b_t (v_t - e_t k_t exp(g_t) S_(t-1)), which it writes with the same key."""
-    assert reads.strength is not None
     decays, decay = _decays(op, reads)
-    taken = op.Mul(op.Neg(op.Mul(reads.strength, reads.erased(op))), decay)
+    taken = op.Mul(op.Neg(op.Mul(reads.strength, erased)), decay)
     reading = op.Mul(reads.q, decay)
     weights = decays.pairs(op.Concat(taken, reading, axis=3), reads.k, 2)
     to_taken, to_read = op.Split(weights, axis=3, num_outputs=2, outputs=2)

@@ -73,7 +73,7 @@ class Marked:
     def sizes(self) -> tuple[int, int, int]:
         """How many heads, and the sizes of a key and of a value."""
         assert self.state.shape is not None
-        heads, key, value = (int(dim) for dim in self.state.shape[1:])
+        heads, key, value = (dim for dim in self.state.shape if isinstance(dim, int))
         return heads, key, value
 
     @property

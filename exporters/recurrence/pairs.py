@@ -4,7 +4,6 @@ Decays between two tokens are products of factors, or exponentials of sums of nu
 products or differences of running sums, which overflow or lose their digits under strong decay.
 """
 
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ BLOCK_SIZES = (1, 2, 4, 8)  # doubled up to half a chunk: then all pairs in it a
 
 
 def turn(op: OpWriter, value: ir.Value) -> ir.Value:
+    """Swap the last two of five axes."""
     return op.Transpose(value, perm=[0, 1, 2, 4, 3])
 
 
@@ -25,6 +25,7 @@ def matrix(op: OpWriter, name: str, values: NDArray[np.float32]) -> ir.Value:
 
 
 def diagonal(op: OpWriter) -> ir.Value:
+    """The identity over the tokens of a chunk."""
     return matrix(op, "own", np.eye(CHUNK_TOKENS, dtype=np.float32))
 
 
