@@ -9,7 +9,7 @@ The gates are those of RWKV, inputs whose defaults of ones leave the model as it
 `n_heads` is that of the widest layer; the others read the first of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,11 +17,13 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.op_writer import OpWriter
-from exporters.recurrence.forms import BY_NUMBER, STATE_DTYPE, Outputs, Reads, once, steps, unnamed
+from exporters.recurrence.forms import BY_HEAD, BY_KEY, BY_NUMBER, STATE_DTYPE, Outputs, Reads
+from exporters.recurrence.open_form import Length, open_form
 from mionnx.graph.hook_points import layer_of
 
 RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
 GATES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
+NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
 GATE_AXES = ("batch", "seq", "n_heads")
 
 
@@ -35,13 +37,12 @@ def expand(model: ir.Model) -> None:
     marked = [Marked.of(node) for node in nodes]
     op = OpWriter(graph)
     op.prefix = "recurrence.constant"
-    tokens = op.Shape(marked[0].v, start=1, end=2)
-    single = op.Squeeze(op.Equal(tokens, [1]))
+    length = Length.of(op, op.Shape(marked[0].v, start=1, end=2))
     gates = _gates(op, marked)
     graph.insert_before(nodes[0], _named_apart(op.nodes, "recurrence"))
     for node, one, gate in zip(nodes, marked, gates, strict=True):
         op.nodes = []
-        outputs = _open(op, one, gate, single, f"recurrence.{one.layer}")
+        outputs = _open(op, one, gate, length, f"recurrence.{one.layer}")
         graph.insert_before(node, _named_apart(op.nodes, f"recurrence.{one.layer}"))
         for old, new in zip(node.outputs, outputs, strict=True):
             new.type, new.shape = ir.TensorType(STATE_DTYPE), old.shape
@@ -66,15 +67,21 @@ class Marked:
     @classmethod
     def of(cls, node: ir.Node) -> "Marked":
         q, k, v, g, state, b = (*node.inputs, None)[:6]
-        assert q is not None and k is not None and v is not None and g is not None and state is not None
-        return cls(node.attributes["layer"].as_int(), q, k, v, g, state, b)
+        return cls(node.attributes["layer"].as_int(), q, k, v, g, state, b)  # type: ignore[arg-type]  # none is left out
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """How many heads, and the sizes of a key and of a value."""
         assert self.state.shape is not None
-        heads, key, value = (int(dim) for dim in self.state.shape[1:])
+        heads, key, value = (dim for dim in self.state.shape if isinstance(dim, int))
         return heads, key, value
+
+    @property
+    def decays_by(self) -> str:
+        assert self.g.shape is not None
+        if self.g.shape.rank() == NUMBER_RANK:
+            return BY_NUMBER
+        return BY_HEAD if self.g.shape[3] == 1 else BY_KEY
 
 
 @dataclass(frozen=True)
@@ -118,33 +125,28 @@ def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
     ]
 
 
-def _open(op: OpWriter, one: Marked, gate: Gates, single: ir.Value, where: str) -> Outputs:
+def _open(op: OpWriter, one: Marked, gate: Gates, length: Length, where: str) -> Outputs:
     """A gated recurrence in its open form."""
-    assert one.g.shape is not None
-    by_number = one.g.shape.rank() == BY_NUMBER
-    keep = op.Unsqueeze(gate.decay, [-1]) if by_number else gate.decay
+    keep = op.Unsqueeze(gate.decay, [-1]) if one.decays_by == BY_NUMBER else gate.decay
     reads = Reads(
+        one.sizes,
+        one.decays_by,
         one.q,
         one.k,
         op.Mul(one.v, gate.write),
         log_decay=op.Where(keep, one.g, op.number(0, STATE_DTYPE)),
         strength=one.b,
-        erased=None if gate.erase is None else op.Mul(one.k, gate.erase),
+        erase=gate.erase,
     )
 
-    def branch(form) -> ir.Graph:
-        name = f"{where}.{form.__name__}"
-        outputs = [unnamed(f"{name}.y"), unnamed(f"{name}.state")]
-        return op.subgraph(name, [], outputs, lambda op: form(op, reads, one.state, name))
-
-    return op.If(single, then_branch=branch(once), else_branch=branch(steps), outputs=2)
+    return open_form(op, reads, one.state, length, where)
 
 
 def _named_apart(nodes: list[ir.Node], where: str) -> list[ir.Node]:
     """Name what has no name yet, in bodies too: they share one name space with the outer graph."""
     numbers = count()
 
-    def name(nodes) -> None:
+    def name(nodes: Iterable[ir.Node]) -> None:
         for node in nodes:
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:

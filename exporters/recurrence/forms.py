@@ -17,7 +17,7 @@ from exporters.op_writer import OpWriter
 
 STATE_DTYPE = ir.DataType.FLOAT  # of the recurrence, whatever the model's: less rounds decays close to 1 to 1
 ROW, COLUMN = [-2], [-1]  # axes that make of [..., size] a row vector and a column vector
-BY_NUMBER = 5  # rank of decays that each number of the state has of its own
+BY_HEAD, BY_KEY, BY_NUMBER = "head", "key", "number"  # what has a decay of its own
 Outputs = Sequence[ir.Value]
 
 
@@ -29,30 +29,33 @@ class Reads:
         decay: exp(g), [batch, seq, n_heads, 1 or key] or [batch, seq, n_heads, key, value].
         log_decay: g, of the same shape; None where only the decay is known (RWKV).
         strength: b of the delta rule, [batch, seq, n_heads, 1].
-        erased: e k of the delta rule.
+        erase: e of the delta rule, [batch, seq, n_heads, 1].
         a, b: of RWKV-7.
         own: whether a token reads the state after itself.
+        sizes: how many heads, and the sizes of a key and of a value.
+        decays_by: `BY_HEAD`, `BY_KEY` (each place of a key) or `BY_NUMBER` (of the state).
     """
 
+    sizes: tuple[int, int, int]
+    decays_by: str
     q: ir.Value
     k: ir.Value
     v: ir.Value
     decay: ir.Value | None = None
     log_decay: ir.Value | None = None
     strength: ir.Value | None = None
-    erased: ir.Value | None = None
+    erase: ir.Value | None = None
     a: ir.Value | None = None
     b: ir.Value | None = None
     own: bool = True
 
-    @property
-    def by_number(self) -> bool:
-        decay = self.decay if self.log_decay is None else self.log_decay
-        return decay is not None and decay.shape is not None and decay.shape.rank() == BY_NUMBER
-
     def decays(self, op: OpWriter) -> ir.Value:
         """The decay; its exponential is taken where it is read, in one branch or another."""
-        return self.decay if self.log_decay is None else op.Exp(self.log_decay)
+        return op.Exp(self.log_decay) if self.decay is None else self.decay
+
+    def erased(self, op: OpWriter) -> ir.Value | None:
+        """The key at which the delta rule takes out, e k."""
+        return None if self.erase is None else op.Mul(self.k, self.erase)
 
 
 def unnamed(name: str, rank: int | None = None) -> ir.Value:
@@ -73,7 +76,8 @@ def once(op: OpWriter, reads: Reads, state: ir.Value, where: str) -> Outputs:
         return op.Squeeze(value, [1])
 
     after, y = token(op, _vectors(op, reads, row, column, grid), state, reads.own)
-    return row(y), after
+    # constant, so that an engine that knows the whole recurrence finds how many heads there are
+    return op.Reshape(y, [0, 1, reads.sizes[0], reads.sizes[2]]), after
 
 
 def steps(op: OpWriter, reads: Reads, state: ir.Value, where: str) -> Outputs:
@@ -98,8 +102,8 @@ Turn = Callable[[ir.Value], ir.Value]
 def _vectors(op: OpWriter, reads: Reads, row: Turn, column: Turn, grid: Turn) -> dict[str, ir.Value]:
     """What a token reads, as rows and columns beside the state."""
     vectors = {"q": row(reads.q), "k": column(reads.k), "v": row(reads.v)}
-    vectors["d"] = (grid if reads.by_number else column)(reads.decays(op))
-    rows = {"s": reads.strength, "e": reads.erased, "a": reads.a}
+    vectors["d"] = (grid if reads.decays_by == BY_NUMBER else column)(reads.decays(op))
+    rows = {"s": reads.strength, "e": reads.erased(op), "a": reads.a}
     vectors |= {name: row(value) for name, value in rows.items() if value is not None}
     return vectors | ({} if reads.b is None else {"b": column(reads.b)})
 
