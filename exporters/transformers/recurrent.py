@@ -58,11 +58,11 @@ def columns_read(mask: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
     """
     batch, seq = mask.shape
     past = kernel - 1
-    real = torch.cat([torch.ones_like(mask[:, :1]).expand(-1, past), mask], 1)
+    real = torch.cat([mask.new_ones(batch, past), mask], 1)
     rank = real.cumsum(1)
     at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
     place = torch.where(real.bool(), rank - 1, past + seq)  # padding behind all others, where nobody looks
-    columns = torch.zeros_like(mask[:, :1]).expand(-1, past + seq + 1).scatter(1, place, at)
+    columns = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
     first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
     before = [columns.gather(1, (rank[:, past:] - 1 - back).clamp(min=0)) + first for back in range(past, 0, -1)]
     last = rank[:, -1:] + torch.arange(-past, 0, device=mask.device)
