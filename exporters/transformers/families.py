@@ -115,6 +115,14 @@ def gpt_neox(config: Any) -> Layout:
     )
 
 
+def granite_hybrid(config: Any) -> Layout:
+    """Granite 4: experts beside an MLP, or the MLP alone where the config has none."""
+    hybrid = replace(SCALED, recurrent="mamba", mlp="block_sparse_moe")
+    if config.num_local_experts:
+        return hybrid
+    return replace(hybrid, mlp="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear")
+
+
 def opt(config: Any) -> Layout:
     """OPT: norms before each half (after it at 350M); an MLP without module, on merged axes."""
     before = config.do_layer_norm_before
@@ -157,8 +165,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA_NET),
     "bamba": replace(JAMBA, rotation="part"),
-    "jamba": JAMBA,
-    "kimi_linear": replace(LATENTS, recurrent="self_attn", mixer_output="o_proj"),
+    "kimi_linear": replace(LLAMA, keys="latents", recurrent="self_attn", mixer_output="o_proj"),
     "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z="projection"),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "axk2": replace(LATENTS, z="projection"),
@@ -200,6 +207,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         rotation="part",
         stream="products",
     ),
+    "granitemoehybrid": granite_hybrid,
+    "jamba": JAMBA,
     "jetmoe": replace(LLAMA, attention="self_attention", output_projection=None),
     "kolibri1": replace(POST_NORMS, **GLM_NORMS),
     "llama4_text": replace(SCALED, mlp="feed_forward", rotation="heads last"),
