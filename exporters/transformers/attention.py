@@ -246,9 +246,7 @@ class TappedCache(DynamicCache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None: see above."""
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
-    ) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
         """Past columns and those of the call, [batch, channels, kernel - 1 + seq]; the last ones are carried on."""
         taps, kernel = self.taps, len(self.taps.columns[0])
         nothing = conv_states.new_zeros(*conv_states.shape[:2], kernel - 1)

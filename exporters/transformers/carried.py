@@ -31,9 +31,10 @@ def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
         key, value = own
         return Carries((key.shape[1], key.shape[3], value.shape[3]))
     columns, *states = own
-    convolution = {"channels": columns.shape[1], "kernel": columns.shape[2] + 1}
+    channels, kernel = columns.shape[1], columns.shape[2] + 1
     if not states:
-        return Carries(None, Recurrence(**convolution))
+        return Carries(None, Recurrence(channels=channels, kernel=kernel))
     heads, key_dim, value_dim = states[0].shape[1:]
     gates = [term for term in TERMS if term in GATES and (erases or term != "erase")]
-    return Carries(None, Recurrence("delta" if erases else "gated", heads, key_dim, value_dim, **convolution, gates=gates))
+    rule = "delta" if erases else "gated"
+    return Carries(None, Recurrence(rule, heads, key_dim, value_dim, channels, kernel, gates=gates))

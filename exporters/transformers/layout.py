@@ -23,8 +23,9 @@ class Layout:
         mlp_output: the part of the MLP that gives its result; "" for the MLP itself.
         gate_and_up: one fused projection whose output is split in two, instead of `gate` and `up`.
         keys: "kept" as they are made, by transformers' `AttentionInterface`; made of "latents", kept as keys and values
-            of that interface; "none" in a model whose layers are all recurrent; or "own", by an attention in the family's own code, which is tapped as it runs. Encoders
-            keep none: "own" are seen at their products, "split" as `transpose_for_scores` gives them.
+            of that interface; or "own", by an attention in the family's own code, which is tapped as it runs. Encoders
+            keep none: "own" are seen at their products, "split" as `transpose_for_scores` gives them. "none" in a model
+            whose layers are all recurrent.
         rotation: of queries and keys "whole", of a "part" that attention cuts off before, or of the whole with
             "heads last": [batch, seq, n_heads, head_dim].
         z: `hook_z` is the outputs of "heads"; with a gate or a norm behind these, it is what the "projection" reads.

@@ -1,9 +1,9 @@
 """Taps of recurrent mixers: transformers' convolutions and recurrences, with their hook points.
 
 transformers keeps each recurrence in a function of the modelling module, as it keeps its rotation, with one signature
-for all families. It is replaced by one that taps what the recurrence reads and calls `recur`: one node of a traced graph
-(`exporters.recurrence` makes operators of it), a loop elsewhere. Padding neither writes nor forgets, and a convolution
-passes over it, wherever it stands.
+for all families. It is replaced by one that taps what the recurrence reads and calls `recur`: one node of a traced
+graph (`exporters.recurrence` makes operators of it), a loop elsewhere. Padding neither writes nor forgets, and a
+convolution passes over it, wherever it stands.
 """
 
 import sys
@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -73,7 +73,9 @@ def columns_read(mask: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
 def convolved(taps: Taps) -> Function:
     """A causal convolution, each channel by itself: a sum of shifted columns, [batch, channels, columns]."""
 
-    def tapped(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any) -> Tensor:
+    def tapped(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
         batch, channels = x.shape[:2]
         columns = x.transpose(1, 2).flatten(0, 1)
         terms = [columns.index_select(0, read) * weight[:, i] for i, read in enumerate(taps.columns[0])]
@@ -95,9 +97,7 @@ def recur(
     value]; `strength`, of the delta rule, [batch, seq, n_heads, 1].
     """
     layer, dtype = taps.layer, v.dtype
-    q, k, v = (
-        taps.at(point(layer), x) for point, x in ((HookPoint.SsmQ, q), (HookPoint.SsmK, k), (HookPoint.SsmV, v))
-    )
+    q, k, v = (taps.at(point(layer), x) for point, x in ((HookPoint.SsmQ, q), (HookPoint.SsmK, k), (HookPoint.SsmV, v)))
     if strength is not None:
         strength = taps.at(HookPoint.SsmWrite(layer), strength)
     by_number = g.dim() == 5
@@ -109,9 +109,10 @@ def recur(
     state = taps.state(k, v)
     reads = [q, k, v, g, state] + ([] if strength is None else [strength.to(wide) * real])
     if torch.compiler.is_exporting():
-        kinds = {"dtypes": [wide, wide], "shapes": [v.shape, state.shape]}
         name = f"{RECURRENCE_DOMAIN}::{RECURRENCE}"
-        y, state = torch.onnx.ops.symbolic_multi_out(name, reads, {"layer": layer}, **kinds, version=1)
+        y, state = torch.onnx.ops.symbolic_multi_out(
+            name, reads, {"layer": layer}, dtypes=[wide, wide], shapes=[v.shape, state.shape], version=1
+        )
     else:
         y, state = _loop(*reads)
     y = taps.at(HookPoint.SsmY(layer), y.to(dtype))
@@ -135,14 +136,14 @@ def _loop(
 def selective_scan(taps: Taps) -> Function:
     """Mamba: its channels share B and C, and are the value of one head; each number of the state has a decay."""
 
-    def tapped(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
-        dt = taps.at(HookPoint.SsmDt(taps.layer), F.softplus(dt + options["delta_bias"]))
-        q, k = C.transpose(1, 2)[:, :, None], B.transpose(1, 2)[:, :, None]
-        y, state = recur(taps, q, k, (dt * x)[:, :, None], dt[:, :, None, None] * A.t())
-        return ((y[:, :, 0] + x * D) * F.silu(z.transpose(1, 2))).transpose(1, 2), state
+    # transformers' names: (hidden_states, dt, A, B, C), each [batch, channels or state, seq] but A [channels, state]
+    def tapped(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        x, dt, k, q = (args[i].transpose(1, 2) for i in (0, 1, 3, 4))
+        dt = taps.at(HookPoint.SsmDt(taps.layer), functional.softplus(dt + options["delta_bias"]))
+        decay = dt[:, :, None, None] * args[2].t()
+        y, state = recur(taps, q[:, :, None], k[:, :, None], (dt * x)[:, :, None], decay)
+        gate = functional.silu(options["z"].transpose(1, 2))
+        return ((y[:, :, 0] + x * options["D"]) * gate).transpose(1, 2), state
 
     return tapped
 
@@ -150,17 +151,17 @@ def selective_scan(taps: Taps) -> Function:
 def chunk_scan(taps: Taps) -> Function:
     """Mamba-2: heads share B and C by groups, and have one decay each."""
 
-    def tapped(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    # transformers' names: (hidden_states, dt, A, B, C), each [batch, seq, n_heads or groups, ...] but A [n_heads]
+    def tapped(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        x, dt, log_decay, k, q = args[:5]
         lowest, highest = options.get("dt_limit", (0.0, float("inf")))
-        dt = F.softplus(dt + options["dt_bias"])
+        dt = functional.softplus(dt + options["dt_bias"])
         if (lowest, highest) != (0.0, float("inf")):
             dt = dt.clamp(min=lowest, max=highest)
         dt = taps.at(HookPoint.SsmDt(taps.layer), dt)
-        q, k = (_repeated(x, hidden_states.shape[2]) for x in (C, B))
-        y, state = recur(taps, q, k, hidden_states * dt[..., None], (dt * A)[..., None])
-        return y + options["D"][:, None] * hidden_states, state
+        q, k = (_repeated(one, x.shape[2]) for one in (q, k))
+        y, state = recur(taps, q, k, x * dt[..., None], (dt * log_decay)[..., None])
+        return y + options["D"][:, None] * x, state
 
     return tapped
 

@@ -30,6 +30,7 @@ STATE_SHAPE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
 MIXER_HEADS = ("batch", "seq", "n_heads", "value_dim")
 MIXER_KEYS = ("batch", "seq", "n_heads", "key_dim")
+LAST_STATES = ("RwkvState", "SsmState")  # variants of the state after the last token, which only a next call reads
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
 # no leading zeros: one hook point has one name

@@ -90,9 +90,7 @@ def test_calls_of_any_widths_equal_one_pass(family, made):
     cache, start, calls = None, 0, []
     for width in WIDTHS:
         end = start + width
-        found = model.forward(
-            ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True
-        )
+        found = model.forward(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
         calls.append(found.output())
         cache, start = found.kv_cache or found.state, end
     joined = np.concatenate(calls, 1)
