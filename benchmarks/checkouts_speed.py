@@ -6,7 +6,8 @@
 Each checkout runs in a process of its own, on the same hooked models; a case is timed in one, then in the other, and
 the other way round at the next repeat. Figures are medians in milliseconds and the ratio of this checkout to the
 other: below 1 this one is faster. Logits and tokens are compared first, bit for bit. `--model` names folders of hooked
-models (default: those that ship); `--save` writes benchmarks/results/checkouts_speed.md.
+models that both can read (default: those that ship with both, from the other checkout: a hooked model's metadata may
+have grown since); `--save` writes benchmarks/results/checkouts_speed.md.
 """
 
 import argparse
@@ -111,12 +112,19 @@ def main() -> None:
     """Compare, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
-    parser.add_argument("--model", type=Path, nargs="+", default=[*(REPOSITORY / "models").glob("world-*")])
+    parser.add_argument("--model", type=Path, nargs="+")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     asked: Any = parser.parse_args()
-    rows = [row for model in sorted(asked.model) for row in compare(model, asked.before, asked.repeats, asked.threads)]
+    both = [
+        model for model in (asked.before / "models").glob("world-*") if (REPOSITORY / "models" / model.name).exists()
+    ]
+    rows = [
+        row
+        for model in sorted(asked.model or both)
+        for row in compare(model, asked.before, asked.repeats, asked.threads)
+    ]
     title = f"median of {asked.repeats}, {platform.machine()}, {os.cpu_count()} cores"
     present("checkouts_speed", "This checkout beside another", title, [(COLUMNS, rows)], asked.save)
 

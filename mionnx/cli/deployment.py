@@ -155,6 +155,7 @@ def _compile(
         "target": packaging.target,
         "weights": packaging.placed,
         "knobs": [*arguments.get("knobs", ())],
+        "monitors": [*arguments.get("monitors", ())],
     }
 
 
@@ -168,12 +169,15 @@ def _baked(facts: dict[str, Any]) -> Iterator[str]:
 
 COMPILE = Command(
     [MIModel.compile],
-    [f'mionnx compile {LLAMA} -o no-attention --scale "blocks.2.hook_attn_out=0" --knobs strength'],
+    [
+        f'mionnx compile {LLAMA} -o no-attention --scale "blocks.2.hook_attn_out=0" --knobs strength',
+        f"mionnx compile {LLAMA} -o watched --monitors lens=blocks.2.hook_resid_post@top3",
+    ],
     "Interventions are written as for `mionnx run`, or come from a saved HookSpec. A knob without HOOK controls every "
     "strength that can be one; HOOK may be a glob.",
     call=_compile,
     show=_baked,
-    without=("hooks", "captures", "monitors"),
+    without=("hooks", "captures"),
     settings=("dtype",),
     files=False,
 )

@@ -1,4 +1,4 @@
-"""Files that options name: texts, prompts, pairs.
+"""Files that options name: texts, prompts, pairs, tensors.
 
 A file of pairs, `--pairs FILE`, holds a JSON object a line, of which every line has the same keys:
 
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from numpy.typing import NDArray
 
-from mionnx.errors import InputError
+from mionnx.errors import InputError, SpecFileError, nearest
+from mionnx.machine.tensor_file import open_tensors
 
 PAIR_KEYS = ("clean", "corrupted", "answer", "versus", "positions")
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated.")]
@@ -87,3 +89,12 @@ def _columns(where: str, records: list[dict[str, Any]]) -> dict[str, list[Any]]:
         if record.keys() != records[0].keys():
             raise InputError(f"{where}: record {number} has {', '.join(record)}, the first one {', '.join(records[0])}")
     return {key: [record[key] for record in records] for key in records[0]}
+
+
+def load_tensor(path: Path, key: str) -> NDArray[Any]:
+    """Read one tensor of a safetensors file."""
+    with open_tensors(path, f"cannot read {path}") as file:
+        names = list(file.keys())
+        if key in names:
+            return file.get_tensor(key)
+    raise SpecFileError(f"{path} has no tensor {key!r}, only {', '.join(names)}{nearest(key, names)}")

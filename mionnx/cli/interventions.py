@@ -28,9 +28,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from mionnx.cli.files import load_tensor
 from mionnx.cli.parameters import Group, keyword, spread
-from mionnx.errors import InterventionError, SpecFileError, nearest
-from mionnx.machine.tensor_file import open_tensors
+from mionnx.errors import InterventionError, nearest
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention, find_kind
 from mionnx.spec.kinds import KINDS
@@ -174,12 +174,3 @@ def _integers(text: str, option: str) -> list[int]:
         return [number for part in text.split(",") for number in spread(part, int)]
     except ValueError:
         raise InterventionError(f"{option!r}: {text!r} is no integer, nor several such as 0,3 or 2-5") from None
-
-
-def load_tensor(path: Path, key: str) -> NDArray[Any]:
-    """Read one tensor of a safetensors file."""
-    with open_tensors(path, f"cannot read {path}") as file:
-        names = list(file.keys())
-        if key in names:
-            return file.get_tensor(key)
-    raise SpecFileError(f"{path} has no tensor {key!r}, only {', '.join(names)}{nearest(key, names)}")

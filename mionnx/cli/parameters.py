@@ -21,7 +21,9 @@ import typer
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.cli.files import lines_of, read_text
+from mionnx.analysis.probes.probe_result import ProbeResult
+from mionnx.cli.files import lines_of, load_tensor, read_text
+from mionnx.compile.monitors import Monitor
 from mionnx.errors import InputError
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -113,6 +115,26 @@ def _knobs(option: str, texts: Sequence[str]) -> dict[str, list[str] | None]:
     return knobs
 
 
+def _monitors(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Name -> what is read: the top tokens at a hook point, a tensor's products with it, or saved probes."""
+    monitors: dict[str, Any] = {}
+    for text in texts:
+        name, _, source = text.partition("=")
+        hook, at, what = source.partition("@")
+        top, tensor = re.fullmatch(r"top(\d+)", what), re.fullmatch(r"(.+\.safetensors):(.+)", what)
+        if name in monitors:
+            raise InputError(f"--{option} {name!r} twice: a monitor has a name of its own")
+        if top:
+            monitors[name] = Monitor(hook, k=int(top[1]))
+        elif tensor:
+            monitors[name] = (hook, load_tensor(Path(tensor[1]), tensor[2]))
+        elif source and not at:
+            monitors[name] = ProbeResult.load(source)
+        else:
+            raise InputError(f"--{option} {text!r}: NAME=HOOK@top5, NAME=HOOK@FILE.safetensors:KEY or NAME=PROBES")
+    return monitors
+
+
 TEXT, TEXTS = Form(metavar="TEXT"), Form(list[str], metavar="TEXT", remark="May be repeated.")
 LINES = Form(Path, lambda _, path: lines_of(path), "FILE", "One a line.")
 WORDS = {
@@ -129,6 +151,11 @@ WORDS = {
     "texts": Form(list[Path], lambda _, paths: [read_text(path) for path in paths], "FILE", "May be repeated."),
     "reference": LINES,
     "knobs": Form(list[str], _knobs, "NAME[=HOOK]", "May be repeated."),
+    "monitors": Form(
+        *(list[str], _monitors, "NAME=HOOK@WHAT"),
+        "WHAT: top5, the five top tokens of the lens, or FILE.safetensors:KEY, products with weights; or NAME=PROBES, "
+        "a file of saved probes. May be repeated.",
+    ),
     "activations": Form(Path, lambda _, folder: Activations(folder), "FOLDER"),
     "labels": Form(Path, lambda _, path: [line or None for line in lines_of(path, blank=True)], "FILE"),
     "groups": replace(LINES, argument=lambda _, path: lines_of(path, blank=True)),

@@ -97,6 +97,12 @@ def as_monitor(name: str, what: Any, model: HookedModel) -> Monitor:
     axes = model.axes(point)
     if len(axes) != 3 or point.derived or not isinstance(axes[-1], int):
         raise HookError(f"monitor {name!r}: {point} is {axes}; a monitor reads a vector a token, [batch, seq, width]")
+    sizes = model.metadata.sizes
+    if monitor.readout is None:
+        at_least(f"monitor {name!r}: k", monitor.k, 1)
+        at_most(f"monitor {name!r}: k", monitor.k, sizes.vocab_size)
+        if axes[-1] != sizes.hidden_size:
+            raise HookError(f"monitor {name!r}: {point} is {axes}; a lens reads the stream, [batch, seq, hidden]")
     if monitor.readout is not None and monitor.readout.weights.shape[1] != axes[-1]:
         raise InterventionError(
             f"monitor {name!r}: its weights are {list(monitor.readout.weights.shape)}, and {point} is {axes}"

@@ -10,7 +10,8 @@ the entry is.
    not what the manifest says (`mionnx cache verify` hashes all). A damaged entry is removed, built again, and said.
 4. A process that uses an entry leaves a mark in `{key}.pins/`; what a live process uses is never removed.
 5. When the store is larger than `MIONNX_CACHE_LIMIT` (20 GiB), the entries used longest ago go. A file that has a name
-   outside of the store too, as the weights of a checkpoint, takes no room of it.
+   outside of the store too, as the weights of a checkpoint, takes no room of it. Entries are counted once a minute, as
+   that takes 0.2 ms each, and where what was built since may pass the limit.
 6. What an interrupted sweep has computed is one file, `{root}/sweeps/{key}.safetensors`, an entry without a manifest:
    it is checked when the sweep goes on, and a sweep that runs writes it again if it is removed.
 7. An exported model, `{root}/models/{name}-{key}/`, is an entry without a manifest: its graph has hashes of its files.
@@ -22,6 +23,7 @@ the entry is.
 """
 
 import json
+import math
 import os
 import time
 import warnings
@@ -54,8 +56,11 @@ ENTRY_KINDS = (MODELS, "bases", "graphs", "npm")
 IN_USE = "in use"
 DEFAULT_LIMIT = 20 * 2**30
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40, "B": 1, "": 1}
+A_MINUTE = 60.0  # seconds
 UNUSABLE = (OSError, Timeout, NotImplementedError)  # the last: a file system without locks
 Build = Callable[[Path], dict[str, Any]]
+# of each store: when all its entries were counted, and their bytes with those of what this process has built since
+_counts: dict[Path, tuple[float, int]] = {}
 
 
 class StoreWarning(UserWarning):
@@ -85,18 +90,20 @@ class DiskCache:
     def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
         """Find the entry of a key, a hash of all that it depends on, or build it; None if it cannot be written."""
         # `build` writes the files into a folder, and returns facts for the manifest.
-        entry = CacheEntry(self.root / kind / key)
+        entry, is_new = CacheEntry(self.root / kind / key), False
         try:
             self.kind_folder(kind)
             with self._lock(entry):
                 if not self._usable(entry):
                     self._build(entry, build)
                     self._checked.add(entry.path)
+                    is_new = True
                     entry.mark()
         except UNUSABLE as error:
             self.say_unusable(error, "running without it")
             return None
-        self.prune()
+        if is_new:
+            self._limit_growth(entry)
         return entry
 
     def folder(self, kind: str, key: str, make: Callable[[Path], None], otherwise: str) -> Path | None:
@@ -117,7 +124,7 @@ class DiskCache:
             self.say_unusable(error, "what is in it is used as it is" if there else otherwise)
             return entry.path if there else None
         if is_new:
-            self.prune()
+            self._limit_growth(entry)
         return entry.path
 
     def use(self, folder: Path) -> None:
@@ -201,15 +208,26 @@ class DiskCache:
         limit = self.limit if limit is None else limit
         self.tidy()
         stats = {entry: entry.stats for entry in self.all()}
-        removed = []
+        removed, size = [], bytes_kept(chain(*stats.values()))
         # removed one by one until the rest fits: files that two entries share come free with the second
         for entry in [*stats]:
-            if bytes_kept(chain(*stats.values())) <= limit:
+            if size <= limit:
                 break
             if not self.remove(entry):
                 removed.append(entry)
                 del stats[entry]
+                size = bytes_kept(chain(*stats.values()))
+        _counts[self.root] = time.monotonic(), size
         return removed
+
+    def _limit_growth(self, entry: CacheEntry) -> None:
+        """Prune where the store may have grown beyond its limit by an entry."""
+        counted, size = _counts.get(self.root, (-math.inf, 0))
+        size += entry.size
+        if size > self.limit or time.monotonic() > counted + A_MINUTE:
+            self.prune()
+        else:
+            _counts[self.root] = counted, size
 
     def tidy(self) -> int:
         """Remove what killed processes left unfinished, and count it."""

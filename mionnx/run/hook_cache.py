@@ -18,7 +18,7 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.layer_cache import BY_POSITION, LayerCache, Value
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.brief import Brief, count, shape_of
 from mionnx.machine.dialects import Translated
 from mionnx.machine.stored import Storable, Stored
@@ -62,8 +62,8 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         self,
         logits: Value | None,
         captured: Mapping[str, Value],
-        kv_cache: Past | None = None,
-        state: Past | None = None,
+        kv_cache: LayerCache[Any] | None = None,
+        state: LayerCache[Any] | None = None,
         top_ids: Value | None = None,
         *,
         num_layers: int | None = None,

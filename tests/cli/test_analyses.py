@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from command_line import LLAMA, PROMPT, mionnx, succeeded
+from safetensors.numpy import save_file
 
-from mionnx import Activations, DoseResponse, HookSpec, Intervention, MIModel, probe
+from mionnx import Activations, DoseResponse, HookSpec, Intervention, MIModel, ProbeResult, probe
 from mionnx.cli.injection import Opening
 from mionnx.graph.hooked_model import HookedModel
 
@@ -246,6 +248,34 @@ class TestDeployment:
         assert list((tmp_path / "made").rglob("config.pbtxt"))
         refused = mionnx("compile", LLAMA, "-o", tmp_path / "no", *edit, "--layout", "tritn")
         assert "triton" in said(refused)
+
+    def test_monitors_are_those_of_the_verb(self, tmp_path: Path) -> None:
+        point, rng = "blocks.2.hook_resid_post", np.random.default_rng(0)
+        weights = rng.normal(size=(2, 128)).astype(np.float32)
+        save_file({"w": weights}, tmp_path / "probe.safetensors")
+        model, cities = MIModel.from_pretrained(LLAMA), ["France", "Germany", "Italy", "Japan"]
+        texts = [f"The capital of {city} is" for city in cities]
+        fitted = probe(model.harvest(texts, point, tmp_path / "activations", positions=-1), [*"abab"], folds=2)
+        fitted = fitted.save(tmp_path / "fitted.safetensors")
+        options = [
+            *("--monitors", f"lens={point}@top3", "--monitors", f"sea={point}@{tmp_path}/probe.safetensors:w"),
+            *("--monitors", f"city={fitted}"),
+        ]
+        found = printed("compile", LLAMA, "-o", tmp_path / "made", *options)
+        assert found["monitors"] == ["lens", "sea", "city"]
+        monitors = {"lens": model.lens_monitor(2, 3), "sea": (point, weights), "city": ProbeResult.load(fitted)}
+        made = model.compile(HookSpec(), tmp_path / "python", monitors=monitors)
+        files = [onnx.load(folder / "model.onnx", load_external_data=False) for folder in (tmp_path / "made", made)]
+        assert files[0].graph == files[1].graph
+        for wrong, words in {
+            "sea": "NAME=HOOK@top5",
+            f"sea={point}@top500": "471",
+            "sea=blocks.2.mlp.hook_act@top5": "the stream",
+            f"sea={point}@{tmp_path}/probe.safetensors:v": "no tensor 'v', only w",
+            f"sea={tmp_path}/none": "none",
+        }.items():
+            assert words in said(mionnx("compile", LLAMA, "-o", tmp_path / "no", "--monitors", wrong))
+        assert not (tmp_path / "no").exists()
 
     def test_verify_and_bisect_exit_by_what_they_find(self, tmp_path: Path) -> None:
         (tmp_path / "prompts.json").write_text(json.dumps([OTHER]))

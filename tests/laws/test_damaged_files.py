@@ -27,7 +27,7 @@ from mionnx import (
     SpecFileError,
 )
 from mionnx.analysis.sweep.sweep import ProgressFile
-from mionnx.cli.interventions import load_tensor
+from mionnx.cli.files import load_tensor
 from mionnx.machine.tensor_file import CHECKSUM, to_bytes
 from mionnx.verify.recorded_values import FACTS, RecordedValues
 

@@ -154,8 +154,16 @@ def test_patterns_are_those_of_the_layers_with_attention(model):
     assert patterns.patterns.shape == (1, 2, 9, 9)
     with pytest.raises(InputError, match="layers with patterns 1"):
         model.attention(IDS, layers=0)
-    with pytest.raises(HookError, match="no attention in the layers 0, 2"):
-        _ = model.W_O
+
+
+def test_weights_by_name_are_those_of_the_layers_that_have_them(model):
+    hooks = model.forward(IDS, HookSpec().capture(HookPoint.AttnZ(1)).capture(HookPoint.AttnOut(1)))
+    own = np.einsum("bshd,hdm->bsm", hooks[HookPoint.AttnZ(1)], model.W_O[1]) + model.weights.b_O[1]
+    np.testing.assert_allclose(own, hooks[HookPoint.AttnOut(1)], atol=TOLERANCE)
+    with pytest.raises(HookError, match="no W_O in layer 0"):
+        _ = model.W_O[0]
+    with pytest.raises(HookError, match="no W_O in layer 0"):
+        np.asarray(model.W_O)
 
 
 def test_a_state_knockout_needs_a_gate_in_its_layer(model):
