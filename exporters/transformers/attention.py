@@ -252,9 +252,9 @@ class TappedCache(DynamicCache):
         nothing = conv_states.new_zeros(*conv_states.shape[:2], kernel - 1)
         past = taps.states[layer_idx][0] if layer_idx in taps.states else nothing
         columns = torch.cat([past, conv_states * taps.mask[:, None].to(conv_states.dtype)], -1)
-        kept = columns.transpose(1, 2).flatten(0, 1).index_select(0, taps.columns[1])
-        kept = kept.reshape(columns.shape[0], kernel - 1, columns.shape[1]).transpose(1, 2)
-        taps.carried[layer_idx] = (kept,)
+        last = columns.transpose(1, 2).flatten(0, 1).index_select(0, taps.columns[1])
+        last = last.reshape(columns.shape[0], kernel - 1, columns.shape[1]).transpose(1, 2)
+        taps.carried[layer_idx] = (last,)
         return columns
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:

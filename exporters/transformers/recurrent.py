@@ -24,7 +24,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
 LEAST = -1e4  # log of a decay that leaves nothing: minus infinity times 0 is no number
-EPSILON = 1e-6  # of the length of queries and keys in the delta rule
+LENGTH_EPSILON = 1e-6  # of the length of queries and keys in the delta rule
 Carried = tuple[Tensor, ...]
 Function = Callable[..., Any]
 
@@ -173,7 +173,7 @@ def delta_rule(taps: Taps) -> Function:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
         heads = value.shape[2]
-        q, k = (_repeated(x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON), heads) for x in (query, key))
+        q, k = (_repeated(x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON), heads) for x in (query, key))
         return recur(taps, q * key.shape[-1] ** -0.5, k, value, g if g.dim() == 4 else g[..., None], beta[..., None])
 
     return tapped

@@ -26,7 +26,7 @@ from mionnx.graph.io_names import PASTS, PRESENTS
 
 _CACHE = re.compile(rf"(?:{'|'.join(map(re.escape, (*PASTS, *PRESENTS)))})(\d+)\.")
 
-LAYER = "layer"  # the attribute of a recurrence that says where it is
+LAYER_ATTRIBUTE = "layer"  # the attribute of a recurrence that says where it is
 
 
 def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
@@ -179,8 +179,8 @@ class _Stamper:
     def _attributes(self, node: ir.Node, further: int) -> list[ir.Attr]:
         """Attributes of a copy so many layers further; a recurrence says its layer in one of them."""
         own = {**node.attributes}
-        if LAYER in own and node.domain == RECURRENCE_DOMAIN:
-            own[LAYER] = ir.AttrInt64(LAYER, own[LAYER].as_int() + further * self.names.halves)
+        if LAYER_ATTRIBUTE in own and node.domain == RECURRENCE_DOMAIN:
+            own[LAYER_ATTRIBUTE] = ir.AttrInt64(LAYER_ATTRIBUTE, own[LAYER_ATTRIBUTE].as_int() + further * self.names.halves)
         return [*own.values()]
 
     def _read(self, value: ir.Value, copied: dict[int, ir.Value], template: int, layer: int) -> ir.Value:

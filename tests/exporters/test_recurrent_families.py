@@ -155,4 +155,4 @@ def test_generation_is_transformers_greedy_one(family, made):
     expected = ids
     for _ in range(6):
         expected = np.concatenate([expected, plain_logits(reference, expected)[:, -1:].argmax(-1)], 1)
-    assert ([*map(list, found.new_ids)] == expected[:, -6:].tolist()).all()
+    assert [*map(list, found.new_ids)] == expected[:, -6:].tolist()
