@@ -26,9 +26,9 @@ from mionnx.graph.operator_table import DOMAIN
 FUSED = "LinearAttention"
 BRANCH = "then_branch"  # of an `If`; its name lies in every file that has one
 LEAST = 2.0**-60  # stands for an erase gate of 0
-CONSTANTS = {"packed": np.array([0, 0, -1]), "least": np.float32(LEAST)}
+CONSTANTS = {"packed": np.array([0, 0, -1]), "least": np.array(LEAST, np.float32)}
 HEADS_AXIS = 2  # of y
-PREFIX = "mionnx.recurrence."  # begins the names of constants
+CONSTANT_PREFIX = "mionnx.recurrence."  # begins the names of constants
 
 Pattern = str | tuple[Any, ...]  # a value from outside the branch, by what it is here; or an operator and its inputs
 
@@ -71,7 +71,9 @@ def fuse_recurrences(model: onnx.ModelProto) -> int:
             fused[at] = _fused(node, values, int(numpy_helper.to_array(tensor)[HEADS_AXIS]), graph)
     if fused:
         replace_nodes(graph, fused)
-        graph.initializer.extend(numpy_helper.from_array(value, PREFIX + name) for name, value in CONSTANTS.items())
+        graph.initializer.extend(
+            numpy_helper.from_array(value, CONSTANT_PREFIX + name) for name, value in CONSTANTS.items()
+        )
         if DOMAIN not in {entry.domain for entry in model.opset_import}:
             model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return len(fused)
@@ -121,9 +123,9 @@ def _fused(node: onnx.NodeProto, values: Mapping[str, str], heads: int, graph: o
         nodes.append(helper.make_node(operator, inputs, outputs, f"{y}.fused.{len(nodes)}:{operator}", **settings))
         return outputs[0]
 
-    v, b, packed = values["v"], values.get("b"), f"{PREFIX}packed"
+    v, b, packed = values["v"], values.get("b"), f"{CONSTANT_PREFIX}packed"
     if b is not None:
-        least = f"{PREFIX}least"
+        least = f"{CONSTANT_PREFIX}least"
         erase = write("Where", write("Less", write("Abs", values["e"]), least), least, values["e"])
         v, b = write("Div", v, erase), write("Mul", b, erase)
     reads = [write("Reshape", one, packed) for one in (values["q"], values["k"], v)]
