@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from recurrences import BY, RULES, error, expanded, fed, loop, opened, random_gates, random_reads
-from toy_recurrent import VOCAB, logits_of, write_recurrent
+from toy_recurrent import HIDDEN, VOCAB, WEIGHTS, logits_of, write_recurrent
 
 from mionnx import HookSpec, Intervention, MIModel, StateKnockoutSpec, StateSteeringSpec
 from mionnx.engine.fused_recurrence import FUSED, fuse_recurrences
@@ -86,6 +86,10 @@ SPECS = {
         HookSpec().set_state_knockout(StateKnockoutSpec().position(3).decay()),
         {"write": 0, "decays": False, "at": 3},
     ),
+    "erase": (
+        HookSpec().set_state_knockout(StateKnockoutSpec().position(3).erase()),
+        {"write": 0, "erase": 0, "at": 3},
+    ),
     "steering": (HookSpec().set_state_steering(StateSteeringSpec(2.5).position(1)), {"write": 2.5, "at": 1}),
     "edit": (HookSpec().intervene("blocks.1.hook_resid_pre", Intervention.Scale(0.5, positions=2)), None),
 }
@@ -121,3 +125,23 @@ def test_other_engines_keep_the_open_form(recurrent, folder):
     open_form = MIModel.from_pretrained(folder, engine="openvino").forward(text).output()
     assert error(open_form, plain) < 2e-6
     assert not np.array_equal(open_form, plain)
+
+
+@pytest.mark.parametrize("length", [5, 20])
+def test_gradients_go_through_the_open_form_to_central_differences(recurrent, monkeypatch, length):
+    """The recurrence is one node on the way there, branches of its own on the way back."""
+    text = np.random.default_rng(3).permutation(VOCAB)[:length]
+    found = recurrent.gradients(text, "hook_embed", "logit", answer=3).grad["hook_embed"][0]
+    embedding = WEIGHTS["W_E"].astype(np.float64)
+
+    def logit(t: int, place: int, step: float) -> float:
+        moved = embedding.copy()
+        moved[text[t], place] += step
+        monkeypatch.setitem(WEIGHTS, "W_E", moved)
+        return logits_of(text)[-1, 3]
+
+    step = 1e-5
+    expected = [
+        [(logit(t, at, step) - logit(t, at, -step)) / (2 * step) for at in range(HIDDEN)] for t in range(length)
+    ]
+    assert error(found, np.array(expected)) < 2e-6

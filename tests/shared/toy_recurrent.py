@@ -84,7 +84,10 @@ def write_recurrent(folder: Path) -> Path:
     model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(proto))
     expand(model)
     proto = ir.serde.serialize_model(model)
-    onnx.save_model(proto, folder / GRAPH, save_as_external_data=True, location="weights.bin", size_threshold=99)
+    for tensor in proto.graph.initializer:
+        if tensor.name in WEIGHTS:  # as in an export, constants stay in the graph
+            onnx.external_data_helper.set_external_data(tensor, "weights.bin")
+    onnx.save_model(proto, folder / GRAPH)
     proto = onnx.shape_inference.infer_shapes(onnx.load(folder / GRAPH, load_external_data=False))
     digest, files = describe_export(folder, ["weights.bin"], [folder / "weights.bin"], lambda *_: None)
     sizes = Sizes(2, HEADS, HEADS, SIZE, HIDDEN, VOCAB)
