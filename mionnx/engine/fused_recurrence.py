@@ -60,7 +60,8 @@ def fuse_recurrences(model: onnx.ModelProto) -> int:
     graph = model.graph
     constants = constants_of(graph)
     fused: dict[int, list[onnx.NodeProto]] = {}
-    for at, node in enumerate(graph.node if _has_kernel() else ()):
+    branching = [(at, node) for at, node in enumerate(graph.node) if node.op_type == "If"]
+    for at, node in branching if branching and _has_kernel() else ():
         values = _recurrence(node)
         if (shape := values.get("shape")) is None:
             continue
@@ -82,7 +83,7 @@ def fuse_recurrences(model: onnx.ModelProto) -> int:
 def _recurrence(node: onnx.NodeProto) -> dict[str, str]:
     """What a recurrence reads, by what it is; empty for any other node."""
     branch = next((one.g for one in node.attribute if one.name == BRANCH), None)
-    if node.op_type != "If" or branch is None or len(branch.output) != len(node.output) or len(branch.output) != 2:
+    if branch is None or len(branch.output) != len(node.output) or len(branch.output) != 2:
         return {}
     if any(value.type.tensor_type.elem_type != TensorProto.FLOAT for value in branch.output):
         return {}

@@ -67,7 +67,9 @@ def with_merged(model: Path | bytes) -> Path | bytes:
     if not (_mentions(model) if isinstance(model, Path) else any(name in model for name in NAMES)):
         return model
     proto = graph_of(model)
-    changes = halve_products(proto), merge_products(proto), merge_heads(proto), fuse_recurrences(proto)
+    changes = [fuse_recurrences(proto)]
+    if any(node.op_type == BLOCK_PRODUCT for node in proto.graph.node):
+        changes += [halve_products(proto), merge_products(proto), merge_heads(proto)]
     return proto.SerializeToString() if any(changes) else model
 
 
