@@ -102,8 +102,10 @@ class ByKey:
         op = self.op
         if product is None:  # size 1: one token a half
             return op.Reshape(factor, [0, 0, 0, CHUNK_TOKENS, self.key])
-        halves = op.Reshape(product, [0, 0, 0, blocks, 2, size, self.key])
-        return op.Reshape(op.Mul(halves, factor), [0, 0, 0, CHUNK_TOKENS, self.key])
+        # not the product's blocks times the factor: OpenVINO (2026.4) multiplies a reshaped value in its own memory,
+        # which others still read
+        spread = op.Reshape(op.Expand(factor, [1, 1, 1, 1, 1, size, 1]), [0, 0, 0, CHUNK_TOKENS, self.key])
+        return op.Mul(product, spread)
 
 
 # The decays of a chunk. `pairs`, of which there is one call: for all s < t the sums later_t . (decays between s and t,
