@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exporters.recurrence.expand import GATES
+from exporters.recurrence.expand import GATE_DTYPES
 from mionnx.graph.layers import TERMS, Attention, CachePort, Heads, Layer, Recurrence
 
 
@@ -35,6 +35,6 @@ def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
     if not states:
         return Carries(None, Recurrence(channels=channels, kernel=kernel))
     heads, key_dim, value_dim = states[0].shape[1:]
-    gates = [term for term in TERMS if term in GATES and (erases or term != "erase")]
+    gates = [term for term in TERMS if term in GATE_DTYPES and (erases or term != "erase")]
     rule = "delta" if erases else "gated"
     return Carries(None, Recurrence(rule, heads, key_dim, value_dim, channels, kernel, gates=gates))

@@ -180,7 +180,9 @@ class _Stamper:
         """Attributes of a copy so many layers further; a recurrence says its layer in one of them."""
         own = {**node.attributes}
         if LAYER_ATTRIBUTE in own and node.domain == RECURRENCE_DOMAIN:
-            own[LAYER_ATTRIBUTE] = ir.AttrInt64(LAYER_ATTRIBUTE, own[LAYER_ATTRIBUTE].as_int() + further * self.names.halves)
+            own[LAYER_ATTRIBUTE] = ir.AttrInt64(
+                LAYER_ATTRIBUTE, own[LAYER_ATTRIBUTE].as_int() + further * self.names.halves
+            )
         return [*own.values()]
 
     def _read(self, value: ir.Value, copied: dict[int, ir.Value], template: int, layer: int) -> ir.Value:

@@ -10,7 +10,7 @@ from recurrent_families import CONFIGS, VOCAB, make_recurrent
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
 WIDTHS = (30, 1, 1, 1, 2, 5, 1)
@@ -156,3 +156,19 @@ def test_generation_is_transformers_greedy_one(family, made):
     for _ in range(6):
         expected = np.concatenate([expected, plain_logits(reference, expected)[:, -1:].argmax(-1)], 1)
     assert [*map(list, found.new_ids)] == expected[:, -6:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
+def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
+    model, reference = made(family)
+    ids = ids_of(5, 10)
+    inputs = Inputs(ids, np.ones_like(ids))
+    layers = [port.layer for port in model.hooked.metadata.ports if port.part == "state"]
+    write = HookPoint.SsmV if family == "mamba2" else HookPoint.SsmWrite  # what a delta rule erases goes with b
+    silent = [(write(layer), Intervention.Zero(positions=[3])) for layer in layers]
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3))
+    spec = spec if family == "mamba2" else HookSpec().set_state_knockout(StateKnockoutSpec().position(3).erase())
+    expected = run(reference, inputs, silent).logits
+    assert np.abs(expected - run(reference, inputs).logits).max() > 1e-3
+    assert off(model.forward(ids, spec).output(), expected) < TOLERANCE
