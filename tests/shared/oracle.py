@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.trace import run_eagerly
 from mionnx import HookPoint, Intervention
 
-Past = list[tuple[Tensor, Tensor]]
+Past = list[tuple[Tensor, ...]]
 Edits = Sequence[tuple[HookPoint, Intervention]]
 
 
@@ -40,7 +40,7 @@ class Outcome:
 
     logits: np.ndarray
     values: dict[str, np.ndarray] = field(default_factory=dict)
-    cache: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    cache: list[tuple[np.ndarray, ...]] = field(default_factory=list)
 
 
 def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
@@ -75,7 +75,7 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
 
     logits, cache = run_eagerly(model, listen, ids[:, rest], mask, positions[:, rest], past)
     outcome.logits = logits.numpy()
-    outcome.cache = [(key.numpy(), value.numpy()) for key, value in cache]
+    outcome.cache = [tuple(part.numpy() for part in own) for own in cache]
     return outcome
 
 
