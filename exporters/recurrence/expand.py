@@ -22,7 +22,7 @@ from exporters.recurrence.open_form import Length, open_form
 from mionnx.graph.hook_points import layer_of
 
 RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
-GATES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
+GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
 # Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
 GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
@@ -103,7 +103,7 @@ def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
     widest = max(one.sizes[0] for one in marked)
     own = [one.layer for one in marked]
     parts: dict[str, list[ir.Value]] = {}
-    for term, dtype in GATES.items():
+    for term, dtype in GATE_DTYPES.items():
         if term == "erase" and all(one.b is None for one in marked):
             continue
         name = f"state_{term}"
