@@ -23,10 +23,10 @@ from mionnx.graph.hook_points import layer_of
 
 RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
 GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
-# Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
-GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
 GATE_AXES = ("batch", "seq", "n_heads")
+# Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
+GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 
 
 def expand(model: ir.Model) -> None:
