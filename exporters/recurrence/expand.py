@@ -25,6 +25,8 @@ RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
 GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
 GATE_AXES = ("batch", "seq", "n_heads")
+# Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
+GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 
 
 def expand(model: ir.Model) -> None:
@@ -117,7 +119,10 @@ def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
 
     def of_layer(term: str, place: int) -> ir.Value:
         heads, part = marked[place].sizes[0], parts[term][place]
-        return part if heads == widest else op.Slice(part, [0], [heads], [2])
+        part = part if heads == widest else op.Slice(part, [0], [heads], [2])
+        if term == "erase":
+            part.name = GATED.format(layer=marked[place].layer, name="erase_gate")
+        return part
 
     return [
         Gates(of_layer("write", i), None if one.b is None else of_layer("erase", i), of_layer("decay", i))
@@ -128,17 +133,10 @@ def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
 def _open(op: OpWriter, one: Marked, gate: Gates, length: Length, where: str) -> Outputs:
     """A gated recurrence in its open form."""
     keep = op.Unsqueeze(gate.decay, [-1]) if one.decays_by == BY_NUMBER else gate.decay
-    reads = Reads(
-        one.sizes,
-        one.decays_by,
-        one.q,
-        one.k,
-        op.Mul(one.v, gate.write),
-        log_decay=op.Where(keep, one.g, op.number(0, STATE_DTYPE)),
-        strength=one.b,
-        erase=gate.erase,
-    )
-
+    v = op.Mul(one.v, gate.write)
+    log_decay = op.Where(keep, one.g, op.number(0, STATE_DTYPE))
+    v.name, log_decay.name = (GATED.format(layer=one.layer, name=name) for name in ("written_v", "kept_log_decay"))
+    reads = Reads(one.sizes, one.decays_by, one.q, one.k, v, log_decay=log_decay, strength=one.b, erase=gate.erase)
     return open_form(op, reads, one.state, length, where)
 
 
@@ -152,7 +150,9 @@ def _named_apart(nodes: list[ir.Node], where: str) -> list[ir.Node]:
                 if attribute.type == ir.AttributeType.GRAPH:
                     name(attribute.as_graph())
             for value in node.outputs:
-                if not str(value.name).startswith(where):  # a graph names its values by itself, each from 0
+                if not str(value.name).startswith(
+                    (where, GATED_PREFIX)
+                ):  # a graph names its values by itself, each from 0
                     value.name = f"{where}.{node.op_type}.{next(numbers)}"
             node.name = f"{node.outputs[0].name}:{node.op_type}"
 

@@ -143,6 +143,8 @@ def test_names_stay_and_gates_are_inputs_with_defaults():
     onnx.checker.check_model(proto, full_check=True)
     assert [value.name for value in proto.graph.output][:2] == ["blocks.1.ssm.hook_y", "blocks.1.ssm.hook_state"]
     assert {entry.domain for entry in proto.opset_import} == {""}
+    made = {name for node in proto.graph.node for name in node.output}
+    assert {f"blocks.1.ssm.{name}" for name in ("written_v", "kept_log_decay", "erase_gate")} <= made
     gates = {entry.name: entry for entry in opened(proto.SerializeToString()).get_overridable_initializers()}
     axes = ("batch", "seq", "n_heads")
     for name, kind in (("state_write", "float"), ("state_erase", "float"), ("state_decay", "bool")):
