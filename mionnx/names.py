@@ -71,6 +71,7 @@ from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
+from mionnx.spec.subspace import Subspace
 from mionnx.verify import Bisection, MatrixLosses, ModelLosses, Verification
 
 __all__ = [
@@ -141,6 +142,7 @@ __all__ = [
     "StateSteeringSpec",
     "Statistics",
     "SteeringCalibration",
+    "Subspace",
     "TextStreamer",
     "TokenChange",
     "TokenPairs",

@@ -10,7 +10,20 @@ from typing import Any, ParamSpec, get_args, get_type_hints
 from mionnx.errors import InterventionError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
-from mionnx.spec.kinds import KINDS, add, add_when, clamp, knockout, project_out, replace, scale, splice, window, zero
+from mionnx.spec.kinds import (
+    KINDS,
+    add,
+    add_when,
+    clamp,
+    knockout,
+    low_rank,
+    project_out,
+    replace,
+    scale,
+    splice,
+    window,
+    zero,
+)
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 from mionnx.spec.limits import LATER, LIMITS, checked
 
@@ -94,7 +107,7 @@ class Intervention(Brief, Change):
         for name, limit in checked({name: getattr(self, name) for name in LIMITS}).items():
             object.__setattr__(self, name, limit)
         if self.neurons is not None and rules.shape is ValueShape.DIRECTIONS:
-            raise InterventionError(f"{self.kind} removes directions along all neurons: it has no neurons= to choose")
+            raise InterventionError(f"{self.kind} works on directions along all neurons: it has no neurons= to choose")
         if rules.has_fragment != (self.fragment is not None):
             raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 
@@ -108,6 +121,7 @@ class Intervention(Brief, Change):
     Clamp = staticmethod(constructor(clamp.Clamp.make))
     Window = staticmethod(constructor(window.Window.make))
     AddWhen = staticmethod(constructor(add_when.AddWhen.make))
+    LowRank = staticmethod(constructor(low_rank.LowRank.make))
 
     @property
     def rules(self) -> Kind:

@@ -174,6 +174,7 @@ def _specs() -> Iterator[Call]:
         "Scale": {"factor": 2.0},
         "Zero": {},
         "ProjectOut": {"direction": [1.0, 0.0]},
+        "LowRank": {"read": [1.0, 0.0], "write": [0.0, 1.0], "offset": 0.5},
         "Knockout": {"mask": np.full((2, 2), -np.inf)},
         "Window": {"tokens": 2},
         "Clamp": {"low": 0.0},
