@@ -12,6 +12,7 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.lens.patchscope import Patchscope
 from mionnx.analysis.numerics.diagnosis import Diagnosis
 from mionnx.analysis.numerics.forecast_result import Forecast
 from mionnx.analysis.numerics.range_report import RangeReport
@@ -128,6 +129,7 @@ __all__ = [
     "Noise",
     "Options",
     "OtherSpellingWarning",
+    "Patchscope",
     "Predictions",
     "ProbeResult",
     "RWKVState",

@@ -107,6 +107,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Intervention": lambda model: Intervention.Knockout(create_knockout_mask(KNOCKOUT, 8, 5)),
     "KVCache": lambda model: model.generate(TEXT, max_new_tokens=3).cache,
     "KnockoutSpec": lambda model: KNOCKOUT,
+    "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),
     "ModelSizes": lambda model: model.cfg,

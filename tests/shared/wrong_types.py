@@ -362,6 +362,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "head_scores": {"batch": 2, "period": 4},
         "logit_lens": {"source": PROMPT, "layers": [1]},
         "project_to_vocab": {"residual": row},
+        "patchscope": {"source": PROMPT, "layers": [1], "target": OTHER, "max_new_tokens": 1},
         "track_token": {**one, "token": ANSWER},
         "track_token_at": {"residual": row, "token": ANSWER},
         "track_race": {"source": PROMPT},
