@@ -36,6 +36,7 @@ from mionnx import (
     StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
+    Subspace,
     create_knockout_mask,
     probe,
 )
@@ -107,6 +108,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Intervention": lambda model: Intervention.Knockout(create_knockout_mask(KNOCKOUT, 8, 5)),
     "KVCache": lambda model: model.generate(TEXT, max_new_tokens=3).cache,
     "KnockoutSpec": lambda model: KNOCKOUT,
+    "Subspace": lambda model: Subspace(np.eye(2, 128)),
     "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),

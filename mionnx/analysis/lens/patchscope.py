@@ -24,7 +24,7 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.machine.typed import typed
 from mionnx.run.generation import generate
-from mionnx.run.prompt import PromptText, one_text, token_of, token_text
+from mionnx.run.prompt import PromptText, one_text, prompt_text, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -41,8 +41,9 @@ class Patchscope(Shown):
     """What a target prompt is continued with, for each source layer.
 
     Attributes:
-        source, target: the two prompts as lists of token texts.
-        position, placeholder: where the stream is taken from, and where it is put, counted from the texts' starts.
+        source, target: the two prompts.
+        token, replaced: the source's token whose stream is read, and the target's whose stream it replaces.
+        position, placeholder: their places, counted from the texts' starts.
         points: the hook points that were read, one a row.
         targets: the hook points that were replaced, one a row.
         texts: per row what was generated; `plain` is the target's own continuation, without a patch.
@@ -52,8 +53,10 @@ class Patchscope(Shown):
         names: id -> text of these tokens.
     """
 
-    source: list[str]
-    target: list[str]
+    source: str
+    target: str
+    token: str
+    replaced: str
     position: int
     placeholder: int
     points: list[str]
@@ -72,7 +75,7 @@ class Patchscope(Shown):
         return [HookPoint.parse(name).layer or 0 for name in self.points]
 
     def _facts(self) -> Iterator[str]:
-        yield f"{spelled(self.source[self.position])} read in {spelled(''.join(self.target))}"
+        yield f"{spelled(self.token)} read in {spelled(self.target)}"
         yield count(len(self.points), "layer")
 
     def _lines(self) -> Iterator[str]:
@@ -87,7 +90,7 @@ class Patchscope(Shown):
         rows = zip(self.points, self.targets, self.texts, self.top_ids[:, 0].tolist(), self.top[:, 0], strict=True)
         for point, into, text, token, share in [*rows][:k]:
             table.add_row(point, into, text, self.names[token], decimal(float(share), 3))
-        table.add_row("", "", self.plain, "", "", style="dim")
+        table.add_row("no patch", "", self.plain, "", "", style="dim")
         return table
 
     def view(self) -> View:
@@ -98,11 +101,11 @@ class Patchscope(Shown):
         else:
             columns = np.where(self.top_ids == tokens[0], self.top, 0).sum(axis=1)[None]
         series = [Series(self.names[token], values) for token, values in zip(tokens, columns, strict=True)]
-        curves = Lines(np.array(self.layers), series, "source layer", "probability as the first token", low=0, high=1)
-        facts = f"Without a patch: {self.plain!r}"
-        about = (
-            f"{self.source[self.position]!r} of {''.join(self.source)!r} in place of {self.target[self.placeholder]!r}"
+        curves = Lines(
+            [*map(str, self.layers)], series, "source layer", "probability as the first token", low=0, high=1
         )
+        facts = f"Without a patch: {self.plain!r}"
+        about = f"{self.token!r} of {self.source!r} in place of {self.replaced!r} of {self.target!r}"
         return View("Patchscope", [curves, self.table()], about, facts)
 
     def _columns(self) -> Columns:
@@ -186,10 +189,10 @@ def patchscope(
     for row, (name, value) in enumerate(zip(targets, values, strict=True)):
         spec.intervene(name, Intervention.Replace(value, positions=at, rows=row))
     batch = np.tile(into.ids, (len(points) + 1, 1))
-    made = generate(other, batch, spec, max_new_tokens=max_new_tokens, output_logits=True, batch_size=None)
-    shares = softmax(made.steps[0].output()[:, -1].astype(np.float64), axis=-1)
+    run = generate(other, batch, spec, max_new_tokens=max_new_tokens, output_logits=True, batch_size=None)
+    shares = softmax(run.steps[0].output()[:, -1].astype(np.float64), axis=-1)
     other.give_back(later=True)
-    return _result(model, other, (text, into, place, at), (points, targets), made.new_ids, shares, token_ids, k)
+    return _result(model, other, (text, into, place, at), (points, targets), run.new_ids, shares, token_ids, k)
 
 
 def _result(
@@ -210,18 +213,9 @@ def _result(
     said = [_said(other, row.tolist()) for row in new_ids]
     top = np.take_along_axis(shares[:-1], top_ids, axis=1)
     return Patchscope(
-        text.tokens,
-        into.tokens,
-        place,
-        at,
+        *(prompt_text(model, text.ids), prompt_text(other, into.ids), text.tokens[place], into.tokens[at], place, at),
         *hooks,
-        said[:-1],
-        said[-1],
-        top_ids,
-        top,
-        followed,
-        shares[:, followed],
-        names,
+        *(said[:-1], said[-1], top_ids, top, followed, shares[:, followed], names),
     )
 
 
@@ -254,10 +248,10 @@ def _last(model: Runner, name: str) -> bool:
 
 def _target(model: Runner, name: str, layer: int | None, hook: str) -> str:
     """The hook point of the target for a row's source."""
-    wanted = HookPoint.parse(name).layer if layer is None else layer
-    if wanted not in range(model.num_layers):
-        raise InputError(f"target layer {wanted}: the target's model has layers 0 to {model.num_layers - 1}")
-    return stream_names(model, [int(wanted or 0)], hook)[0]
+    number = HookPoint.parse(name).layer if layer is None else layer
+    if number not in range(model.num_layers):
+        raise InputError(f"target layer {number}: the target's model has layers 0 to {model.num_layers - 1}")
+    return stream_names(model, [int(number or 0)], hook)[0]
 
 
 def _mapped(streams: NDArray[Any], mapping: Mapping, width: int) -> NDArray[Any]:
