@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature, unwrap
 from types import SimpleNamespace
 from typing import Any, ParamSpec, get_args, get_type_hints
 
@@ -30,19 +30,25 @@ from mionnx.spec.limits import LATER, LIMITS, checked
 Arguments = ParamSpec("Arguments")
 
 
-def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Intervention]":
-    """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
-    declared = signature(make)
+def with_limits(function: Callable[..., Any]) -> Signature:
+    """The signature of a function of limits that gives an intervention, with each limit by its name."""
+    plain = unwrap(function)
+    declared = signature(plain)
     *own, limits = declared.parameters.values()
     if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as callers write it
         # This annotation alone: others of a kind may name what type checkers alone import.
         alone = SimpleNamespace(__annotations__={"limits": limits.annotation})
-        (names,) = get_args(get_type_hints(alone, make.__globals__)["limits"])  # type: ignore[attr-defined]
+        (names,) = get_args(get_type_hints(alone, plain.__globals__)["limits"])  # type: ignore[attr-defined]
         own += [
             Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint.__forward_arg__)
             for name, hint in names.__annotations__.items()
         ]
-    shown = declared.replace(parameters=own, return_annotation="Intervention")
+    return declared.replace(parameters=own, return_annotation="Intervention")
+
+
+def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Intervention]":
+    """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
+    shown = with_limits(make)
 
     @wraps(make)
     def construct(*args: Arguments.args, **options: Arguments.kwargs) -> "Intervention":

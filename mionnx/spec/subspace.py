@@ -18,7 +18,7 @@ from mionnx.errors import InterventionError
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief
 from mionnx.machine.typed import typed
-from mionnx.spec.intervention import Intervention
+from mionnx.spec.intervention import Intervention, with_limits
 from mionnx.spec.limits import ExpertLimits
 
 Numbers = NDArray[np.float64]
@@ -86,7 +86,11 @@ class Subspace(Brief):
             activations: [n, width].
             labels: [n], of two classes or more; of c classes the subspace has c - 1 dimensions.
         """
-        rows, classes = _numbers("the activations", activations), np.asarray(labels)
+        rows = _numbers("the activations", activations)
+        try:
+            classes = to_array(labels)
+        except ValueError as error:
+            raise InterventionError(f"labels are no array: {error}") from None
         names, first = np.unique(classes, return_index=True)
         if rows.ndim != 2 or classes.shape != rows.shape[:1] or len(first) < 2:
             raise InterventionError(
@@ -200,3 +204,7 @@ def _numbers(what: str, values: Any) -> Numbers:
     if not array.size or not np.isfinite(array).all():
         raise InterventionError(f"{what} must be finite numbers, got {list(array.shape)} with NaN, infinity or nothing")
     return array
+
+
+for _name in ("ablate", "steer", "clamp", "swap", "interchange", "placebo"):
+    vars(vars(Subspace)[_name])["__signature__"] = with_limits(vars(Subspace)[_name])

@@ -213,9 +213,21 @@ def _result(
     said = [_said(other, row.tolist()) for row in new_ids]
     top = np.take_along_axis(shares[:-1], top_ids, axis=1)
     return Patchscope(
-        *(prompt_text(model, text.ids), prompt_text(other, into.ids), text.tokens[place], into.tokens[at], place, at),
-        *hooks,
-        *(said[:-1], said[-1], top_ids, top, followed, shares[:, followed], names),
+        source=prompt_text(model, text.ids),
+        target=prompt_text(other, into.ids),
+        token=text.tokens[place],
+        replaced=into.tokens[at],
+        position=place,
+        placeholder=at,
+        points=hooks[0],
+        targets=hooks[1],
+        texts=said[:-1],
+        plain=said[-1],
+        top_ids=top_ids,
+        top=top,
+        token_ids=followed,
+        followed=shares[:, followed],
+        names=names,
     )
 
 
