@@ -10,13 +10,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
 from encoders import (
     PADDINGS,
-    T5_FAMILIES,
     encoder_batch,
     graph_values,
     make_encoder,
     plain_outputs,
     real_difference,
     run_encoder,
+    usual_head,
 )
 
 from exporters.transformers import export
@@ -35,7 +35,7 @@ AS_ENCODER = " (encoder)"  # behind the names of encoders: some are in the causa
 def measure_encoder(name: str, folder: Path) -> list[str]:
     """The row of an encoder: its largest differences."""
     family = name.removesuffix(AS_ENCODER)
-    reference = make_encoder(family, folder / "checkpoint", "none" if family in T5_FAMILIES else "masked_lm")
+    reference = make_encoder(family, folder / "checkpoint", usual_head(family))
     plain = type(reference).from_pretrained(folder / "checkpoint", attn_implementation="eager").eval()
     began = time.process_time()
     export(folder / "checkpoint", folder / "hooked")
@@ -57,7 +57,8 @@ def measure_encoder(name: str, folder: Path) -> list[str]:
         untouched = max(untouched, *(real_difference(one, found, it.numpy(), mask) for one, found, it in pairs))
     real = mask.astype(bool)
     inputs["token_type_ids"] = np.zeros_like(mask)
-    for one in model.hooked.metadata.hooks:
+    whole_numbers = {one for one, value in values.items() if value.dtype.kind not in "f"}  # of chosen experts
+    for one in [*{*model.hooked.metadata.hooks} - whole_numbers]:
         expected_logits = run_encoder(reference, inputs, (one, 0.5)).logits[real]
         spec = HookSpec().intervene(one, Intervention.Scale(0.5))
         found = model.forward(inputs["input_ids"], spec, attention_mask=mask).output()[real]

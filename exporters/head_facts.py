@@ -7,6 +7,7 @@ from mionnx.graph.metadata import NEXT_TOKEN
 
 # End of an architecture's name -> the head; the first that fits.
 ARCHITECTURES = {
+    "ElectraForPreTraining": "token_classes",
     "ForMaskedLM": "masked_lm",
     "ForPreTraining": "masked_lm",
     "ForSequenceClassification": "classes",
@@ -17,6 +18,7 @@ ARCHITECTURES = {
     "Model": "none",
 }
 ENDS = ["start", "end"]  # of a span
+REPLACED = "replaced"  # the one label of a head that tells tokens of a text from those that were put in their place
 
 
 def head_named(architecture: str) -> str | None:
@@ -24,8 +26,15 @@ def head_named(architecture: str) -> str | None:
     return next((kind for end, kind in ARCHITECTURES.items() if architecture.endswith(end)), None)
 
 
-def label_names(kind: str, id2label: Mapping[Any, Any], count: int) -> list[str]:
+def tells_replaced(architecture: str) -> bool:
+    """Whether a head has one logit a token, that of its being another than the text's own (ELECTRA's)."""
+    return architecture == "ElectraForPreTraining"
+
+
+def label_names(kind: str, id2label: Mapping[Any, Any], count: int, architecture: str = "") -> list[str]:
     """Names of a head's logits in their order; empty where they are the vocabulary's."""
+    if tells_replaced(architecture):
+        return [REPLACED]
     if kind == "span":
         return [*ENDS]
     if kind not in ("classes", "token_classes"):
@@ -34,8 +43,10 @@ def label_names(kind: str, id2label: Mapping[Any, Any], count: int) -> list[str]
     return [named.get(str(i), f"LABEL_{i}") for i in range(count)]
 
 
-def activation_of(kind: str, problem: str | None, count: int) -> str:
+def activation_of(kind: str, problem: str | None, count: int, architecture: str = "") -> str:
     """What makes probabilities of the logits of classes, as transformers' pipeline has it; empty for other heads."""
+    if tells_replaced(architecture):
+        return "sigmoid"
     if kind != "classes":
         return ""
     if problem == "regression":

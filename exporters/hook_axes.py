@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Heads, Sizes, axis_sizes
+from mionnx.graph.layers import Heads
+from mionnx.graph.sizes import Sizes, axis_sizes
 
 DYNAMIC = ("batch", "seq", "seq_q", "seq_k")
 

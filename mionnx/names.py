@@ -52,6 +52,7 @@ from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.chat_tokens import ChatTokens
 from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.layer_cache import LayerCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens, UnknownWordWarning
 from mionnx.model import MIModel
@@ -115,6 +116,7 @@ __all__ = [
     "KVCache",
     "Knob",
     "KnockoutSpec",
+    "LayerCache",
     "LayerLoopWarning",
     "LensResult",
     "LogitDiffs",

@@ -183,7 +183,7 @@ def _write(proto: onnx.ModelProto, file: Path, target: Path, output: str) -> Non
 def check_folder(folder: Path) -> list[LawResult]:
     """Run a hooked model once and check it against the laws; a recurrent one is refused."""
     hooked = HookedModel.open(folder)
-    if hooked.metadata.recurrent:
+    if hooked.metadata.carries_state:
         raise ExportError(f"{folder} is recurrent: the laws are those of attention")
     probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
     metadata, layers = hooked.metadata, hooked.metadata.sizes.num_layers

@@ -30,7 +30,7 @@ from exporters.adopt.flow import (
 from exporters.adopt.operators.decoder_writer import MASK_INPUT, POSITIONS
 from exporters.adopt.pooling import has_length_one, poolings_of, write_pooling
 from exporters.adopt.recognise import Recognised, sum_of
-from exporters.head_facts import activation_of, head_named, label_names
+from exporters.head_facts import activation_of, head_named, label_names, tells_replaced
 from exporters.op_writer import node_like
 from exporters.probe import Array, check_bounded, probe
 from exporters.sentence_folder import SentenceModules, sentence_modules
@@ -117,6 +117,10 @@ def find_head(decoder: Recognised, folder: Path, config: Mapping[str, Any]) -> F
     sentence = sentence_modules(folder)
     architecture = next(iter(config.get("architectures") or ()), "")
     stated = head_named(architecture) if isinstance(architecture, str) else None
+    if isinstance(architecture, str) and tells_replaced(architecture):
+        raise ExportError(
+            f"{architecture}: the one logit of each token is not recognised in a file; export its checkpoint"
+        )
     maps, width = linear_maps(flow, stream, flow.logits), static(flow.logits, -1)
     if rank(flow.logits) == 2:
         normed = any(node.op_type in ("ReduceL2", "LpNormalization") for node in flow.between(stream, flow.logits))

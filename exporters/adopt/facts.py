@@ -20,16 +20,10 @@ from exporters.probe import Probe
 from exporters.sidecar_files import find_files
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
-from mionnx.graph.metadata import (
-    ATTENDS_TO_PADDING,
-    DTYPE_NAMES,
-    NORMED_STREAM,
-    Attention,
-    Metadata,
-    Sizes,
-    context_length,
-)
+from mionnx.graph.layers import Attention
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, NORMED_STREAM, Metadata
 from mionnx.graph.output_head import LOGITS
+from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_check import Hashes
 
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter

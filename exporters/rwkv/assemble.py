@@ -18,7 +18,8 @@ from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.metadata import Metadata
+from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 

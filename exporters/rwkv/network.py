@@ -11,7 +11,7 @@ from exporters.rwkv.build import RWKV_OPSET, STATE_DTYPE, Build
 from exporters.rwkv.checkpoint import Shape, TensorLayout
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
 from exporters.rwkv.recurrence import CHUNK_TOKENS, Length
-from mionnx.graph.io_names import STATE as STATE_NAMES
+from mionnx.graph.io_names import SHIFTED_STATE
 
 
 def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], shape: Shape, dtype: ir.DataType) -> Build:
@@ -37,7 +37,7 @@ def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], sha
     logits.type, logits.shape = ir.TensorType(dtype), ir.Shape(["batch", "seq", shape.vocab_size])
     _output(build, "logits", logits, logits.shape)
     for layer, parts in enumerate(after):
-        for name, value, dims in zip(STATE_NAMES.layer_outputs(layer), parts, _state_dims(shape), strict=True):
+        for name, value, dims in zip(SHIFTED_STATE.layer_outputs(layer), parts, _state_dims(shape), strict=True):
             _output(build, name, value, ir.Shape(dims))
     graph.extend(op.nodes)
     _name_apart(graph, {*build.hooks, *build.parameters})
@@ -56,7 +56,7 @@ def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:
     dtypes = (build.dtype, STATE_DTYPE, build.dtype)
     return tuple(
         build.input(name, dtype, dims)
-        for name, dtype, dims in zip(STATE_NAMES.layer_inputs(layer), dtypes, _state_dims(build.shape), strict=True)
+        for name, dtype, dims in zip(SHIFTED_STATE.layer_inputs(layer), dtypes, _state_dims(build.shape), strict=True)
     )
 
 

@@ -34,15 +34,9 @@ from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.metadata import (
-    DTYPE_NAMES,
-    IDENTITIES,
-    NEXT_TOKEN,
-    NORMED_STREAM,
-    Attention,
-    Metadata,
-    context_length,
-)
+from mionnx.graph.layers import Attention
+from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NEXT_TOKEN, NORMED_STREAM, Metadata
+from mionnx.graph.sizes import context_length
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
 

@@ -48,7 +48,8 @@ from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import MASKED_SCORE
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Metadata, Sizes, context_length
+from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Metadata
+from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 

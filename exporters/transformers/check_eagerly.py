@@ -24,8 +24,8 @@ from exporters.transformers.eager import load, silent_transformers
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.graph.metadata import Sizes
 from mionnx.graph.output_head import LOGITS
+from mionnx.graph.sizes import Sizes
 
 Array = NDArray[Any]
 TOLERANCE = 5e-5  # in float32, relative to numbers of order 1

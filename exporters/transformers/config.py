@@ -17,7 +17,7 @@ from exporters.config_sizes import check_sizes
 from exporters.transformers.encoder_families import is_encoder
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
-from mionnx.graph.metadata import Sizes, context_length
+from mionnx.graph.sizes import Sizes, context_length
 
 CONFIG_FILE = "config.json"
 # our name -> (optimum's normalised name, the names configs use themselves)
@@ -139,9 +139,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     if window is None:
         return None
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return window
-    if kinds[layer] != "sliding_attention":
+    if kinds is not None and kinds[layer] != "sliding_attention":
         return None
     # of encoders the farthest key on either side; a window counts the query itself
     return window + 1 if is_encoder(config) else window

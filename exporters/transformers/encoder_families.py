@@ -102,9 +102,9 @@ def inside(prefix: str, layout: Layout) -> Layout:
 
 
 ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
-    **dict.fromkeys(("bert", "electra", "ernie"), BERT),
+    **dict.fromkeys(("bert", "electra", "ernie", "splinter"), BERT),
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), ROBERTA),
-    **dict.fromkeys(("eurobert", "ultrabert"), LIKE_LLAMA),
+    **dict.fromkeys(("eurobert", "openai_privacy_filter", "ultrabert"), LIKE_LLAMA),
     **dict.fromkeys(("gte", "nomic_bert"), ROTATED),
     **dict.fromkeys(("mt5", "t5", "umt5"), t5),
     "albert": replace(
@@ -116,7 +116,23 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         post_norm="albert_layers.0.full_layer_layer_norm",
         shared="encoder.albert_layer_groups",
     ),
-    "deberta-v2": replace(BERT, keys="split", z="projection"),
+    "clip_text_model": replace(
+        PRE_NORM,
+        embedding="embeddings.token_embedding",
+        positions="embeddings.position_embedding",
+        types=None,
+        blocks="encoder.layers",
+        final_norm="final_layer_norm",
+        attention="self_attn",
+        output_projection="out_proj",
+        attention_added="self_attn",
+        middle="layer_norm2",
+        mlp="mlp",
+        mlp_output="",
+        up="fc1",
+        down="fc2",
+    ),
+    **dict.fromkeys(("deberta", "deberta-v2"), replace(BERT, keys="split", z="projection")),
     "distilbert": replace(
         BERT,
         types=None,
@@ -134,6 +150,7 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
     "esm": esm,
     "esmc": replace(LIKE_LLAMA, stream="products"),
     "jina_embeddings_v3": replace(ROTATED, gate=None, up="fc1", down="fc2"),
+    **dict.fromkeys(("ibert", "luke"), replace(ROBERTA, **OWN)),
     "megatron-bert": replace(PRE_NORM, **OWN, final_norm="encoder.ln", middle="ln"),
     "modernbert": replace(
         PRE_NORM,
@@ -168,6 +185,9 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
 }
 
 
+LEFT = ("clip_text_model",)  # families without a cache whose tokens read those to the left alone
+
+
 def is_encoder(config: Any) -> bool:
     """Whether a config is that of an encoder; its family may be made to attend to the left alone."""
     return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
@@ -176,4 +196,4 @@ def is_encoder(config: Any) -> bool:
 def reads_both_ways(config: Any) -> bool:
     """Whether tokens read those behind them: encoders, and decoders that a config makes such."""
     causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
-    return is_encoder(config) or not causal
+    return (is_encoder(config) and config.model_type not in LEFT) or not causal

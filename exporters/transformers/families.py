@@ -258,7 +258,8 @@ def layout_in(model: PreTrainedModel) -> Layout:
         path = getattr(layout, name)
         if path in (None, IN_CODE):
             continue
-        spellings = (path, f"{prefix}.{path}", path.removeprefix(f"{prefix}."))
+        inner = path.partition(".")[2]  # the base of a head for spans may have another name
+        spellings = (path, f"{prefix}.{path}", path.removeprefix(f"{prefix}."), f"{prefix}.{inner}")
         optional = is_encoder(model.config) and name != "blocks"
         places[name] = next((one for one in spellings if modules.get(one) is not None), None if optional else path)
     if layout.offset is None:

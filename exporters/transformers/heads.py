@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from exporters.head_facts import activation_of, head_named, label_names
+from exporters.head_facts import activation_of, head_named, label_names, tells_replaced
 from exporters.sentence_folder import SentenceModules, sentence_modules
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.sentence import SENTENCE, make
@@ -63,7 +63,8 @@ class TaskHead:
         Raises:
             ExportError: it has none.
         """
-        mapping = getattr(modeling_auto, MAPPINGS[self.kind])
+        named = "MODEL_FOR_PRETRAINING_MAPPING" if tells_replaced(self.architecture) else MAPPINGS[self.kind]
+        mapping = getattr(modeling_auto, named)
         encoding = modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING  # of T5's the encoder alone
         if self.kind in ("none", "embedding") and is_encoder(config) and type(config) in encoding:
             mapping = encoding
@@ -73,11 +74,11 @@ class TaskHead:
 
     def labels(self, config: Any) -> list[str]:
         """Names of the head's logits in their order; empty where they are the vocabulary's."""
-        return label_names(self.kind, config.id2label, config.num_labels)
+        return label_names(self.kind, config.id2label, config.num_labels, self.architecture)
 
     def activation(self, config: Any) -> str:
         """What makes probabilities of the logits of classes, as transformers' pipeline has it."""
-        return activation_of(self.kind, getattr(config, "problem_type", None), config.num_labels)
+        return activation_of(self.kind, getattr(config, "problem_type", None), config.num_labels, self.architecture)
 
 
 DECODER = TaskHead()

@@ -25,7 +25,8 @@ from exporters.transformers.stamp import stamp
 from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.metadata import Heads, Sizes
+from mionnx.graph.layers import Heads
+from mionnx.graph.sizes import Sizes
 
 MAYBE_UNREAD = ("position_ids", "token_type_ids")  # inputs that a graph without a cache may lack
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others

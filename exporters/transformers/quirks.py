@@ -3,6 +3,7 @@
 A row of `QUIRKS` is a family, the `Attachment` that puts its taps where that family needs them, and why it does.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -199,6 +200,36 @@ class RotationOfClass(Attachment):
         replace_for(self.stack, attention, "apply_rotary_position_embeddings", rotated)
 
 
+class CutProjection(Attachment):
+    """Taps on queries, keys and values, [batch, n_heads, seq, head_dim], cut out of one projection; biases follow."""
+
+    def split_heads(self, i: int, attention: Any) -> None:
+        code = sys.modules[type(attention).__module__]
+        # the whole table of distances, of which transformers takes as many as a text is long: the same rows are read
+        replace_for(self.stack, code, "compute_attention_span", lambda _query, _key, most: most)
+
+        def cut(_stream: Any) -> Calls:
+            parts = dict[HookPoint, Tensor]()
+
+            def answer(func: Any, args: Any, options: Any) -> Any:
+                result = func(*args, **options)
+                if func is Tensor.chunk and not parts and args[1:] == (3,):
+                    query, key, value = result
+                    parts.update({HookPoint.AttnQ(i): query, HookPoint.AttnK(i): key, HookPoint.AttnV(i): value})
+                    key = parts[HookPoint.AttnK(i)] = self.taps.at(HookPoint.AttnK(i), key)
+                    return query, key, value
+                for point in (HookPoint.AttnQ(i), HookPoint.AttnV(i)) if func in ADDITIONS else ():
+                    if args[0] is parts.get(point):
+                        parts[point] = self.taps.at(point, result)
+                        self.taps.read[i] = parts[HookPoint.AttnK(i)], parts[HookPoint.AttnV(i)]
+                        return parts[point]
+                return result
+
+            return Calls(answer)
+
+        self.enter_around(attention, cut)
+
+
 class MlpBesideExperts(Attachment):
     """Taps on an MLP beside the experts: it reads what they read, and the block adds the two."""
 
@@ -244,6 +275,7 @@ PROJECTED = Quirk(ProjectedHeads, "rotates slices of keys, then of queries, head
 BESIDE = Quirk(MlpBesideExperts, "adds an MLP to its experts in the block itself, so that no module gives the sum")
 QUIRKS = {
     "codegen": PROJECTED,
+    "deberta": Quirk(CutProjection, "cuts queries, keys and values of all heads out of one projection"),
     "ctrl": Quirk(
         EmbeddingsInCode, "scales embeddings and looks positions up in the code of the model, not in modules"
     ),

@@ -24,8 +24,8 @@ STATES = (
     *("shortconv", "kda", "bambamixer", "falconh1mixer"),
 )
 APPROXIMATE = "approximates attention, so that no pattern is a softmax over all tokens"
-PLACES = "reads where words stand on a page besides tokens"
-OF_ENCODERS = ("classes", "token_classes", "span")  # heads whose place in a row no decoder's oracle has shown yet
+INTEGERS = "computes in simulated integers"
+PLACES = "reads where words stand on a page besides tokens, for which a hooked model has no input"
 REASONS = {
     "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
     "bert-generation": ENCODER,
@@ -35,7 +35,6 @@ REASONS = {
     "canine": "reads characters, which it hashes and pools",
     "convbert": "makes half of its heads by convolutions, which have no pattern",
     "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
-    "deberta": "cuts queries, keys and values of all heads out of one projection, in code that taps do not follow",
     "deepseek_v4": STREAMS,
     "dots3_note_text": "has layers with different numbers of heads",
     "flaubert": "keeps its layers as lists of parts, not as blocks",
@@ -45,13 +44,10 @@ REASONS = {
     "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
     "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
     "hy_v4": STREAMS,
-    "ibert": "computes in simulated integers",
     "layoutlm": PLACES,
     "lilt": PLACES,
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
-    "luke": "reads entities besides tokens",
-    "markuplm": "reads tags of a page besides tokens",
-    "mluke": "reads entities besides tokens",
+    "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
     "mobilebert": "has bottlenecks and several MLPs in each layer",
     "mra": APPROXIMATE,
     "nemotron_h": RECURRENT,
@@ -59,11 +55,10 @@ REASONS = {
     "perceiver": "reads bytes into a fixed number of latents",
     "qwen4_exp_text": RECURRENT,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
-    "roc_bert": "reads shapes and sounds of characters besides tokens",
+    "roc_bert": "reads shapes and sounds of characters besides tokens, for which a hooked model has no input",
     "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
-    "splinter": "answers at tokens of questions, by a head of its own",
     "squeezebert": "computes by convolutions on transposed axes, in modules of another layout",
-    "tapas": "reads rows and columns of a table besides tokens",
+    "tapas": "reads rows and columns of a table besides tokens, for which a hooked model has no input",
     "trocr": "is the decoder of an encoder for images, and attends to it",
     "xlm": "keeps its layers as lists of parts, not as blocks",
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
@@ -88,16 +83,11 @@ def reason(config: Any) -> str | None:
 
 def refuse(config: Any, head: TaskHead = DECODER) -> None:
     """Refuse a family that is not taken, with the reason."""
-    if head.architecture == "ElectraForPreTraining":
-        raise ExportError(f"a {config.model_type!r} model with {head.architecture}: its head tells replaced tokens")
-    if head.kind in OF_ENCODERS and not is_encoder(config):
-        raise ExportError(
-            f"a {config.model_type!r} model with {head.architecture}: mionnx takes such a head of encoders alone, and "
-            "this family reads to the left"
-        )
     if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
         what = head.architecture or "no architecture"
         raise ExportError(f"a {config.model_type!r} model with {what}: {HEADLESS}")
+    if getattr(config, "quant_mode", False):
+        raise ExportError(f"a {config.model_type!r} model {INTEGERS}: its config says quant_mode; set it to false")
     if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look

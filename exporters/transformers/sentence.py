@@ -133,13 +133,18 @@ def first_columns(mask: Tensor) -> Tensor:
     return torch.argmax(mask, 1)
 
 
+def last_columns(mask: Tensor) -> Tensor:
+    """The column of each row's last token."""
+    return torch.argmax(mask.cumsum(1) * mask, 1)  # 1, 2, ... of each row's own text
+
+
 def pooled(stream: Tensor, mask: Tensor, mode: str) -> Tensor:
     """One vector a row, [batch, hidden], of the tokens that are no padding."""
     if mode == "cls":
         return at_token(stream, first_columns(mask))
     places = mask.cumsum(1) * mask  # 1, 2, ... of each row's own text
     if mode == "lasttoken":
-        return at_token(stream, torch.argmax(places, 1))
+        return at_token(stream, last_columns(mask))
     real = mask[:, :, None].to(stream.dtype)
     if mode == "max":
         return torch.where(real > 0, stream, torch.full_like(stream, -1e4 if _narrow(stream) else -1e9)).amax(1)

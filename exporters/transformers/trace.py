@@ -44,7 +44,8 @@ from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.graph.metadata import MAIN_OUTPUTS, NEXT_TOKEN, Heads
+from mionnx.graph.layers import Heads
+from mionnx.graph.metadata import MAIN_OUTPUTS, NEXT_TOKEN
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"

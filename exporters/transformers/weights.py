@@ -29,7 +29,8 @@ from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
-BESIDE_STREAM = ("pooler.", "contact_head.")  # in a base model, beside its stream
+BESIDE_STREAM = ("pooler.", "contact_head.", "entity_embeddings.")  # in a base model, beside its stream
+OF_ENTITIES = (".w2e_query.", ".e2w_query.", ".e2e_query.")  # in attention, of queries to and from LUKE's entities
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
@@ -46,18 +47,23 @@ class Mapped:
 
 def beside_stream(name: str, model: PreTrainedModel) -> bool:
     """Whether a weight of a base model is read by nothing that the stream goes through: a pooler's, for one."""
-    return name.removeprefix(f"{model.base_model_prefix}.").startswith(BESIDE_STREAM)
+    return _beside(name.removeprefix(f"{model.base_model_prefix}."))
+
+
+def _beside(inner: str) -> bool:
+    return inner.startswith(BESIDE_STREAM) or any(part in inner for part in OF_ENTITIES)
 
 
 def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedModel) -> None:
-    """Leave out tensors of heads that a model has not, and of a pooler that its head does not read, in place."""
+    """Leave out tensors of heads that a model has not, and a pooler or buffers that nothing reads, in place."""
     base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     tied, read = _aliases(model), {value.name for value in parameters}
+    buffers = {name for name, _ in model.named_buffers()}
 
     def in_base(name: str) -> bool:
         inner = name.removeprefix(f"{base}.") if base else name
         outside = base != "" and inner == name
-        return not outside and not inner.startswith(BESIDE_STREAM)
+        return not outside and not _beside(inner) and name not in buffers
 
     unread = [name for name in mapped.direct if not in_base(name) and not tied.get(name, {name}) & read]
     for name in unread:
@@ -67,7 +73,7 @@ def leave_heads(mapped: Mapped, parameters: list[ir.Value], model: PreTrainedMod
     mapped.unknown = [
         name
         for name in mapped.unknown
-        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not inner.startswith(BESIDE_STREAM)
+        if (inner := name.removeprefix(prefix)).partition(".")[0] in own and not _beside(inner)
     ]
 
 

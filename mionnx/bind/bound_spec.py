@@ -144,7 +144,7 @@ class BoundSpec:
         outputs = self.plan.outputs
         if not self.model.metadata.positional:
             places = {**self._tokens_read(batch), **places}
-        carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
+        carried = outputs.carried and (use_cache or self.model.metadata.state_alone)
         # token shifts of a state intervention may skip tokens: a channel mix then reads any token before
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
         shown = ShownValues(self.plan.captures, outputs.logits, carried, places, ends)

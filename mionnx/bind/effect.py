@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.knockout_mask import cut_edges, end_of
-from mionnx.bind.rwkv_gates import StateEdit, states_of
+from mionnx.bind.rwkv_gates import StateEdit, state_layers, states_of
 from mionnx.bind.selection import Selection
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
@@ -105,7 +105,7 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
     if selection.intervention.rules.shape is not ValueShape.ATTENTION_MASK:
         return chosen
     layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
-    window, both = model.metadata.attention[layer].sliding_window, selection.call.both
+    window, both = model.metadata.window(layer), selection.call.both
     queried: dict[int, list[int]] = {}
     for row, named, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
         if named and not queries:
@@ -250,7 +250,7 @@ def refuse_idle_states(
 ) -> None:
     """Refuse state interventions that nothing shown depends on, in any pass or in that of a batch."""
     # a pass that returns the state shows every one of them; a splice may lead anywhere
-    if shown.carried or not model.metadata.recurrent or any(edit.fit for edit, _ in edits):
+    if shown.carried or not model.metadata.carries_state or any(edit.fit for edit, _ in edits):
         return
     overwritten = replaced_whole(edits)
     for state in states_of(spec):
@@ -270,7 +270,7 @@ def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritte
     """Whether a value that is shown can depend on the state in one of the targeted layers."""
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))
-        for layer in state.target_layers(model.metadata.sizes.num_layers)
+        for layer in state_layers(state, model.metadata)
         for begin in _begins(state, layer)
     )
 

@@ -15,7 +15,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.plan import GradientNode, Gradients
 from mionnx.spec.hook_choice import Capture, resolve
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import GRADIENT_RULES, OF_VECTORS, MetricSpec
+from mionnx.spec.metric import GRADIENT_RULES, NO_CHOICE, OF_CHOICES, OF_VECTORS, MetricSpec
 
 
 def metric_of(spec: HookSpec, computed: bool) -> MetricSpec | None:
@@ -100,6 +100,8 @@ def refuse_metric(metric: MetricSpec | None, metadata: Metadata) -> None:
     if of_vectors != (metric.name in OF_VECTORS):
         has = f"{', '.join(OF_VECTORS)}, and functions" if of_vectors else "logits, of which these are no metrics"
         raise GradientError(f"metric {metric.name!r}: a model with the head {metadata.head!r} has {has}")
+    if metric.name in OF_CHOICES and not metadata.exclusive:
+        raise GradientError(f"metric {metric.name!r} {NO_CHOICE}")
 
 
 def _refuse_loss(metric: MetricSpec, metadata: Metadata) -> None:

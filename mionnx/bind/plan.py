@@ -90,7 +90,7 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
     if point.derived:
         raise InterventionError(f"{point} is derived and can only be captured; intervene at {point.instead} instead")
-    kind = intervention.rules.at(point, axes, model.metadata.recurrent)
+    kind = intervention.rules.at(point, axes, not model.metadata.attends)
     _check_inner(point, points, intervention.kind)
     if intervention.positions is not None and not has_sequence(axes):
         raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")

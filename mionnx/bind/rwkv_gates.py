@@ -1,11 +1,12 @@
-"""State interventions and padding as the gates of an RWKV graph: arrays that it multiplies its state's terms with.
+"""State interventions and padding as the gates of a recurrence: arrays that it multiplies its state's terms with.
 
     state_write     float32 [layers, batch, seq, n_heads]   factor of what a token writes
-    state_erase     float32 [layers, batch, seq, n_heads]   factor of what it takes out (RWKV-7)
+    state_erase     float32 [layers, batch, seq, n_heads]   factor of what it takes out (delta rules)
     state_decay     bool    [layers, batch, seq, n_heads]   whether the state decays at it
     shift_distance  int64   [layers, batch, seq + 1]        how many tokens back each token is mixed with
 
-All have defaults in the graph (ones), which leave the model as it is: a call feeds those that differ.
+Layers without a state read none of them, and `n_heads` is that of the widest. All have defaults in the graph (ones),
+which leave the model as it is: a call feeds those that differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.graph.layers import TERMS
 from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 StateEdit = StateKnockoutSpec | StateSteeringSpec
 
@@ -31,44 +33,59 @@ def states_of(spec: HookSpec) -> list[StateEdit]:
 def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
     """The gates of one pass; none where a default will do."""
     states = states_of(spec)
-    if not metadata.recurrent:
-        if states:
-            raise InterventionError(
-                f"{states[0].title}: this {metadata.family} model has no recurrent state; in attention, use a "
-                "KnockoutSpec at blocks.{i}.attn.hook_scores"
-            )
+    # padding needs gates too, where no mask hides it: without them it would write into the state and let it decay
+    if not states and (batch.real.all() or not metadata.shifts_tokens):
         return {}
-    # padding needs gates too: without them it would write into the state and let it decay
-    if not states and batch.real.all():
-        return {}
-    sizes = metadata.sizes
+    sizes, heads = metadata.sizes, metadata.state_heads
+    for state in states:
+        refuse_terms(state, metadata)
     reached = batch.lengths if batch.final_lengths is None else batch.final_lengths
     for state in states:
-        state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
-        refuse_terms(state, metadata)
-    factors = {name: np.ones((sizes.num_layers, batch.batch, batch.seq, sizes.num_heads), np.float32) for name in TERMS}
+        state.validate(sizes.num_layers, int(reached.min()), heads)
+    factors = {name: np.ones((sizes.num_layers, batch.batch, batch.seq, heads), np.float32) for name in TERMS}
     for steering in spec.state_steerings:
         for term in steering.terms:
-            for index in _indices(steering, batch, metadata, steering.target_heads(sizes.num_heads)):
+            for index in _indices(steering, batch, metadata, steering.target_heads(heads)):
                 factors[term][index] *= np.float32(steering.scale)
     for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
         for term in knockout.terms:
-            for index in _indices(knockout, batch, metadata, range(sizes.num_heads)):
+            for index in _indices(knockout, batch, metadata, range(heads)):
                 factors[term][index] = 0
     for state in states:
         _refuse_idle(state, batch)
-    for factor in factors.values():  # padding is invisible: rows of unequal length run as they would alone
-        factor[:, ~batch.real] = 0
+    if metadata.shifts_tokens:
+        for factor in factors.values():  # padding is invisible: rows of unequal length run as they would alone
+            factor[:, ~batch.real] = 0
     return dict(_changed(factors, metadata))
 
 
+def state_layers(state: StateEdit, metadata: Metadata) -> list[int]:
+    """The layers that a state intervention means: those that it names, else all with a state."""
+    return [i for i in state.target_layers(metadata.sizes.num_layers) if metadata.layers[i].has_state]
+
+
 def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
-    """Refuse a removal term where there is none."""
-    if state.terms == ["erase"] and not metadata.has_removal:
+    """Refuse layers without a state, and terms that these do not have."""
+    with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state]
+    without_state = [i for i in state.target_layers(metadata.sizes.num_layers) if i not in with_state]
+    knockout = "in attention, use a KnockoutSpec at blocks.{i}.attn.hook_scores"
+    if not with_state:
+        raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state; {knockout}")
+    if without_state and state.layers_ is not None:
+        layers = ", ".join(map(str, with_state))
+        raise InterventionError(
+            f"{state.title}: layer {without_state[0]} of this {metadata.family} model has no recurrent state, the "
+            f"layers {layers} do; {knockout}"
+        )
+    gates = metadata.state_gates
+    if state.terms == ["erase"] and "erase" not in gates:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
-    if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:
-        others = ", ".join(term for term in TERMS if term != "erase")
-        raise InterventionError(f"{state.title}: {metadata.family} has no removal term (erase); it has {others}")
+    absent = [term for term in TERMS if term in state.terms and term not in gates]
+    # all terms mean whatever there is
+    if absent and not (gates and {*TERMS} <= {*state.terms}):
+        has = f"it has {', '.join(gates)}" if gates else "no term of it can be turned"
+        what = "removal term (erase)" if absent == ["erase"] else f"term {absent[0]}"
+        raise InterventionError(f"{state.title}: {metadata.family} has no {what}; {has}")
 
 
 def _refuse_idle(state: StateEdit, batch: TokenBatch) -> None:
@@ -84,7 +101,7 @@ def _indices(
     state: StateEdit, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
     """Indices into a gate at the tokens of a state intervention: layers, row, column, heads."""
-    layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]
+    layers = np.array(state_layers(state, metadata))[:, None]
     for row in range(batch.batch):
         try:
             columns = batch.columns(state.positions_, row)
@@ -98,7 +115,7 @@ def _indices(
 def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Iterator[tuple[str, NDArray[Any]]]:
     if (factors["write"] != 1).any():
         yield "state_write", factors["write"]
-    if metadata.has_removal and (factors["erase"] != 1).any():
+    if "erase" in metadata.state_gates and (factors["erase"] != 1).any():
         yield "state_erase", factors["erase"]
     if (factors["decay"] != 1).any():
         yield "state_decay", factors["decay"] != 0  # a state decays or does not: there is no steering of it

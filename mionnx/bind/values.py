@@ -63,7 +63,7 @@ def _refuse_blind(selections: Iterable[Selection], batch: TokenBatch, model: Hoo
             here = np.isneginf(selection.knockout_mask.in_batch) & selection.selected()
             blocked[layer] = blocked[layer] | here if layer in blocked else here
     for layer, mask in blocked.items():
-        window = model.metadata.attention[layer].sliding_window
+        window = model.metadata.window(layer)
         refuse_rows_without_keys(str(HookPoint.AttnScores(layer)), mask, batch, window)
 
 

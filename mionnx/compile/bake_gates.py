@@ -6,7 +6,7 @@ is invisible there too.
 
 import numpy as np
 
-from mionnx.bind.rwkv_gates import refuse_terms
+from mionnx.bind.rwkv_gates import refuse_terms, state_layers
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Graph, Tensor
@@ -31,8 +31,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
     for state in states:
         _check(state, metadata)
     for term, name in GATES.items() if states else ():
-        if term == "erase" and not metadata.has_removal:
-            # Models without a removal key have no such gate.
+        if term not in metadata.state_gates:
             continue
         op = Builder(graph, name, f"mionnx.{name}", report)
         real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])  # tokens that are no padding
@@ -50,14 +49,11 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
 
 
 def _check(state: State, metadata: Metadata) -> None:
-    sizes = metadata.sizes
-    if not metadata.recurrent:
-        raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state")
+    refuse_terms(state, metadata)
     numbers = [position for position in state.positions_ if not isinstance(position, str)]
     # At least as many tokens as the positions ask for; a compiled graph knows no length.
     longest = max([1, *(position + 1 if position >= 0 else -position for position in numbers)])
-    state.validate(sizes.num_layers, longest, sizes.num_heads)
-    refuse_terms(state, metadata)
+    state.validate(metadata.sizes.num_layers, longest, metadata.state_heads)
 
 
 def _distances(op: Builder, gate: Tensor) -> Tensor:
@@ -81,12 +77,12 @@ def _distances(op: Builder, gate: Tensor) -> Tensor:
 
 def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> Tensor:
     """[layers, batch, seq, n_heads]: the factor at the state's positions, layers, heads; else 1."""
-    sizes = metadata.sizes
-    factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)
-    heads, scale = list(range(sizes.num_heads)), 0.0
+    count = metadata.state_heads
+    factor = np.ones((metadata.sizes.num_layers, 1, 1, count), np.float32)
+    heads, scale = list(range(count)), 0.0
     if isinstance(state, StateSteeringSpec):
-        heads, scale = list(state.target_heads(sizes.num_heads)), state.scale
-    for layer in state.target_layers(sizes.num_layers):
+        heads, scale = list(state.target_heads(count)), state.scale
+    for layer in state_layers(state, metadata):
         factor[layer, 0, 0, heads] = scale
     chosen = calls.chosen(f"{op.prefix}.{step}", state.positions_)
     here = op.Unsqueeze(among(op, calls.positions, chosen), [0, 3])

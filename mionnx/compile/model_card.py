@@ -11,7 +11,7 @@ from mionnx.compile.layouts.layout import ClientLayout, Content
 from mionnx.engine.session import UNSTABLE_FUSIONS
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import inside
-from mionnx.graph.io_names import cache_names
+from mionnx.graph.io_names import PASTS, PRESENTS
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
@@ -240,12 +240,12 @@ def _optional(content: Content) -> str:
 
 def _rows(content: Content, ports: list[Port]) -> str:
     """A row for each input or output; of the parts of the past one in a line for all layers."""
-    names, rows = cache_names(content.model.metadata.recurrent), []
+    rows: list[tuple[str, str, str]] = []
     for port in ports:
         prefix, _, rest = port.name.partition(".")
         layer, _, part = rest.partition(".")
         name = port.name
-        if prefix in (names.past, names.present) and layer.isdecimal():
+        if f"{prefix}." in (*PASTS, *PRESENTS) and layer.isdecimal():
             name = f"{prefix}.{{i}}.{part}"
         row = (name, port.dtype.lower(), _list(port.shape))
         if row not in rows:

@@ -27,6 +27,7 @@ from mionnx.analysis.sweep.sweep import Sweep, SweepSetting, run_sweep
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
@@ -113,7 +114,7 @@ def patch_sweep(
     versus: Tokens = None,
     patching: str = "denoising",
     layers: Iterable[int] | None = None,
-    position: int = -1,
+    position: Place | None = None,
     positions: Positions | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,

@@ -9,18 +9,21 @@ The format, on one page:
 4. Inputs: `input_ids`, `attention_mask` [batch, total], `position_ids` [batch, seq], and per layer
    `past_key_values.{i}.key` and `.value` [batch, n_kv_heads, past, head_dim], where past may be 0.
    A graph adopted from a file without a cache may have none of these; generation and sweeps are then refused.
-   A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
+   Layers with a recurrence have `past_state.{i}.conv` [batch, channels, kernel - 1] and `.state` [batch, n_heads,
+   key_dim, value_dim], as far as they have these, in place of keys and values or beside them.
+   An RWKV model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
    [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
    An encoder: `input_ids`, `attention_mask` [batch, seq], and `position_ids` and `token_type_ids` where it reads them.
 5. Outputs: `logits` [batch, seq, vocab] (of an encoder those of its head, `embedding` [batch, d], or
    `last_hidden_state` [batch, seq, hidden]) and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
-   A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
+   An RWKV model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`, `hook_dtypes` where hook points have several, `quantised` of a model of blocks, and `exponents` and
-   `narrowed` of a rescaled one, whose hook points hold powers of two of their values in the file: a model in memory has
-   the values themselves. See `mionnx.graph.metadata`, `weight_record` and `exponents`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, `recurrence` where layers have one (but
+   of RWKV), and of an adopted file `fused` and `stock`, `hook_dtypes` where hook points have several, `quantised` of a
+   model of blocks, and `exponents` and `narrowed` of a rescaled one, whose hook points hold powers of two of their
+   values in the file: a model in memory has the values themselves. See `mionnx.graph.metadata`, `weight_record` and
+   `exponents`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -47,10 +50,11 @@ from mionnx.graph.folder_file import LARGEST_BESIDE, inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of, nearest_hook
 from mionnx.graph.influence import Influence
-from mionnx.graph.io_names import LOGITS, cache_names
+from mionnx.graph.io_names import LOGITS
 from mionnx.graph.known_value import Known
-from mionnx.graph.metadata import Metadata, context_length
+from mionnx.graph.metadata import Metadata
 from mionnx.graph.operator_table import DOMAIN
+from mionnx.graph.sizes import context_length
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
 
@@ -138,10 +142,7 @@ class HookedModel:
                 f"{folder / GRAPH} has hook points of {len(layers)} layers, but its metadata say "
                 f"{metadata.sizes.num_layers}"
             )
-        # none in a recurrent model
-        attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
-        if len(metadata.attention) != attending:
-            raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
+        _check_layers(folder, proto, metadata)
         inputs, outputs = onnx_file.interface(proto)
         if "input_ids" not in inputs or metadata.output not in outputs:
             raise ModelError(
@@ -199,7 +200,8 @@ class HookedModel:
         """Whether a derived hook point can be computed; shares of heads need one projection."""
         if point.variant != "AttnResult" or point.layer is None:
             return True
-        return bool(self.metadata.attention[point.layer].output_projection)
+        attention = self.metadata.layers[point.layer].attention
+        return attention is not None and bool(attention.output_projection)
 
     @cached_property
     def in_blocks(self) -> bool:
@@ -250,8 +252,8 @@ class HookedModel:
     @cached_property
     def has_cache(self) -> bool:
         """Whether the graph takes a past; one adopted from another tool's file may take none."""
-        names = {entry.name for entry in self.proto.graph.input}
-        return all(name in names for name in cache_names(self.metadata.recurrent).layer_inputs(0))
+        names, ports = {entry.name for entry in self.proto.graph.input}, self.metadata.ports
+        return bool(ports) and all(port.past in names for port in ports if port.layer == ports[0].layer)
 
     @property
     def as_on_disk(self) -> bool:
@@ -337,11 +339,11 @@ class HookedModel:
         return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]
 
     @cached_property
-    def past_dtype(self) -> DTypeLike:
-        """Dtype of the keys and values of a past, or of a recurrent state."""
-        past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
-        dtypes = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
-        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(dtypes, DTYPES[self.metadata.dtype])
+    def past_dtypes(self) -> dict[str, DTypeLike]:
+        """Input of the past -> its dtype; where the graph has no such input, that of the model."""
+        inputs = {entry.name: onnx_file.dtype_of(entry) for entry in self.proto.graph.input}
+        own = DTYPES[self.metadata.dtype]
+        return {one.past: inputs.get(one.past, np.float32 if one.sums else own) for one in self.metadata.ports}
 
     @cached_property
     def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
@@ -362,6 +364,26 @@ class HookedModel:
             near = nearest_hook(point.name, self._points)
             raise HookError(f"this {self.metadata.family} model has no hook point {point.name!r}{near}")
         return list(self.metadata.hooks[point.name])
+
+
+def _check_layers(folder: Path, proto: onnx.ModelProto, metadata: Metadata) -> None:
+    """Check what the metadata say of layers against hook points and inputs."""
+    named = {layer for name in metadata.hooks if ".attn." in name and (layer := layer_of(name)) is not None}
+    if metadata.recurrence:
+        attending = {i for i, layer in enumerate(metadata.layers) if layer.attention}
+        if named != attending:
+            raise ModelError(
+                f"{folder / GRAPH} has attention in the layers {sorted(named)}, not in {sorted(attending)}"
+            )
+    elif len(metadata.attention) != (count := metadata.sizes.num_layers if named else 0):
+        raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {count} layers")
+    inputs = {entry.name: entry for entry in proto.graph.input}
+    for port in metadata.ports:
+        if port.past not in inputs or port.positional:
+            continue
+        dims = [dim.dim_value for dim in inputs[port.past].type.tensor_type.shape.dim[1:]]
+        if dims != [*port.dims]:
+            raise ModelError(f"{port.past} is [batch, {dims}] in the graph, but the metadata say {list(port.dims)}")
 
 
 def _check_axes(name: str, axes: Sequence[str | int], fact: Known, metadata: Metadata) -> None:

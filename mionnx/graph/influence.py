@@ -13,10 +13,8 @@ import onnx
 
 from mionnx.graph.dataflow import Dataflow, attributes, reads
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
+from mionnx.graph.io_names import PRESENTS
 from mionnx.graph.metadata import Metadata
-
-CARRIED = (f"{KEYS_AND_VALUES.present}.", f"{STATE.present}.")
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class Reach:
     @property
     def carried(self) -> bool:
         """Whether keys and values, or a state, can change."""
-        return any(name.startswith(CARRIED) for name in self.passes)
+        return any(name.startswith(PRESENTS) for name in self.passes)
 
     @property
     def next_token_only(self) -> bool:
         """Whether what is carried goes to the next token's channel mix alone."""
-        return self.carried and all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
+        return self.carried and all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(PRESENTS))
 
 
 class Influence:
@@ -80,7 +78,7 @@ class Influence:
         mixing = changed.intersection(mixed)
         # A graph without a cache carries nothing out; where all keys and values have names, these tell.
         uniform = self._every_layer_names_them and not mixing
-        if not any(name.startswith(CARRIED) for name in changed) and (self._has_cache or uniform):
+        if not any(name.startswith(PRESENTS) for name in changed) and (self._has_cache or uniform):
             return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)
@@ -120,7 +118,10 @@ class Influence:
         if node.op_type not in ("GatherElements", "Gather", "Slice"):
             return None
         if node.op_type == "GatherElements" and attributes(node).get("axis") == 1:
-            before = {self._flow.nodes[n].op_type for n in self._flow.ancestors([node.input[1]])}
+            nodes = [self._flow.nodes[n] for n in self._flow.ancestors([node.input[1]])]
+            before = {one.op_type for one in nodes}
+            if any("input_ids" in one.input and one.op_type != "Shape" for one in nodes):
+                return None  # the last token but those for padding, which a text may end with
             return ("last" if "CumSum" in before else "first") if "ArgMax" in before else None
         numbers = [self._flow.facts.number(name) for name in node.input[1:4]]
         operands = [None if one is None else one.ravel().tolist() for one in numbers]
@@ -130,7 +131,7 @@ class Influence:
 
     @cached_property
     def _has_cache(self) -> bool:
-        return any(name.startswith(CARRIED) for name in self._named)
+        return any(name.startswith(PRESENTS) for name in self._named)
 
     @cached_property
     def _every_layer_names_them(self) -> bool:

@@ -1,7 +1,6 @@
 """Names of the graph's outputs, and of its inputs for the past, as optimum and ONNX Runtime's tools write them."""
 
 from dataclasses import dataclass
-from functools import cache
 
 LOGITS = "logits"  # the main output; that of an embedding model bears this name where rooms read its graph
 
@@ -23,22 +22,23 @@ class CacheNames:
         return tuple(f"{self.present}.{layer}.{part}" for part in self.parts)
 
     def inputs(self, num_layers: int) -> list[str]:
-        return list(_of_layers(self.past, self.parts, num_layers))
+        return [name for layer in range(num_layers) for name in self.layer_inputs(layer)]
 
     def outputs(self, num_layers: int) -> list[str]:
         """The outputs of all layers, in the order of the inputs."""
-        return list(_of_layers(self.present, self.parts, num_layers))
-
-
-@cache
-def _of_layers(prefix: str, parts: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{layer}.{part}" for layer in range(num_layers) for part in parts)
+        return [name for layer in range(num_layers) for name in self.layer_outputs(layer)]
 
 
 KEYS_AND_VALUES = CacheNames("past_key_values", "present", ("key", "value"))
-STATE = CacheNames("past_state", "present_state", ("att_shift", "wkv", "ffn_shift"))
+STATE = CacheNames("past_state", "present_state", ("conv", "state"))  # of a recurrence, as far as it has them
+SHIFTED_STATE = CacheNames("past_state", "present_state", ("att_shift", "wkv", "ffn_shift"))  # RWKV's
+PASTS = (f"{KEYS_AND_VALUES.past}.", f"{STATE.past}.")  # how the names of a past begin, whatever a layer carries
+PRESENTS = (f"{KEYS_AND_VALUES.present}.", f"{STATE.present}.")
 
 
-def cache_names(recurrent: bool) -> CacheNames:
-    """The names of a recurrent model's state, or of a transformer's keys and values."""
-    return STATE if recurrent else KEYS_AND_VALUES
+def past_of(output: str) -> str | None:
+    """The input that takes an output in the next pass; None of an output that no pass takes."""
+    for past, present in zip(PASTS, PRESENTS, strict=True):
+        if output.startswith(present):
+            return past + output.removeprefix(present)
+    return None

@@ -13,7 +13,18 @@ from typing import Any
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.layers import (
+    OWN_SIZES,
+    RECURRENCE_RULES,
+    STATE_SIZES,
+    TERMS,
+    Attention,
+    CachePort,
+    Heads,
+    Layer,
+    Recurrence,
+)
+from mionnx.graph.sizes import OPTIONAL_SIZES, Sizes, axis_sizes
 from mionnx.graph.stock_graph import is_table
 
 FORMAT_VERSION = 1
@@ -27,7 +38,7 @@ IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without w
 # Fields that are not written while they are those of a decoder of floats: its metadata keep their bytes.
 OPTIONAL = (
     *("fused", "hook_dtypes", "stock", "quantised", "exponents", "narrowed"),
-    *("direction", "head", "labels", "activation", "pooling"),
+    *("direction", "head", "labels", "activation", "pooling", "recurrence"),
 )
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"
@@ -49,83 +60,6 @@ ACTIVATIONS = ("", "softmax", "sigmoid", "identity")
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
 LARGEST_EXPONENT = 64  # of the power of two that a hook point may hold
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes a user asks for.
-
-    `max_positions` is None where a sequence may be of any length; of a mixture of experts `n_experts` is how many a
-    layer has, `n_chosen` how many a token goes through, `d_expert` the neurons of each. None without experts.
-    `embedding_size` is the width of embeddings that are projected to the hidden size (ALBERT); None where it is that.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int | None = None
-    n_experts: int | None = None
-    n_chosen: int | None = None
-    d_expert: int | None = None
-    embedding_size: int | None = None
-
-
-# Names of the context length in configs, in the order in which they count.
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "ctx_len", "max_seq_len")
-
-
-def context_length(config: Mapping[str, Any]) -> int | None:
-    """The context length that a checkpoint's config names; None if it names none."""
-    inner = config.get("text_config")
-    lengths = [config.get(name) for name in CONTEXT_NAMES] + (
-        [context_length(inner)] if isinstance(inner, dict) else []
-    )
-    return next((length for length in lengths if type(length) is int and length > 0), None)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """One layer's attention.
-
-    Attributes:
-        output_projection: name of the initializer of the output projection; empty where each token chooses its own.
-        output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
-        sliding_window: how many keys a query sees, itself included; None if it sees all before it. Where tokens read
-            both ways, as many on either side.
-        num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
-            as `Sizes` say.
-        head_dim: size of a head's query and key; None if as `Sizes` say.
-        value_dim: size of a head's value; None if that of its key.
-    """
-
-    output_projection: str
-    output_is_rows: bool
-    sliding_window: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-
-
-Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
-OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
-EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names
-OPTIONAL_SIZES = (*EXPERT_SIZES, "embedding_size")  # not written where there are none
-EMBEDDINGS = ("Embed", "PosEmbed", "TokenTypeEmbed")  # hook points before the projection to the hidden size
-
-
-def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
-    """Axis name -> size, of the axes of a hook point that are as long in every pass."""
-    count, size, value_size = heads
-    named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
-    named |= {axis: own for axis in EXPERT_SIZES if (own := getattr(sizes, axis)) is not None}
-    named |= {"n_kv_heads": count} if count else {}
-    if sizes.embedding_size is not None and point.variant in EMBEDDINGS:
-        named["hidden"] = sizes.embedding_size
-    width = value_size if point.variant in ("AttnV", "AttnZ") else size
-    return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
 
 @dataclass(frozen=True)
@@ -153,18 +87,20 @@ class Metadata:
         head: what the model is for, a key of `MAIN_OUTPUTS`; "next_token" of a decoder.
         labels: names of classes, of the tags of tokens, or of the ends of a span, in the order of the logits.
         activation: what makes probabilities of the logits of classes: "softmax", "sigmoid", "identity" of a regression;
-            empty for other heads.
+            empty for other heads, but "sigmoid" of tags that do not exclude one another.
         pooling: how a sentence embedding is made of the stream: "modes" (`POOLINGS`, several are concatenated),
             "normalize" (whether embeddings have length 1), "include_prompt" (whether the tokens of a prompt count), and
             for texts "prompts" (name -> text before each text), "default_prompt" (a name, or null), "similarity"
             ("cosine", "dot", "euclidean", "manhattan"), "lower_case". Empty without sentence embeddings.
+        attention, recurrence: an entry a layer, null of one that has none of it: see `layers`. Both are empty of an
+            RWKV model; `recurrence` is not written of one whose layers all have attention.
     """
 
     family: str
     dtype: str
     sizes: Sizes
     hooks: Mapping[str, list[str | int]]
-    attention: list[Attention]
+    attention: list[Attention | None]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -180,16 +116,60 @@ class Metadata:
     labels: list[str] = field(default_factory=list)
     activation: str = ""
     pooling: Mapping[str, Any] = field(default_factory=dict)
+    recurrence: list[Recurrence | None] = field(default_factory=list)
 
     @property
     def weight_dtype(self) -> str:
         """The dtype of the weights: that of the activations, or int4 or int8 of a quantised model."""
         return f"int{self.quantised['bits']}" if self.quantised else self.dtype
 
-    @property
-    def recurrent(self) -> bool:
-        """Whether the model carries a recurrent state, and no keys and values."""
-        return not self.attention
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer is: attention, a recurrence, or both."""
+        count = self.sizes.num_layers
+        if self.attention or self.recurrence:
+            none = [None] * count
+            return tuple(map(Layer, self.attention or none, self.recurrence or none))
+        size, removes = self.sizes.head_dim, HookPoint.RwkvA(0).name in self.hooks
+        gates = [term for term in TERMS if removes or term != "erase"]
+        rule = "delta" if removes else "gated"
+        return (Layer(None, Recurrence(rule, self.sizes.num_heads, size, size, token_shift=True, gates=gates)),) * count
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether any layer has attention."""
+        return any(layer.attention for layer in self.layers)
+
+    @cached_property
+    def carries_state(self) -> bool:
+        """Whether any layer has a recurrence or a short convolution, and so hands a state to the next call."""
+        return any(layer.recurrence for layer in self.layers)
+
+    @cached_property
+    def state_alone(self) -> bool:
+        """Whether states are all that is handed on: of one size for any text, so that every call returns them."""
+        return self.carries_state and not self.attends
+
+    @cached_property
+    def shifts_tokens(self) -> bool:
+        """Whether layers mix tokens with those before (RWKV): padding is then hidden by gates, not by a mask."""
+        return any(layer.recurrence and layer.recurrence.token_shift for layer in self.layers)
+
+    @cached_property
+    def state_heads(self) -> int:
+        """Heads of the widest state; 0 without one."""
+        return max((layer.recurrence.n_heads for layer in self.layers if layer.recurrence), default=0)
+
+    @cached_property
+    def state_gates(self) -> list[str]:
+        """The terms of a state that interventions can turn in any layer."""
+        terms = {term for layer in self.layers if layer.recurrence for term in layer.recurrence.gates}
+        return [term for term in TERMS if term in terms]
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a layer's queries see; None if all, and of a layer without attention."""
+        attention = self.layers[layer].attention
+        return None if attention is None else attention.sliding_window
 
     @property
     def output(self) -> str:
@@ -225,34 +205,38 @@ class Metadata:
         return self.direction == "both"
 
     @property
-    def has_removal(self) -> bool:
-        """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
-        return HookPoint.RwkvA(0).name in self.hooks
+    def reads_whole(self) -> bool:
+        """Whether it reads each text whole and continues none: an encoder, or any head but that of next tokens."""
+        return self.bidirectional or self.head != NEXT_TOKEN
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether its logits are of choices that exclude one another, whose probabilities are a softmax."""
+        return self.activation in ("", "softmax")
 
     def heads(self, layer: int) -> Heads:
-        """Return how many keys a layer keeps, and the sizes of a key and of a value."""
-        own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
+        """Return how many keys a layer keeps, and the sizes of a key and of a value; the model's without attention."""
+        own = self.attention[layer] if layer < len(self.attention) else None
+        own = own or Attention("", False)
         size = self.sizes.head_dim if own.head_dim is None else own.head_dim
         count = self.sizes.num_kv_heads if own.num_kv_heads is None else own.num_kv_heads
         return count, size, size if own.value_dim is None else own.value_dim
 
-    def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
-        """Graph input -> the shape of its keys or values: [batch, n_kv_heads, past, head_dim]."""
-        return {name: (batch, count, past, width) for name, (count, width) in self._past_sizes.items()}
-
     @cached_property
-    def _past_sizes(self) -> dict[str, tuple[int, int]]:
-        """Graph input -> n_kv_heads and head_dim of its keys or values."""
-        sizes: dict[str, tuple[int, int]] = {}
-        for layer in range(self.sizes.num_layers):
-            count, *widths = self.heads(layer)
-            names = KEYS_AND_VALUES.layer_inputs(layer)
-            sizes |= {name: (count, width) for name, width in zip(names, widths, strict=True)}
-        return sizes
+    def ports(self) -> tuple[CachePort, ...]:
+        """What the layers carry from call to call, in the order of the graph's inputs."""
+        hidden = self.sizes.hidden_size
+        return tuple(port for i, layer in enumerate(self.layers) for port in layer.ports(i, self.heads(i), hidden))
+
+    def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
+        """Graph input -> the shape of what it carries: keys and values are [batch, n_kv_heads, past, head_dim]."""
+        return {port.past: port.shape(batch, past) for port in self.ports}
 
     def axis_sizes(self, point: HookPoint) -> dict[str, int]:
         """Axis name -> size, of the axes of a hook point that are as long in every pass."""
-        return axis_sizes(point, self.sizes, self.heads(point.layer or 0))
+        layer = point.layer or 0
+        recurrence = self.layers[layer].recurrence if layer < len(self.layers) else None
+        return axis_sizes(point, self.sizes, self.heads(layer), recurrence)
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
@@ -260,10 +244,9 @@ class Metadata:
         own = {key for key, value in asdict(self).items() if value and value != defaults[key]}
         values = {key: value for key, value in asdict(self).items() if key in own or key not in OPTIONAL}
         values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in OPTIONAL_SIZES}
-        for entry in values["attention"]:
-            for name in OWN_SIZES:
-                if entry[name] is None:
-                    del entry[name]
+        for key, entries in (("attention", self.attention), ("recurrence", self.recurrence)):
+            if key in values:
+                values[key] = [entry and entry.to_entry() for entry in entries]
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -290,7 +273,9 @@ class Metadata:
             )
         try:
             values["sizes"] = Sizes(**values["sizes"])
-            values["attention"] = [Attention(**entry) for entry in values["attention"]]
+            values["attention"] = [None if one is None else Attention(**one) for one in values["attention"]]
+            recurrence = values.get("recurrence", [])
+            values["recurrence"] = [None if one is None else Recurrence(**one) for one in recurrence]
             read = cls(**values)
             _check(read)
         except (ValueError, TypeError, KeyError) as error:
@@ -332,7 +317,32 @@ def _check(read: Metadata) -> None:
     _check_head(read)
     table = "a graph, whether it was expanded, and the difference that is allowed"
     _expect(is_table(read.stock), "stock", table, read.stock)
+    _check_layers(read)
+
+
+def _check_layers(read: Metadata) -> None:
+    """Check what the metadata say of each layer."""
+    for name, entries in (("attention", read.attention), ("recurrence", read.recurrence)):
+        fits = isinstance(entries, list) and (not read.recurrence or len(entries) in (0, read.sizes.num_layers))
+        _expect(fits, name, f"a list of {read.sizes.num_layers} layers", entries)
+    for layer, own in enumerate(read.recurrence):
+        if own is None:
+            continue
+        is_rule = isinstance(own.rule, str) and own.rule in RECURRENCE_RULES
+        _expect(is_rule, f"recurrence[{layer}].rule", "a rule", own.rule)
+        _expect(isinstance(own.token_shift, bool), f"recurrence[{layer}].token_shift", "true or false", own.token_shift)
+        gates = isinstance(own.gates, list) and all(isinstance(one, str) and one in TERMS for one in own.gates)
+        _expect(gates, f"recurrence[{layer}].gates", f"among {', '.join(TERMS)}", own.gates)
+        needed = dict.fromkeys(STATE_SIZES[:3], own.has_state)
+        needed |= dict.fromkeys(STATE_SIZES[3:], bool(own.kernel or own.channels) or not own.has_state)
+        for name, has in needed.items():
+            if has or getattr(own, name) != 0:
+                _check_number(f"recurrence[{layer}].{name}", getattr(own, name))
+        _expect(own.kernel != 1, f"recurrence[{layer}].kernel", "2 or more, or none", own.kernel)
     for layer, entry in enumerate(read.attention):
+        if entry is None:
+            _expect(bool(read.recurrence), f"attention[{layer}]", "an entry", entry)
+            continue
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
         if entry.sliding_window is not None:

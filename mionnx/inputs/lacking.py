@@ -11,11 +11,13 @@ from mionnx.inputs.token_batch import TokenBatch
 
 def refuse_without_cache(model: HookedModel, what: str) -> None:
     """Refuse what needs a cache, "generate" for one, if the graph takes no past."""
-    if model.metadata.bidirectional:
+    if model.metadata.reads_whole:
+        kind = "an encoder" if model.metadata.bidirectional else f"a model with the head {model.metadata.head!r}"
+        both = " and in both directions" if model.metadata.bidirectional else ""
         raise InputError(
-            f"{what} has no meaning for an encoder: {model.name} reads each text whole and in both directions, so that "
-            "nothing can be continued or kept from one call to the next. forward, fill_mask, classify, tag, embed and "
-            "the analyses run on whole texts"
+            f"{what} has no meaning for {kind}: {model.name} reads each text whole{both}, so that nothing can be "
+            "continued or kept from one call to the next. forward, fill_mask, classify, tag, embed and the analyses "
+            "run on whole texts"
         )
     if not model.has_cache:
         raise InputError(
@@ -66,8 +68,8 @@ def refuse_several_streams(model: HookedModel, what: str) -> None:
     flow = Dataflow(model.proto)
     # masks and positions of the call say nothing of the text: reading them makes no second stream
     inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
-    # a batch size or length that is read besides is no second stream
-    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
+    # a batch size or length that is read besides is no second stream, nor which tokens are those for padding
+    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size", "Equal") for name in node.output}
     if inputs & flow.read_by(flow.ancestors([LOGITS], sources={last, *shapes})):
         raise InputError(
             f"{what} goes on from the residual stream, and {model.metadata.family!r} has several streams side by side: "

@@ -11,10 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.layer_cache import LayerCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_rows import read_rows, refuse_types
 
-Past: TypeAlias = KVCache | RWKVState
+Past: TypeAlias = KVCache | RWKVState | LayerCache[Any]
 Place = int | str  # a position of a text, or MASK
 Positions = str | Sequence[Place]
 MASK = "mask"  # the position of a text's one mask token

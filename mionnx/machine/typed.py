@@ -171,6 +171,8 @@ def _words(hint: Any) -> str:
         return "a dictionary"
     if origin is tuple and args and args[-1] is not Ellipsis:
         return f"({', '.join(_words(arg) for arg in args)})"
+    if isinstance(origin, type) and not issubclass(origin, Iterable):
+        return _words(origin)
     if origin is not None and args:
         inner = " or ".join(dict.fromkeys(_plural(_words(part)) for part in _parts(args[0])))
         return f"a list of {inner}"

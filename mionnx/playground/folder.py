@@ -233,9 +233,9 @@ def manifest_of(
             "layers": [HookPoint.parse(name).layer for name in graph.patterns],
             # Layers with a sliding window: how many keys a query reads there.
             "windows": {
-                str(HookPoint.AttnScores(n)): one.sliding_window
-                for n, one in enumerate(model.metadata.attention)
-                if one.sliding_window is not None
+                str(HookPoint.AttnScores(n)): window
+                for n in range(sizes.num_layers)
+                if (window := model.metadata.window(n)) is not None
             },
             "leads": _leads(model, graph),
             "past": _past(model),

@@ -92,8 +92,10 @@ def _refuse_model(model: HookedModel) -> None:
     meta = model.metadata
     if meta.bidirectional:
         raise ModelError(f"a playground continues texts, and this {meta.family} model is an encoder")
-    if meta.recurrent:
+    if not meta.attends:
         raise ModelError(f"a playground shows attention, and this {meta.family} model is recurrent: it has none")
+    if meta.carries_state:
+        raise ModelError(f"a playground carries keys and values, and this {meta.family} model has recurrent layers too")
     if meta.dtype != "float32":
         raise ModelError(f"a playground computes in float32, and this model in {meta.dtype}: export it as float32")
     missing = [

@@ -15,7 +15,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT, GivenBlocks
 from mionnx.graph.folder_file import copy_beside, files_beside
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
-from mionnx.graph.metadata import Attention
+from mionnx.graph.layers import Attention
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
@@ -174,14 +174,14 @@ def _describe(
     attention = [
         # The hook points of heads' shares read the projection by its name and orientation, which the blocks change.
         replace(one, output_projection=BlockNames.of(one.output_projection).packed, output_is_rows=False)
-        if one.output_projection in choice.matrices
+        if one is not None and one.output_projection in choice.matrices
         else one
         for one in model.metadata.attention
     ]
     entry: dict[str, Any] = settings.to_entry() | choice.to_entry() | {"of_weights_sha256": model.weights_sha256}
     metadata = replace(
         model.metadata,
-        attention=list[Attention](attention),
+        attention=list[Attention | None](attention),
         exporter={**model.metadata.exporter, "mionnx": version("mionnx")},
         weights_sha256=digest,
         weight_files=files,

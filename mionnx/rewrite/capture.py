@@ -24,7 +24,9 @@ from mionnx.rewrite.rwkv_derived import effective_attention, raw_effective_atten
 
 def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
     """Add the nodes of one layer's `hook_result`: [batch, seq, n_heads, hidden]."""
-    sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
+    sizes, attention = metadata.sizes, metadata.layers[point.layer or 0].attention
+    if attention is None:
+        raise ModelError(f"layer {point.layer} has no attention, and so no {point}")
     if attention.output_projection not in tensors:
         raise ModelError(f"no node of the graph reads {attention.output_projection}, the projection behind {point}")
     weight = dequantised(op, tensors[attention.output_projection])

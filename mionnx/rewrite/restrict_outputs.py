@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
-from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
+from mionnx.graph.io_names import PRESENTS
 from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import LOGIT_BEGIN, LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, TOP_IDS, Plan
@@ -26,9 +26,7 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     """Cut the model's own outputs down to those of a plan."""
     outputs = plan.outputs
     if not outputs.carried:
-        graph.outputs = [
-            output for output in graph.outputs if not output.name.startswith((KEYS_AND_VALUES.present, STATE.present))
-        ]
+        graph.outputs = [output for output in graph.outputs if not output.name.startswith(PRESENTS)]
     if not outputs.logits:
         graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return

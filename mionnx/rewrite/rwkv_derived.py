@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.io_names import STATE
+from mionnx.graph.io_names import SHIFTED_STATE
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
 
@@ -68,7 +68,7 @@ class _Recurrence:
     def states(self) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")  # without a receptance the body gives states
-        _, wkv, _ = STATE.layer_inputs(self.layer or 0)  # the state before this call, between two token shifts
+        _, wkv, _ = SHIFTED_STATE.layer_inputs(self.layer or 0)  # the state before this call, between two token shifts
         return self._scan(self.tensors[wkv], self._vectors())
 
     def effective(self) -> gs.Variable:

@@ -13,6 +13,7 @@ import numpy as np
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import DTYPES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine import memory
 from mionnx.machine.progress import shown, silence
@@ -128,7 +129,7 @@ def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bo
 def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
     """Bytes of one row's longest layer, about: streams, and the scores of all heads."""
     sizes = bound.model.metadata.sizes
-    scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
+    scores = 0 if not bound.model.metadata.attends else SCORES * sizes.num_heads * total
     if (blocks := query_blocks(seq)) and not _reads_scores(bound):
         scores = scores // blocks + MASKS * total
     return 4 * seq * (STREAMS * sizes.hidden_size + scores)
@@ -148,14 +149,15 @@ def _reads_scores(bound: BoundSpec) -> bool:
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
     """Bytes that one row leaves: captures, gradients, logits, keys and values."""
     model, part = bound.model, bound.logits
-    number = np.dtype(model.past_dtype).itemsize
+    number = np.dtype(DTYPES[model.metadata.dtype]).itemsize
     size = bound.estimate(1, length, past + length).total
     if bound.plan.outputs.logits:
         every = not bound.plan.outputs.last and (part is None or part.positions is None)
         positions = length if every else 1 if part is None else len(part.positions_)
         size += number * (positions if model.metadata.positional else 1) * model.metadata.columns
-    if use_cache and not model.metadata.recurrent:
-        size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))
+    if use_cache:
+        shapes, dtypes = model.metadata.past_shapes(1, past + length), model.past_dtypes
+        size += sum(np.dtype(dtypes[name]).itemsize * prod(shape) for name, shape in shapes.items())
     return size
 
 

@@ -120,15 +120,14 @@ class Passes:
         """Keys and values, or the state, after the passes so far."""
         past = self.past if self.rolling is None else self.rolling.past(self.batch)
         results = {present: past[name] for present, name in self.present_to_past.items()}
-        kv_cache, state = take_present(self.bound.model, results, self.batch, True)
-        cache = state if kv_cache is None else kv_cache
-        assert cache is not None  # a pass that keeps its past has one of the two
+        cache = take_present(self.bound.model, results, self.batch, True)
+        assert cache is not None  # it was asked for
         return cache
 
 
 def rolls(program: Program, bound: BoundSpec, batch: TokenBatch) -> bool:
     """Whether the steps from here on can be calls of one shape."""
-    if not program.rolls or bound.model.metadata.recurrent or batch.final_lengths is None:
+    if not program.rolls or bound.model.metadata.carries_state or batch.final_lengths is None:
         return False
     # What has an axis of keys is another shape at every step, and its columns are those of the text.
     axes = [*(edit.axes for edit, _ in bound.edits), *(capture.node.axes for capture in bound.captures)]

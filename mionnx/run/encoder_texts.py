@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,7 +59,10 @@ def tokens_of(model: Runner, texts: Sequence[Any], max_length: int | None = None
     parts = [part for text in texts for part in (text if isinstance(text, tuple) else (text,))]
     with boundary(TokenizerError, "the tokenizer fails on the texts"):
         encodings = iter(tokenizer.encode_batch(parts, add_special_tokens=False))
-        return [_joined(tokenizer, text, encodings, most) for text in texts]
+        joined = [_joined(tokenizer, text, encodings, most) for text in texts]
+    if model.hooked.has_token_types:
+        return joined
+    return [replace(tokens, type_ids=None) for tokens in joined]
 
 
 def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None) -> Tokens:

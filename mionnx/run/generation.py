@@ -14,6 +14,7 @@ from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.lacking import refuse_without_cache
+from mionnx.inputs.layer_cache import LayerCache
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.rwkv_state import RWKVState
@@ -63,7 +64,7 @@ class Generation(Brief, Stored):
     steps: list[HookCache] = field(default_factory=list)
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    INSIDE: ClassVar = (HookCache, KVCache, RWKVState)
+    INSIDE: ClassVar = (HookCache, KVCache, RWKVState, LayerCache)
 
     def _facts(self) -> Iterator[str]:
         yield count(len(self.ids), "row")
@@ -199,11 +200,12 @@ def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
     """The spec, and a window of attention at every layer that reads further."""
     if tokens is None:
         return spec
-    layers = enumerate(model.hooked.metadata.attention)
-    wider = {layer for layer, one in layers if one.sliding_window is None or one.sliding_window > tokens + 1}
+    metadata = model.hooked.metadata
+    windows = {i: metadata.window(i) for i, layer in enumerate(metadata.layers) if layer.attention}
+    wider = {layer for layer, window in windows.items() if window is None or window > tokens + 1}
     points = [point for point in model.hook_points() if point.variant == "AttnScores" and point.layer in wider]
     if not points:
-        family = model.hooked.metadata.family
+        family = metadata.family
         raise InputError(f"window={tokens}: no layer of this {family} model has attention that reads further back")
     return HookSpec().extend(spec).intervene(points, Intervention.Window(tokens, positions="generated"))
 

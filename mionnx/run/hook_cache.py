@@ -1,7 +1,7 @@
 """`HookCache`: the logits of a forward pass and everything that was captured on the way; its rows, cut and joined."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -15,7 +15,7 @@ from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.axes import KEYS, TOKEN_AXES, sequence_axis
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.kv_cache import KVCache
-from mionnx.inputs.layer_cache import Value
+from mionnx.inputs.layer_cache import BY_POSITION, LayerCache, Value
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import TokenBatch
@@ -48,22 +48,22 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     everything, the captures under their names; `HookCache.load` reads it.
 
     Attributes:
-        kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
-        state: the recurrent state after this pass, of an RWKV model; None of any other.
+        past: what the next pass goes on from: of a transformer the key/value cache and of a hybrid the `LayerCache`, if
+            `use_cache=True` asked for it, of a model without attention the recurrent state; None if there is none.
         top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(k=k)` asked for them.
         num_layers: of the model, for layers that are counted from the end; None if it is not known.
         metric: the spec's metric, float32 [batch]; None if it has none.
         grad: the gradients of the metric, found as captures are: `cache.grad["z", 3]`; None if none were asked for.
     """
 
-    INSIDE: ClassVar[tuple[type[Storable], ...]] = (KVCache, RWKVState)
+    INSIDE: ClassVar[tuple[type[Storable], ...]] = (KVCache, RWKVState, LayerCache)
 
     def __init__(
         self,
         logits: Value | None,
         captured: Mapping[str, Value],
-        kv_cache: KVCache | None = None,
-        state: RWKVState | None = None,
+        kv_cache: LayerCache[Any] | None = None,
+        state: LayerCache[Any] | None = None,
         top_ids: Value | None = None,
         *,
         num_layers: int | None = None,
@@ -72,8 +72,7 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
-        self.kv_cache = kv_cache
-        self.state = state
+        self.past = kv_cache if state is None else state
         self.top_ids = None if top_ids is None else np.asarray(top_ids)
         self.num_layers = num_layers
         self.metric = None if metric is None else np.asarray(metric)
@@ -82,8 +81,9 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     __eq__, __hash__ = object.__eq__, object.__hash__  # arrays are compared one by one, by numpy
 
     def _contents(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in ("kv_cache", "state", "top_ids", "num_layers")}
-        fields = {"logits": self._logits, **fields}
+        state = self.state if self.kv_cache is None else None  # a hybrid's is stored once
+        past = {"kv_cache": self.kv_cache, "state": state}
+        fields = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
         if self.metric is not None:
             fields |= {"metric": self.metric, "grad": self.grad}
         if taken := fields.keys() & self._captured.keys():
@@ -95,6 +95,16 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         fields = {name: contents.pop(name) for name in ("logits", "kv_cache", "state", "top_ids", "num_layers")}
         fields |= {name: contents.pop(name) for name in ("metric", "grad") if name in contents}
         return cls(captured=contents, **fields)
+
+    @property
+    def kv_cache(self) -> Any:
+        """The key/value cache after this pass, if it was asked for; of a hybrid with its states, a `LayerCache`."""
+        return None if self.past is None or self.past.states_alone else self.past
+
+    @property
+    def state(self) -> Any:
+        """The recurrent state after this pass: an `RWKVState`, or a `LayerCache` with states; None in transformers."""
+        return None if isinstance(self.past, KVCache) else self.past
 
     @property
     def has_logits(self) -> bool:
@@ -180,7 +190,7 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         yield from (f"{name}: {shape}{f', {times} layers' * (times > 1)}" for (name, shape), times in alike.items())
         yield from [] if self.metric is None else [f"metric: {shape_of(self.metric)}"]
         yield from [] if self.grad is None else [f"gradients: {len(self.grad)}"]
-        yield from (repr(past) for past in (self.kv_cache, self.state) if past is not None)
+        yield from [] if self.past is None else [repr(self.past)]
 
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
@@ -234,7 +244,7 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         return np.stack([np.asarray(self._captured[name]) for name in names])
 
 
-HookCache.INSIDE = (KVCache, RWKVState, HookCache)  # gradients are a cache of their own
+HookCache.INSIDE = (KVCache, RWKVState, LayerCache, HookCache)  # gradients are a cache of their own
 
 
 def _outside(short: str) -> str:
@@ -246,13 +256,14 @@ def collect(bound: BoundSpec, batch: TokenBatch, results: Mapping[str, Value], u
     """The cache of one pass, from the outputs that `BoundSpec.outputs` names."""
     captured = {capture.node.output: results[capture.node.fetched] for capture in bound.captures}
     carried = bound.plan.outputs.carried
-    after = take_present(bound.model, results, batch, use_cache) if carried else (None, None)
+    past = take_present(bound.model, results, batch, use_cache) if carried else None
     count = bound.model.metadata.sizes.num_layers
     by = {one.node.output.removesuffix(GRADIENT): results[one.node.fetched] for one in bound.gradients}
     grad = HookCache(None, by, num_layers=count) if by else None
     metric = results.get(METRIC)
     top = results.get(TOP_IDS)
-    return HookCache(results.get("logits"), captured, *after, top, num_layers=count, metric=metric, grad=grad)
+    logits = results.get("logits")
+    return HookCache(logits, captured, past, top_ids=top, num_layers=count, metric=metric, grad=grad)
 
 
 def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookCache]:
@@ -274,9 +285,8 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
         return HookCache(
             part(logits, logits_axes),
             parts(captures),
-            None if cache.kv_cache is None else cache.kv_cache.row(row),
-            None if cache.state is None else cache.state.row(row),
-            part(cache.top_ids, logits_axes),
+            None if cache.past is None else cache.past.row(row),
+            top_ids=part(cache.top_ids, logits_axes),
             num_layers=layers,
             metric=None if cache.metric is None else cache.metric[row : row + 1],
             grad=None if gradients is None else HookCache(None, parts(gradients), num_layers=layers),
@@ -303,21 +313,25 @@ def joined(rows: Sequence[HookCache], bound: BoundSpec, batch: TokenBatch) -> Ho
     def captured(caches: Sequence[HookCache], captures: Sequence[BoundCapture], ending: str = "") -> dict[str, Any]:
         return {name: put([cache[name] for cache in caches], axes) for name, axes in _axes(captures, ending)}
 
-    def past(caches: Sequence[Any], join: Callable[[Sequence[Any]], NDArray[Any]]) -> Any:
+    def past(caches: Sequence[Any]) -> Any:
         if caches[0] is None:
             return None
-        layers = zip(*(cache.layers for cache in caches), strict=True)
-        parts = [caches[0].layer_of(join(values) for values in zip(*layer, strict=True)) for layer in layers]
-        return type(caches[0])(parts, batch.attention_mask)
+        layers = [
+            {name: of_part(name, [own[name] for own in layer]) for name in layer[0]}
+            for layer in zip(*(cache.device_parts() for cache in caches), strict=True)
+        ]
+        return type(caches[0])([*map(caches[0].layer_of, layers)], batch.attention_mask)
+
+    def of_part(name: str, values: Sequence[Any]) -> NDArray[Any]:
+        return put([*map(np.asarray, values)], CACHED) if name in BY_POSITION else np.concatenate(values)
 
     logits_axes = _logits_axes(bound)
     grad = [row.grad for row in rows if row.grad is not None]
     return HookCache(
         None if not first.has_logits else put([row.into_output() for row in rows], logits_axes),
         captured(rows, bound.captures),
-        past([row.kv_cache for row in rows], lambda values: put(values, CACHED)),
-        past([row.state for row in rows], np.concatenate),
-        None if first.top_ids is None else put([row.top_ids for row in rows], logits_axes),
+        past([row.past for row in rows]),
+        top_ids=None if first.top_ids is None else put([row.top_ids for row in rows], logits_axes),
         num_layers=first.num_layers,
         metric=None if first.metric is None else np.concatenate([np.asarray(row.metric) for row in rows]),
         grad=HookCache(None, captured(grad, bound.gradients, GRADIENT), num_layers=first.num_layers) if grad else None,

@@ -74,7 +74,8 @@ def _needed(plan: Plan, model: HookedModel) -> list[str]:
             names.append(want.hook)
         elif point.variant == "AttnResult":
             layer = point.layer or 0
-            names += [str(HookPoint.AttnZ(layer)), model.metadata.attention[layer].output_projection]
+            attention = model.metadata.layers[layer].attention
+            names += [str(HookPoint.AttnZ(layer)), attention.output_projection if attention else ""]
         else:
             names.append("of a recurrence")  # which no base has: its parts have no hook names
     return names

@@ -14,7 +14,6 @@ from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.inputs.past import choose_past
-from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
@@ -133,7 +132,7 @@ class Runner(OpenModel):
         *,
         attention_mask: ArrayLike | None = None,
         cache: Past | None = None,
-        initial_state: RWKVState | None = None,
+        initial_state: Past | None = None,
         use_cache: bool = False,
         prompt_length: int | Sequence[int] | None = None,
         logits: bool | Logits = True,
@@ -147,13 +146,14 @@ class Runner(OpenModel):
                 given as `forward(**encoding)` too; its `attention_mask` counts.
             hooks: captures, interventions, and a metric with its gradients; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
-            cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
-                model, the same as `initial_state`.
-            initial_state: of an RWKV model, the state to begin with (`HookCache.state` of an earlier call).
+            cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call), and in a hybrid
+                the states of its recurrent layers; of a recurrent model, the same as `initial_state`.
+            initial_state: of a recurrent model, the state to begin with (`HookCache.state` of an earlier call).
             prompt_length: number of tokens of each row's text, past included, that are its prompt; those after it are
                 the phase "generated", and negative positions count from there. All of it if it is left out.
-            use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
-                always there, as `HookCache.state`, except without logits.
+            use_cache: return the keys and values after this call, as `HookCache.kv_cache`, in a hybrid with the states
+                of its recurrent layers. The state of a model without attention is always there, as `HookCache.state`,
+                except without logits.
             logits: all of them, a part (`Logits(positions=-1)`, `Logits(token_ids=[..])`, `Logits(k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
             batch_size: most rows of a pass: a list then runs in batches, those of like length together, with the same

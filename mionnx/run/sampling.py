@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) 
         raise InputError(
             f"{name}={new} after {length} tokens, but the model has positions for {sizes.max_positions} only"
         )
-    heads = 0 if metadata.recurrent else 2 * sizes.num_layers * (sizes.num_kv_heads or 0) * (sizes.head_dim or 0)
+    heads = sum(prod(port.shape(1, 1)) for port in metadata.ports if port.positional)  # numbers of one token
     token = batch.batch * (heads * np.dtype(DTYPES[metadata.dtype]).itemsize + np.dtype(np.int64).itemsize)
     if longest * token > memory.total():
         raise InputError(

@@ -23,7 +23,6 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
-from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
 from mionnx.run.call_graph import in_blocks
@@ -68,7 +67,7 @@ class Segments:
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:
         """The pieces for many structures and rows: nothing is packed."""
-        if not model.metadata.bidirectional:  # whole texts are computed in every layer, and no keys are shared
+        if not model.metadata.reads_whole:  # whole texts are computed in every layer, and no keys are shared
             refuse_without_cache(model, "a sweep")
         refuse_several_streams(model, "a sweep")
         return cls(model, options.for_many_graphs(1))
@@ -119,7 +118,7 @@ class Segments:
         seq = rows.ids.shape[1]  # no graph there reads keys and values; some read how many there are
         shapes = self.model.metadata.past_shapes(1, seq)
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
-        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
+        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtypes[name]) for name in names})
 
     def layer(
         self,
@@ -238,17 +237,12 @@ class Segments:
             feeds["token_type_ids"] = np.broadcast_to(
                 np.zeros(total, np.int64) if rows.types is None else rows.types, ids.shape
             )
-        for name in program.inputs:
-            if not name.startswith(f"{KEYS_AND_VALUES.past}."):
+        for port in self.model.metadata.ports:
+            if port.past not in program.inputs:
                 continue
-            if rows.start:
-                past = rows.past[name][:, :, : rows.start]
-                feeds[name] = np.broadcast_to(past, (rows.count, *past.shape[1:]))
-            else:
-                shape = self.model.metadata.past_shapes(rows.count, 0)[name]
-                feeds[name] = np.zeros(shape, self.model.past_dtype)
-        if self.model.metadata.recurrent:
-            sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
-            start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
-            feeds |= {name: np.asarray(value) for name, value in start.items()}
+            if rows.start and port.positional:
+                past = rows.past[port.past][:, :, : rows.start]
+                feeds[port.past] = np.broadcast_to(past, (rows.count, *past.shape[1:]))
+            else:  # states begin with the text: where a layer has one, `start` is 0
+                feeds[port.past] = np.zeros(port.shape(rows.count, 0), self.model.past_dtypes[port.past])
         return feeds

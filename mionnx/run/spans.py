@@ -24,6 +24,8 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, Shown, Table, View
 
+EVEN = 0.5  # the probability from which on a label is told that excludes no other
+BEGINS, ENDS = ("B", "S"), ("E", "S")  # marks of labels at the first and the last word of a span
 UNTAGGED = "O"  # the label of words that belong to nothing
 Numbers = NDArray[np.float64]
 
@@ -132,18 +134,20 @@ def tag(
         batch_size, progress: see `embed`.
 
     Returns:
-        the spans whose label is not "O".
+        the spans whose label is not "O"; of labels that do not exclude one another (ELECTRA's "replaced") those of a
+        probability of 0.5 at least.
 
     Example:
         model.tag("Angela lives in Berlin.").of_text()  # [("PER", "Angela"), ("LOC", "Berlin")]
     """
     need_head(model, "tag", "token_classes")
+    metadata = model.hooked.metadata
     entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
 
     def read(row: int, cache: HookCache) -> list[TextSpan]:
-        shares = probabilities_of(cache.output()[0].astype(np.float64), "softmax")
-        return _spans(row, tokens[row], shares, model.hooked.metadata.labels)
+        shares = probabilities_of(cache.output()[0].astype(np.float64), metadata.activation)
+        return _spans(row, tokens[row], shares, metadata.labels, 0 if metadata.exclusive else EVEN)
 
     groups = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
     return Spans.of(entries, [span for spans in groups for span in spans])
@@ -166,30 +170,38 @@ def _words(tokens: Tokens) -> list[list[int]]:
     return words
 
 
-def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str]) -> list[TextSpan]:
+def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str], least: float) -> list[TextSpan]:
+    """The spans of a text by [tokens, labels] probabilities, those of `least` at least."""
     spans: list[TextSpan] = []
     counts: list[int] = []
     before: tuple[str, int] | None = None
+    marks = _marks(labels)
     for number, word in enumerate(_words(tokens)):
         column = int(shares[word[0]].argmax())
         label, share = labels[column], float(shares[word[0], column])
-        name = label.partition("-")[2] if label[:2] in ("B-", "I-") else label
+        mark, name = (label[:1], label[2:]) if label[:2] in marks else ("", label)
         start, end = tokens.offsets[word[0]][0], tokens.offsets[word[-1]][1]
         start += len(tokens.text[start:end]) - len(tokens.text[start:end].lstrip())
-        if label == UNTAGGED:
+        if label == UNTAGGED or share < least:
             before = None
-        elif before == (name, number - 1) and not label.startswith("B-"):
+        elif before == (name, number - 1) and mark not in BEGINS:
             last, n = spans[-1], counts[-1]
             mean = (last.probability * n + share) / (n + 1)
             spans[-1] = TextSpan(
                 row, name, tokens.text[last.start : end], last.start, end, (last.positions[0], word[-1]), mean
             )
-            counts[-1], before = n + 1, (name, number)
+            counts[-1], before = n + 1, (name, number) if mark not in ENDS else None
         else:
             spans.append(TextSpan(row, name, tokens.text[start:end], start, end, (word[0], word[-1]), share))
             counts.append(1)
-            before = name, number
+            before = (name, number) if mark not in ENDS else None
     return spans
+
+
+def _marks(labels: Sequence[str]) -> tuple[str, ...]:
+    """What stands before the names of labels: B- and I-, and E- and S- where labels tell the ends of spans too."""
+    ends = any(label.startswith("E-") and f"B-{label[2:]}" in labels for label in labels)
+    return ("B-", "I-", *(("E-", "S-") if ends else ()))
 
 
 @typed()

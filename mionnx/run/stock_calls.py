@@ -127,7 +127,7 @@ class Trial:
         if key not in self._pasts:
             batch, names = self._batch(key, PAST_TOKENS, None), present_names(self._model, True)
             feeds = {**batch.feeds(), **past_inputs(self._model, None, batch)}
-            self._pasts[key] = take_present(self._model, self._hooked.run(names, feeds), batch, True)[0]
+            self._pasts[key] = take_present(self._model, self._hooked.run(names, feeds), batch, True)
         return self._pasts[key]
 
     def _batch(self, kind: int, seq: int, past: Past | None) -> TokenBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
@@ -39,6 +40,8 @@ def tokenize(model: OpenModel, text: str, pair: str | None = None) -> tokens.Tok
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
     encoded = tokens.tokenize(model.tokenizer, text, pair=pair)
+    if not model.hooked.has_token_types:  # as transformers leaves them out for such a family
+        encoded = replace(encoded, type_ids=None)
     model.unknown_words.look(encoded)
     return encoded
 

@@ -28,6 +28,10 @@ READS: Mapping[str, tuple[str, ...]] = {
 }
 MAY_READ: Mapping[str, tuple[str, ...]] = {"loss": ("answer",)}  # of a masked language model
 OF_VECTORS = ("cosine", "dot")  # those of embeddings
+OF_CHOICES = ("log_probability", "probability", "kl")  # those of a softmax: of choices that exclude one another
+NO_CHOICE = (
+    "is of choices that exclude one another, and the labels of this model do not: metric 'logit' is that of one label"
+)
 READS_ALL = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
 # sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`

@@ -18,12 +18,11 @@ from typing import Any, Self
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
+from mionnx.graph.layers import TERMS
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.spec.attention_knockout import HeadTargets, LayerTargets, at_most, integer
 from mionnx.spec.limits import PHASES
-
-TERMS = ("write", "erase", "decay", "token_shift")
 
 
 @typed(InterventionError)

@@ -19,8 +19,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import ExportError, InputError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.io_names import cache_names
-from mionnx.graph.metadata import NEXT_TOKEN
+from mionnx.graph.io_names import PASTS, past_of
 from mionnx.machine.progress import Progress
 from mionnx.machine.softmax import log_softmax
 from mionnx.run import exporting
@@ -53,10 +52,10 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
         hooked_folder = Path(scratch) / checkpoint.resolve().stem
         exporting.export(checkpoint, hooked_folder, dtype, progress)
         hooked = HookedModel.open(hooked_folder)
-        if hooked.metadata.bidirectional or hooked.metadata.head != NEXT_TOKEN:
+        if hooked.metadata.reads_whole:
             raise InputError(
-                f"{checkpoint} is an encoder, and what leaves at once is checked by its next tokens: export it, then "
-                f"`mionnx compile FOLDER -o {folder} --plain --layout {layout}`"
+                f"{checkpoint} reads each text whole, and what leaves at once is checked by its next tokens: export it "
+                f"first, then `mionnx compile FOLDER -o {folder} --plain --layout {layout}`"
             )
         return compile_plain(hooked, folder, layout, lambda graph: _verify(graph, hooked, checkpoint), progress)
 
@@ -111,12 +110,11 @@ def _oracle(hooked: HookedModel, checkpoint: Path) -> tuple[Callable[[Logits], L
 def _logits(graph: Path, ids: Logits, prompt: int) -> Logits:
     """Logits of a prompt of so many tokens and of those after it, one a call, from the file's own cache."""
     proto = onnx_file.read(graph)
-    recurrent = any(value.name.startswith(cache_names(True).past) for value in proto.graph.input)
-    names, outputs = cache_names(recurrent), [value.name for value in proto.graph.output]
+    outputs = [value.name for value in proto.graph.output]
     ports = {value.name: value for value in proto.graph.input}
     options = Options(threads=1)
     with engine_of(options).opened_alone(proto.SerializeToString(), graph.parent, options) as program:
-        past = {name: _empty(value) for name, value in ports.items() if name.startswith(names.past)}
+        past = {name: _empty(value) for name, value in ports.items() if name.startswith(PASTS)}
         logits, length = [], 0
         for new in (ids[None, :prompt], *ids[prompt:, None, None]):
             length += new.shape[1]
@@ -125,11 +123,7 @@ def _logits(graph: Path, ids: Logits, prompt: int) -> Logits:
             feeds["mionnx.token_positions"] = positions
             values = program.run(outputs, {name: array for name, array in (feeds | past).items() if name in ports})
             logits.append(values["logits"][0].astype(np.float32))
-            past = {
-                f"{names.past}{name.removeprefix(names.present)}": value
-                for name, value in values.items()
-                if name.startswith(f"{names.present}.")
-            }
+            past = {before: value for name, value in values.items() if (before := past_of(name)) is not None}
     return np.concatenate(logits)
 
 

@@ -59,6 +59,7 @@ def test_the_demo_shows_real_effects(tmp_path):
     assert {f"{page}.{ending}" for page in pages for ending in ("html", "png")} <= made
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():
     output = succeeded("demo", RWKV)
     assert "1. Logit lens" in output
@@ -212,6 +213,7 @@ def test_generate_streams_and_compares():
     assert second.removeprefix("steered") != first.removeprefix("baseline")
 
 
+@pytest.mark.slow
 def test_generate_with_a_direction_from_a_file(tmp_path):
     """The phases, a spec's own file, JSON, sampling, stopping."""
     save_file({"up": np.linspace(-9, 9, 128).astype(np.float32)}, tmp_path / "dir.safetensors")

@@ -11,7 +11,7 @@ from node_runner import run_in_web
 from onnx.reference import ReferenceEvaluator
 from repository import REPOSITORY
 
-from mionnx import GradientError, HookSpec, Intervention, MIModel, RWKVState
+from mionnx import GradientError, HookSpec, Intervention, MIModel
 from mionnx.errors import InputError
 
 TEXTS = ["The capital of France is", "one two three"]
@@ -49,12 +49,10 @@ def feeds_of(model: MIModel, texts: list[str]) -> dict[str, np.ndarray]:
     mask = np.zeros_like(ids)
     for row, own in enumerate(rows):
         ids[row, -len(own) :], mask[row, -len(own) :] = own, 1
-    if model.hooked.metadata.recurrent:
-        sizes = model.hooked.metadata.sizes
-        start = RWKVState.empty(sizes, 1, np.float32).feeds(sizes, 1, np.float32)
-        return {"input_ids": ids, "mionnx.token_positions": np.arange(ids.shape[1])[None]} | {
-            name: np.asarray(state) for name, state in start.items()
-        }
+    if model.hooked.metadata.carries_state:
+        shapes = model.hooked.metadata.past_shapes(1, 0)
+        start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return {"input_ids": ids, "mionnx.token_positions": np.arange(ids.shape[1])[None]} | start
     feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
     empty = np.zeros((len(ids), model.num_kv_heads, 0, model.head_dim), np.float32)
     return feeds | {f"past_key_values.{i}.{part}": empty for i in range(model.num_layers) for part in ("key", "value")}

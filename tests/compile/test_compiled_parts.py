@@ -5,7 +5,7 @@ import onnxruntime
 import pytest
 from repository import REPOSITORY
 
-from mionnx import HookSpec, Intervention, InterventionError, MIModel, RWKVState
+from mionnx import HookSpec, Intervention, InterventionError, MIModel
 
 TEXTS = ["The capital of France is", "one two three"]
 
@@ -16,14 +16,12 @@ def feeds_of(model: MIModel, texts: list[str]) -> dict[str, np.ndarray]:
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
     mask = np.zeros_like(ids)
     for row, own in enumerate(rows):
-        at = slice(len(own)) if model.hooked.metadata.recurrent else slice(-len(own), None)
+        at = slice(len(own)) if model.hooked.metadata.carries_state else slice(-len(own), None)
         ids[row, at], mask[row, at] = own, 1
-    sizes = model.hooked.metadata.sizes
-    if model.hooked.metadata.recurrent:
-        start = RWKVState.empty(sizes, 2, np.float32).feeds(sizes, 2, np.float32)
-        return {"input_ids": ids, "mionnx.token_positions": np.where(mask, mask.cumsum(1) - 1, -1)} | {
-            name: np.asarray(state) for name, state in start.items()
-        }
+    if model.hooked.metadata.carries_state:
+        shapes = model.hooked.metadata.past_shapes(2, 0)
+        start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return {"input_ids": ids, "mionnx.token_positions": np.where(mask, mask.cumsum(1) - 1, -1)} | start
     past = [f"past_key_values.{i}.{part}" for i in range(model.num_layers) for part in ("key", "value")]
     empty = np.zeros((2, model.num_kv_heads, 0, model.head_dim), np.float32)
     feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
@@ -46,10 +44,10 @@ def run(folder, feeds):
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-@pytest.mark.parametrize("name", ["world-llama", "world-gpt2", "world-rwkv7"])
+@pytest.mark.parametrize("name", ["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)])
 def test_a_compiled_graph_gives_the_parts_of_forward(name, tmp_path):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
-    spec = spec_of(model.hooked.metadata.recurrent)
+    spec = spec_of(model.hooked.metadata.carries_state)
     expected = model.forward(TEXTS, spec)
     found = run(model.compile(spec, tmp_path / "out", knobs={"strength": None}), feeds_of(model, TEXTS))
     for hook, value in expected.items():

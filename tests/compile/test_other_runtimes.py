@@ -8,7 +8,7 @@ import pytest
 from node_runner import run_in_web
 from repository import REPOSITORY
 
-from mionnx import HookPoint, HookSpec, Intervention, MIModel, RWKVState, StateKnockoutSpec
+from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
 
 pytestmark = pytest.mark.slow
 PROMPT = "The capital of France is"
@@ -30,7 +30,7 @@ def steering(model: MIModel) -> HookSpec:
 def changed(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec, HookPoint]:
     """A model, what is baked into it, and what is captured; of an RWKV, a token that nobody can see."""
     model = MIModel.from_pretrained(REPOSITORY / "models" / request.param)
-    if not model.hooked.metadata.recurrent:
+    if not model.hooked.metadata.carries_state:
         return model, steering(model), HookPoint.AttnPattern(1)
     at = model.tokenize(PROMPT).positions_of("France")
     return model, HookSpec().set_state_knockout(StateKnockoutSpec().positions(at).invisible()), HookPoint.RwkvWkv(1)
@@ -38,11 +38,11 @@ def changed(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec, HookPoin
 
 def feeds_of(model: MIModel) -> dict[str, np.ndarray]:
     ids = model.tokenize(PROMPT).ids[None]
-    if model.hooked.metadata.recurrent:
-        sizes = model.hooked.metadata.sizes
-        start = RWKVState.empty(sizes, 1, np.float32).feeds(sizes, 1, np.float32)
+    if model.hooked.metadata.carries_state:
+        shapes = model.hooked.metadata.past_shapes(1, 0)
+        start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         positions = np.arange(ids.shape[1])[None]
-        return {"input_ids": ids, "mionnx.token_positions": positions} | {k: np.asarray(v) for k, v in start.items()}
+        return {"input_ids": ids, "mionnx.token_positions": positions} | start
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
     for i in range(model.num_layers):
         for part in ("key", "value"):

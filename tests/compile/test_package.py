@@ -28,7 +28,6 @@ from mionnx import (
     MIModel,
     ModelError,
     RuntimeMissingError,
-    RWKVState,
     StateKnockoutSpec,
     StateSteeringSpec,
     create_knockout_mask,
@@ -158,7 +157,7 @@ def test_a_replacement_without_limits_has_the_shape_of_what_it_replaces(shipped,
 
 
 @pytest.mark.parametrize("target", ["generic", "ort-cpu"])
-@pytest.mark.parametrize("name", ["world-gpt2", "world-llama", "world-rwkv7"])
+@pytest.mark.parametrize("name", ["world-gpt2", "world-llama", pytest.param("world-rwkv7", marks=pytest.mark.slow)])
 def test_plain_onnxruntime_gives_the_bits_that_the_card_promises(name, target, tmp_path):
     """A plain session gives the bits of `fast=True`; with the card's settings, those of `forward` by default."""
     default, fast = (MIModel.from_pretrained(REPOSITORY / "models" / name, fast=fast) for fast in (False, True))
@@ -170,9 +169,9 @@ def test_plain_onnxruntime_gives_the_bits_that_the_card_promises(name, target, t
     settings = ast.literal_eval(re.search(r"disabled_optimizers=(\[.*?\])", card).group(1))
     ids = np.array([default.tokenize("The capital of France is").ids])
     if "rwkv" in name:
-        sizes = default.hooked.metadata.sizes
-        start = RWKVState.empty(sizes, 1, np.float32).feeds(sizes, 1, np.float32)
-        feeds = {"input_ids": ids} | {part: np.asarray(value) for part, value in start.items()}
+        shapes = default.hooked.metadata.past_shapes(1, 0)
+        start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        feeds = {"input_ids": ids} | start
     else:
         feeds = feeds_of(default, ids, np.ones_like(ids))
     plain, carded = (run_alone(folder / "model.onnx", feeds, tmp_path, 0, off)["0/logits"] for off in ((), settings))

@@ -112,7 +112,7 @@ def test_verify_beside_the_cpu_and_torch(models, checkpoint, provider):
 def test_captures_and_caches_stay_on_the_device(opened, models, provider):
     model = opened("llama")
     found = model.forward(IDS[:, :8], HookSpec().capture("*"), use_cache=True)
-    held = [*found._captured.values(), *(part for layer in found.kv_cache.device_parts() for part in layer)]
+    held = [*found._captured.values(), *(part for layer in found.kv_cache.device_parts() for part in layer.values())]
     if provider == "cuda":
         assert all(isinstance(one, DeviceArray) for one in held)
         assert {one.value.device_name() for one in held} == {"cuda"}

@@ -55,7 +55,7 @@ def test_what_stays_is_what_would_have_come(family, models, staying, monkeypatch
     spec = HookSpec().capture("*").intervene(HookPoint.ResidPost(0), Intervention.Scale(1.1, positions=[3, -1]))
     held = model.forward(ids[:, :6], spec, use_cache=True)
     assert isinstance(held._captured[str(HookPoint.ResidPost(1))], DeviceArray)
-    assert all(isinstance(part, DeviceArray) for layer in held.kv_cache.device_parts() for part in layer)
+    assert all(isinstance(part, DeviceArray) for layer in held.kv_cache.device_parts() for part in layer.values())
     after = model.forward(ids[:, 6:], cache=held.kv_cache)
     monkeypatch.undo()
     plain = model.forward(ids[:, :6], spec, use_cache=True)

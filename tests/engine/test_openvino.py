@@ -31,7 +31,7 @@ def _near(one: np.ndarray, other: np.ndarray) -> bool:
 
 def _specs(model: MIModel) -> dict[str, HookSpec]:
     direction, last = np.linspace(-1, 1, model.hidden_size, dtype=np.float32), str(HookPoint.ResidPost(1))
-    transformer = not model.hooked.metadata.recurrent
+    transformer = not model.hooked.metadata.carries_state
     specs = {
         "all captures": HookSpec().capture("*"),
         "parts of captures": HookSpec().capture(last, positions=[0, -1]),
@@ -64,7 +64,7 @@ def test_forward_gives_what_onnx_runtime_gives(pair):
 
 @pytest.mark.parametrize(
     "pair",
-    ["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)],  # a minute of compiling graphs
+    ["world-gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-llama", "world-rwkv7"))],
     indirect=True,
 )
 def test_observations_change_no_bit(pair):
@@ -72,7 +72,7 @@ def test_observations_change_no_bit(pair):
     model = pair[1]
     logits = model.forward(PROMPT).output()
     points = [point for point in model.hook_points() if point.layer == 1]
-    if model.hooked.metadata.recurrent:
+    if model.hooked.metadata.carries_state:
         points = points[::6]  # OpenVINO takes seconds for each graph with a loop
     specs = [HookSpec().capture("*"), *(HookSpec().capture(point) for point in points)]
     for hook in (HookPoint.ResidPost(1), HookPoint.ResidPre(2)):
@@ -86,7 +86,7 @@ def test_a_cache_continues_a_text(pair):
     ids = plain.tokenize(PROMPT).ids[None]
     whole = plain.forward(ids).output()
     first = other.forward(ids[:, :3], use_cache=True)
-    past = first.state if other.hooked.metadata.recurrent else first.kv_cache
+    past = first.state if other.hooked.metadata.carries_state else first.kv_cache
     assert _near(whole[:, 3:], other.forward(ids[:, 3:], cache=past).output())
 
 

@@ -90,6 +90,7 @@ def test_every_capture_equals_eager_torch(name, way, opened):
         assert expected.keys() <= found.keys()
 
 
+@pytest.mark.slow
 @families(("openai-gpt", TABLE))
 def test_every_intervention_equals_the_same_edit_in_torch(name, way, opened):
     """At the last layer, whose keys and values at padding differ if an earlier layer's mask does."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from encoder_texts import make_tokenizer
 from encoders import (
     PADDINGS,
     REPRESENTATIVE,
-    T5_FAMILIES,
     encoder_batch,
     encoder_config,
     graph_values,
@@ -17,14 +18,16 @@ from encoders import (
     plain_outputs,
     real_difference,
     run_encoder,
+    usual_head,
 )
+from transformers import ElectraForPreTraining
 
 from exporters.transformers import export
 from exporters.transformers.config import native_config
 from exporters.transformers.encoder_families import ENCODERS
 from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
-from mionnx import ExportError, HookSpec, Intervention, MIModel
+from mionnx import ExportError, GradientError, HookSpec, InputError, Intervention, MIModel
 
 TOLERANCE = 5e-5
 HEADS = ("classes", "token_classes", "span", "none")
@@ -36,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     models = {}
 
     def find(family: str, head: str | None = None):
-        head = head or ("none" if family in T5_FAMILIES else "masked_lm")
+        head = head or usual_head(family)
         if (family, head) not in models:
             folder: Path = tmp_path_factory.mktemp(f"{family}-{head}")
             reference = make_encoder(family, folder / "checkpoint", head)
@@ -92,7 +95,8 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
     inputs = encoder_batch("left")
     inputs["token_type_ids"] = np.zeros_like(inputs["token_type_ids"])
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    names = [*model.hooked.metadata.hooks]
+    values = graph_values(model, inputs)
+    names = [name for name in model.hooked.metadata.hooks if values[name].dtype.kind == "f"]  # no experts' numbers
     for name in names[::6] if family in REPRESENTATIVE else names:
         expected = run_encoder(reference, inputs, (name, 0.5)).logits[mask.astype(bool)]
         spec = HookSpec().intervene(name, Intervention.Scale(0.5))
@@ -100,7 +104,10 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
         assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
 
 
-HEADED = [(family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS]
+HEADED = [
+    *((family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS),
+    *(("deberta", "classes"), ("luke", "token_classes"), ("splinter", "span")),
+]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,43 @@ def test_every_head_is_that_of_transformers(family, head, made):
             main = graph_values(model, right(inputs))[model.hooked.metadata.output]
         real = slice(None) if head == "classes" else mask
         assert np.abs(found[real] - main[real]).max() < TOLERANCE
+
+
+def test_tokens_that_were_replaced_are_told_as_electra_does(tmp_path):
+    torch.manual_seed(0)
+    reference = ElectraForPreTraining(encoder_config("electra")).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    reference.save_pretrained(tmp_path / "checkpoint")
+    make_tokenizer(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    metadata = model.hooked.metadata
+    assert (metadata.head, metadata.labels, metadata.activation) == ("token_classes", ["replaced"], "sigmoid")
+    assert metadata.hooks["hook_token_logits"] == ["batch", "seq", 1]
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        mask, values = inputs["attention_mask"].astype(bool), graph_values(model, inputs)
+        expected = plain_outputs(reference, inputs, 0).logits.numpy()
+        assert np.abs(values["hook_token_logits"][..., 0] - expected)[mask].max() < TOLERANCE
+    text = "the man plays a guitar on the stage ."
+    with torch.no_grad():
+        shares = reference(torch.tensor([model.tokenizer.encode(text).ids])).logits[0, 1:-1].sigmoid().numpy()
+    spans = model.tag(text)
+    words = [text.split()[number] for number in np.flatnonzero(shares >= 0.5)]
+    assert " ".join(spans.parts).split() == words
+    assert 0 < len(words) < len(shares)
+    ids = inputs["input_ids"][0]
+    for metric, error in (("probability", GradientError), ("kl", GradientError)):
+        reads = {"answer": "replaced"} if metric == "probability" else {"reference": np.zeros(1, np.float32)}
+        with pytest.raises(error, match="choices that exclude one another"):
+            model.gradients(ids, "hook_embed", metric=metric, position=3, **reads)
+    with pytest.raises(InputError, match="choices that exclude one another"):
+        model.patch_sweep(ids, ids[::-1].copy(), answer="replaced", metric="probability", position=3)
+    spec = HookSpec().intervene("blocks.0.hook_mlp_out", Intervention.Scale(0.5))
+    with pytest.raises(InputError, match="do not exclude one another"):
+        model.compile(spec, tmp_path / "out", layout="optimum")
 
 
 def right(inputs):

@@ -107,6 +107,7 @@ def test_every_byte_with_every_exponent_has_the_numbers_of_transformers(tmp_path
         np.testing.assert_array_equal(own.numbers(), matrix.numpy().T)
 
 
+@pytest.mark.slow
 def test_weights_and_metadata_are_those_of_the_file(opened, reference):
     model, state = opened, reference.state_dict()
     graph, folder, facts = model.hooked.proto, model.hooked.folder, model.hooked.metadata

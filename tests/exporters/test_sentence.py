@@ -10,6 +10,7 @@ import pytest
 import torch
 from encoders import encoder_batch, graph_values, make_encoder, run_encoder
 from safetensors.torch import save_file
+from transformers import Gemma3TextConfig, Gemma3TextModel
 
 from exporters.transformers import export
 from exporters.transformers.config import native_config
@@ -212,3 +213,32 @@ def test_poolings_are_those_of_sentence_transformers(pooling):
     mode = "mean_sqrt_len_tokens" if pooling == "mean_sqrt_len" else pooling
     expected = Pooling(8, pooling_mode=mode)({"token_embeddings": stream, "attention_mask": mask})
     assert torch.allclose(pooled(stream, mask, pooling), expected["sentence_embedding"], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [True, False])
+def test_a_decoder_that_embeds_reads_as_its_config_says(both, tmp_path):
+    """EmbeddingGemma's form: windows to both sides, or to the left, and the mean of the stream."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **{**sizes, "vocab_size": 99, "head_dim": 8, "num_hidden_layers": 3, "layer_types": kinds, "pad_token_id": 0},
+        **{"sliding_window": 6, "use_bidirectional_attention": both, "max_position_embeddings": 64},
+    )
+    checkpoint = tmp_path / "checkpoint"
+    Gemma3TextModel(config).save_pretrained(checkpoint)
+    write_modules(checkpoint, ["mean"], ["Normalize"])
+    reference = Gemma3TextModel.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    export(checkpoint, tmp_path / "hooked")
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    assert model.hooked.metadata.direction == ("both" if both else "left")
+    for padding in ("none", "right", "left"):
+        inputs = {name: torch.from_numpy(array) for name, array in encoder_batch(padding).items()}
+        del inputs["token_type_ids"]
+        with torch.no_grad():
+            stream = reference(**inputs).last_hidden_state
+        real = inputs["attention_mask"][:, :, None].float()
+        expected = torch.nn.functional.normalize((stream * real).sum(1) / real.sum(1), dim=-1).numpy()
+        found = graph_values(model, {name: array.numpy() for name, array in inputs.items()})["embedding"]
+        assert np.abs(found - expected).max() < TOLERANCE

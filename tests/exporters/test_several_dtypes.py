@@ -85,6 +85,7 @@ def test_the_empty_spec_and_the_cache_are_the_files(model, folder):
     np.testing.assert_array_equal(later, session.run(["logits"], feeds)[0])
 
 
+@pytest.mark.slow
 def test_interventions_take_the_effect_that_they_have_in_one_dtype(model, single):
     base = single.forward(IDS).output()
     for point in [point for point in model.hook_points() if not point.derived]:

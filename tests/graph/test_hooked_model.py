@@ -40,8 +40,8 @@ def test_a_name_has_no_key_of_the_store():
 def test_a_recurrence_is_float32():
     model = HookedModel.open(MODELS / "world-rwkv7")
     assert model.dtype(HookPoint.RwkvK(0)) == np.float32
-    assert model.metadata.recurrent
-    assert not HookedModel.open(MODELS / "world-llama").metadata.recurrent
+    assert model.metadata.carries_state
+    assert not HookedModel.open(MODELS / "world-llama").metadata.carries_state
 
 
 def test_end_tokens_are_those_of_the_generation_config(copy):

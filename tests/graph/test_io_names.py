@@ -5,7 +5,7 @@ from repository import REPOSITORY
 
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.io_names import KEYS_AND_VALUES, cache_names
+from mionnx.graph.io_names import KEYS_AND_VALUES, past_of
 
 
 def test_one_layer():
@@ -17,6 +17,7 @@ def test_one_layer():
 def test_a_shipped_graph_has_these_names_and_no_other(name):
     model = HookedModel.open(REPOSITORY / "models" / name)
     inputs, outputs = onnx_file.interface(model.proto)
-    names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
-    assert [one for one in inputs if one.startswith("past")] == names.inputs(layers)
-    assert [one for one in outputs if one.startswith("present")] == names.outputs(layers)
+    ports = model.metadata.ports
+    assert [one for one in inputs if one.startswith("past")] == [port.past for port in ports]
+    assert [one for one in outputs if one.startswith("present")] == [port.present for port in ports]
+    assert [past_of(output) for output in outputs] == [None, *(port.past for port in ports)]

@@ -7,7 +7,7 @@ import pytest
 from toy import toy
 
 from mionnx import InputError
-from mionnx.graph.metadata import Sizes
+from mionnx.graph.sizes import Sizes
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 
 IDS = np.arange(3, 13)[None]

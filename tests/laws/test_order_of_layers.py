@@ -38,6 +38,7 @@ def ascending(names: Iterable[str]) -> bool:
     return len({*found}) == LAYERS and found == sorted(found)
 
 
+@pytest.mark.slow
 def test_of_a_model_a_pass_and_gradients(deep: MIModel) -> None:
     assert ascending(map(str, deep.hook_points()))
     assert ascending(deep.forward(TEXTS[0], HookSpec().capture("*")))

@@ -376,6 +376,7 @@ def test_webgpu_is_used_where_it_is_asked_for_and_agrees(
     browser.close()
 
 
+@pytest.mark.slow
 def test_weights_in_blocks_are_unpacked_or_stay(shipped: MIModel, laboratory: Any, known: Any, tmp_path: Path):
     """Where a runtime cannot open the graph that unpacks them, the other one gives the same numbers."""
     model = MIModel.from_pretrained(shipped.quantise(tmp_path / "int8", bits=8))

@@ -90,6 +90,7 @@ def test_a_vector_without_effect_says_so_and_doses_are_tried(page: Page):
     assert told.endswith(page.inner_text("#next .kl b"))
 
 
+@pytest.mark.slow
 def test_what_holds_for_generated_tokens_leaves_the_next_token(page: Page, shipped: MIModel, tmp_path: Path):
     zero_attention(page)
     page.select_option(".entry select", '"generated"')
@@ -115,6 +116,7 @@ def test_what_others_overwrite_is_left_out_with_a_sentence(page: Page, shipped: 
 TEMPLATE = "{{ bos_token }}river {{ messages[0]['content'] }} . Paris"
 
 
+@pytest.mark.slow
 def test_a_model_without_lessons_has_prompts_to_begin_with_and_its_chat_template(
     headless: Browser, served: Callable[..., str], lessons_folder: Path, copy: Path, tmp_path: Path
 ):

@@ -40,6 +40,7 @@ def rules(shipped: MIModel, modules: Path) -> Rules:
     return Rules(shipped, modules)
 
 
+@pytest.mark.slow
 def test_valid_entries_give_pythons_logits(rules: Rules, tmp_path: Path):
     found = rules.compare(EQUAL, tmp_path)
     assert {name: said for name, said in found.items() if said != "equal"} == {}

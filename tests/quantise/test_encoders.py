@@ -14,6 +14,7 @@ TEXTS = ["the man plays the guitar on stage.", "it rains", "a good day for music
 PAIR = ("where does ann live?", "ann lives in rome now")
 TOLERANCE = 5e-5
 HEADS = ("masked_lm", "classes", "token_classes", "span", "embedding", "none")
+SOME_SLOW = [pytest.param(head, marks=[pytest.mark.slow] * (head in ("token_classes", "span"))) for head in HEADS]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_every_hook_point_is_that_of_transformers_with_the_same_numbers(head, bi
     assert np.abs(changed.logits - expected.logits).max() > 1e-3
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", SOME_SLOW)
 def test_8_bits_stay_near_the_floats(head, text_encoder, blocks):
     whole, small = text_encoder(head)[0], blocks(head, 8)
     assert small.hooked.metadata.weight_dtype == "int8"

@@ -5,7 +5,8 @@ import pytest
 from toy import ATTN_OUT, HEADS, HIDDEN, RESID, WEIGHTS, Z, reference, run, toy
 
 from mionnx import InterventionError, ModelError
-from mionnx.graph.metadata import Attention, Metadata
+from mionnx.graph.layers import Attention
+from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.apply_plan import rewrite
 from mionnx.rewrite.plan import CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.kinds.zero import Zero

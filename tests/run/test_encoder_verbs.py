@@ -182,6 +182,7 @@ def embedder(text_encoder, tmp_path_factory):
     return MIModel.from_pretrained(folder, threads=1), reference
 
 
+@pytest.mark.slow
 def test_a_decoder_embeds_by_its_last_token(embedder):
     """Left to right, the last token of each text, length 1."""
     model, reference = embedder

@@ -328,7 +328,7 @@ def test_positions_in_the_cached_past_are_refused_as_in_one_pass(shipped, world_
     before = model.forward(ids[:, :past], attention_mask=mask[:, :past], use_cache=True)
     cache = before.kv_cache or before.state
     position = st.integers(-min(lengths), min(lengths) - 1)
-    spec = data.draw(specs_at(position, rows, model.hooked.metadata.recurrent))
+    spec = data.draw(specs_at(position, rows, model.hooked.metadata.carries_state))
     refused = cached_position(lambda: model.forward(ids[:, past:], spec, attention_mask=mask, cache=cache))
     found = cached_position(
         lambda: model.generate(

@@ -78,7 +78,7 @@ def test_rows_go_on_from_keys_and_values(model):
         past |= {name: values[hook] for hook, name in keys.items()}
     whole = segments.logits(Rows(ids), stream, last=False)
     if not past:
-        assert model.hooked.metadata.recurrent
+        assert model.hooked.metadata.carries_state
         return
     rows = Rows(ids.repeat(2, axis=0), 3, past)
     stream = before(segments, rows, segments.layers)

@@ -28,7 +28,12 @@ SIZES = {
     "max_position_embeddings": 40,
     "pad_token_id": 0,
 }
-T5_FAMILIES = ("mt5", "t5", "umt5")  # of which nothing predicts masked tokens
+T5_FAMILIES = ("mt5", "t5", "umt5")
+# Families of which nothing predicts masked tokens, and the head that they are looked at with.
+OTHER_HEADS = {
+    **dict.fromkeys((*T5_FAMILIES, "clip_text_model", "splinter"), "none"),
+    "openai_privacy_filter": "token_classes",
+}
 PROTEINS = {"pad_token_id": 1, "mask_token_id": 32}
 T5 = {
     **{"d_model": 32, "num_layers": LAYERS, "num_heads": 4, "d_kv": 8, "d_ff": 48, "vocab_size": VOCAB},
@@ -48,6 +53,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
     "camembert": {"pad_token_id": 1},
+    "clip_text_model": {"bos_token_id": 1, "eos_token_id": 7},
+    "deberta": {
+        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
+        **{"type_vocab_size": 0, "max_relative_positions": -1},
+    },
     "deberta-v2": {
         **{"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
         **{"pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "type_vocab_size": 0},
@@ -62,9 +72,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     },
     "mpnet": {"pad_token_id": 1},
+    "ibert": {"pad_token_id": 1},
+    "luke": {"pad_token_id": 1, "entity_vocab_size": 20, "entity_emb_size": 16, "use_entity_aware_attention": True},
+    "openai_privacy_filter": {
+        **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2},
+    },
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 24},
     "roberta": {"pad_token_id": 1},
     "roformer": {"embedding_size": 32},
+    "splinter": {"question_token_id": 7},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},
 }
 REPRESENTATIVE = ("bert", "mpnet", "modernbert")  # the families of the default run
@@ -75,6 +92,11 @@ def encoder_config(family: str, **changes: Any) -> Any:
     """The config of a small encoder."""
     kind = type(AutoConfig.for_model(family))
     return kind(**{**OWN_SIZES.get(family, SIZES), **CHANGES.get(family, {}), **changes})
+
+
+def usual_head(family: str) -> str:
+    """The head that a family is looked at with."""
+    return OTHER_HEADS.get(family, "masked_lm")
 
 
 def architecture(config: Any, head: str) -> str:

@@ -155,8 +155,8 @@ def points_of(model: MIModel) -> list[Point]:
 def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
-    removal = ("erase",) if facts.has_removal else ()
-    return Draw(rng, points_of(model), model.num_layers, facts.recurrent, removal, facts.bidirectional).all_calls()
+    removal = ("erase",) if "erase" in facts.state_gates else ()
+    return Draw(rng, points_of(model), model.num_layers, facts.carries_state, removal, facts.bidirectional).all_calls()
 
 
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:

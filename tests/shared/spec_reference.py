@@ -346,7 +346,7 @@ def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcom
             results.append(_run(model, call, past, last=n + 1 == len(calls)))
             cache = results[-1] if not call.new else results[-1].cache
             if n + 1 < len(calls):
-                past = cache if call.new else cache.state if model.hooked.metadata.recurrent else cache.kv_cache
+                past = cache if call.new else cache.state if model.hooked.metadata.carries_state else cache.kv_cache
     except MIError as error:
         return Outcome(refused=f"{type(error).__name__}: {error}")
     comparison = _compared(reference, batches, results)

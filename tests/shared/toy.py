@@ -12,7 +12,9 @@ import onnxruntime
 from onnx.numpy_helper import from_array
 
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.metadata import Attention, Metadata, Sizes
+from mionnx.graph.layers import Attention
+from mionnx.graph.metadata import Metadata
+from mionnx.graph.sizes import Sizes
 from mionnx.rewrite.apply_plan import rewrite
 from mionnx.rewrite.plan import Plan
 

@@ -34,6 +34,7 @@ from mionnx import (
     Intervention,
     KnockoutSpec,
     KVCache,
+    LayerCache,
     Logits,
     MIModel,
     Noise,
@@ -229,7 +230,9 @@ def _files(folder: Path, model: MIModel, recurrent: MIModel) -> Iterator[Call]:
     state = recurrent.forward(PROMPT).state
     assert cache is not None
     assert state is not None
+    mixed = LayerCache([{"state": np.ones((1, 2, 4, 4), np.float32)}, {}], np.ones((1, 3), np.int64))
     saved = {HookSpec: HookSpec().capture("hook_embed"), Directions: directions, KVCache: cache, RWKVState: state}
+    saved[LayerCache] = mixed
     for kind, one in saved.items():
         path = folder / f"{kind.__name__}.safetensors"
         one.save(path)
@@ -287,6 +290,11 @@ def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
         assert made is not None
         return made
 
+    def mixed() -> LayerCache:
+        mask = np.ones((1, 3), np.int64)
+        heads = {"key": np.ones((1, 2, 3, 4), np.float32), "value": np.ones((1, 2, 3, 4), np.float32)}
+        return LayerCache([heads, {"state": np.ones((1, 2, 4, 4), np.float32)}, heads, {}], mask)
+
     keys, values = cache().get_layer(0)
     layer = state().get_layer(0)
     shared: dict[str, dict[str, Any]] = {
@@ -302,6 +310,7 @@ def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
         {
             **shared,
             "set_layer": {"layer": 0, "keys": keys, "values": values},
+            "set_parts": {"layer": 0, "key": keys},
             "clone_layer_from": {"donor": cache(), "layer": 0},
             "clone_layer_position_range": {"donor": cache(), "layer": 0, "start": 0, "end": 2},
             "trim_to": {"seq_len": 2},
@@ -312,8 +321,19 @@ def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
         state,
         {
             **shared,
+            "set_parts": {"layer": 0, "wkv": layer.wkv},
             "set_layer": {"layer": 0, "wkv": layer.wkv, "att_shift": layer.att_shift, "ffn_shift": layer.ffn_shift},
             "clone_layer_from": {"donor": state(), "layer": 0},
+        },
+    )
+    yield from _methods(
+        "LayerCache",
+        mixed,
+        {
+            **shared,
+            "set_parts": {"layer": 1, "state": np.zeros((1, 2, 4, 4))},
+            "clone_layer_from": {"donor": mixed(), "layer": 0},
+            "clone_layer_position_range": {"donor": mixed(), "layer": 0, "start": 0, "end": 2},
         },
     )
     empty = {"num_layers": 2, "batch": 1, "n_kv_heads": 2, "head_dim": 4, "dtype": np.float32}

@@ -196,6 +196,7 @@ def test_a_full_disk(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["spec.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_file(tmp_path):
     path = tmp_path / "spec.safetensors"
     for seconds in (0.05, 0.11, 0.17, 0.23):

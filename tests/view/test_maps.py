@@ -154,7 +154,7 @@ def test_a_picture_of_a_lens_has_at_most_30_tokens_a_row(positions):
     assert labels == [f"t{i}\n{i}" for i in range(positions)]
 
 
-@pytest.mark.parametrize("positions", [241, 3000])
+@pytest.mark.parametrize("positions", [241, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_picture_of_a_very_long_text_stays_a_picture(positions):
     picture = imread(BytesIO(lens(positions, points=8)._png()))
     assert max(picture.shape[:2]) < 6000

@@ -136,11 +136,13 @@ def attention(
         patterns.of(2, 0)[-1]  # weights of the last token's query, [key]
     """
     texts = texts_of(model, prompt)
-    chosen, shown = _checked("layer", layers, model.num_layers), _checked("head", heads, model.num_heads)
+    metadata = model.hooked.metadata
+    effective = not metadata.attends  # then patterns are those of the recurrence
+    having = [i for i, layer in enumerate(metadata.layers) if effective or layer.attention]
+    chosen, shown = _checked("layer", layers, having), _checked("head", heads, range(model.num_heads))
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InputError("the hooks given to `attention` are interventions: what it captures are the patterns")
-    effective = model.hooked.metadata.recurrent
     point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
@@ -154,10 +156,13 @@ def attention(
     return results if is_list(model, prompt) else results[0]
 
 
-def _checked(what: str, numbers: int | Sequence[int] | None, count: int) -> list[int]:
-    series = range(count) if numbers is None else [numbers] if isinstance(numbers, int | np.integer) else numbers
-    indices = [int(one) for one in series if 0 <= one < count]
+def _checked(what: str, numbers: int | Sequence[int] | None, having: Sequence[int]) -> list[int]:
+    """The numbers that are meant, all that there are (`having`) if none are named."""
+    series = having if numbers is None else [numbers] if isinstance(numbers, int | np.integer) else numbers
+    indices = [int(one) for one in series if one in having]
     # A number out of range or given twice makes the two lengths differ.
     if not indices or len({*indices}) != len(series):
-        raise InputError(f"{what}s {numbers!r}: the model has the {what}s 0 to {count - 1}; name each once")
+        gapless = len(having) == having[-1] + 1
+        there = f"{what}s 0 to {having[-1]}" if gapless else f"{what}s with patterns {', '.join(map(str, having))}"
+        raise InputError(f"{what}s {numbers!r}: the model has the {there}; name each once")
     return indices

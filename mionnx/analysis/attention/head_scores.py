@@ -67,7 +67,7 @@ class HeadScores(Shown):
 
     Attributes:
         values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets
-            of the kind.
+            of the kind; NaN in the recurrent layers of a hybrid.
         chance: score of uniform attention to all positions.
         period: tokens of a sequence.
     """
@@ -98,11 +98,17 @@ class HeadScores(Shown):
             InputError: a kind that was not asked for, or another k than 1 to the number of heads.
         """
         scores = self[kind]
-        if not 1 <= k <= scores.size:
-            raise InputError(f"the top {k} of {scores.size} heads")
+        most = int(np.isfinite(scores).sum())
+        if not 1 <= k <= most:
+            raise InputError(f"the top {k} of {most} heads")
         order = np.argsort(-scores, axis=None, kind="stable")[:k]
         places = [divmod(int(at), scores.shape[1]) for at in order]
         return [(layer, head, float(scores[layer, head])) for layer, head in places]
+
+    @property
+    def _heads(self) -> int:
+        """Number of heads with a score."""
+        return int(np.isfinite(self.values[0]).sum())
 
     def _facts(self) -> Iterator[str]:
         yield from (self.model, count(self.values.shape[1], "layer"), count(self.values.shape[2], "head"))
@@ -110,7 +116,7 @@ class HeadScores(Shown):
 
     def _lines(self) -> Iterator[str]:
         for kind in self.kinds:
-            best = self.top(kind, min(4, self[kind].size))
+            best = self.top(kind, min(4, self._heads))
             yield f"{TITLES[kind]:>15}  " + "  ".join(
                 f"{layer}.{head} {decimal(score, 3)}" for layer, head, score in best
             )
@@ -126,7 +132,7 @@ class HeadScores(Shown):
                 {"mean attention": 1.0},
                 diverging=False,
                 hover={"attends to": TARGETS[kind]},
-                marked=[place[:2] for place in self.top(kind, min(3, scores.size))],
+                marked=[place[:2] for place in self.top(kind, min(3, self._heads))],
                 heading=TITLES[kind],
                 note=f"attends to {TARGETS[kind]}",
             )
@@ -140,7 +146,7 @@ class HeadScores(Shown):
 
     def table(self, k: int = 5) -> Table:
         """Table of the highest scores of each kind."""
-        most = min(k, self.values[0].size)
+        most = min(k, self._heads)
         titles = (TITLES[kind] for kind in self.kinds)
         caption = f"mean attention; chance is {decimal(self.chance, 3)}"
         styles = {TITLES[kind]: "token" for kind in self.kinds}
@@ -203,13 +209,15 @@ def head_scores(
         spec.capture(point, positions=sequences.queries)
     # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
-    totals = np.zeros((len(chosen), len(points), model.num_heads))
+    layers = [point.layer or 0 for point in points]
+    totals = np.full((len(chosen), model.num_layers, model.num_heads), np.nan)
+    totals[:, layers] = 0
     done = 0
     with shown(progress) as show:
         show("attention patterns", 0, batch)
         for ids in (sequences.ids[at : at + rows] for at in range(0, batch, rows)):
             cache = numbers(model.forward(ids, spec, logits=False))
-            for layer, point in enumerate(points):
+            for layer, point in zip(layers, points, strict=True):
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
             done += len(ids)
             show("attention patterns", done, batch)
@@ -236,8 +244,9 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
 
 
 def _pattern_hooks(model: Runner) -> list[HookPoint]:
-    make = HookPoint.RwkvEffectiveAttn if model.hooked.metadata.recurrent else HookPoint.AttnPattern
-    points = [make(layer) for layer in range(model.num_layers)]
+    metadata = model.hooked.metadata
+    make = HookPoint.AttnPattern if metadata.attends else HookPoint.RwkvEffectiveAttn
+    points = [make(i) for i, layer in enumerate(metadata.layers) if layer.attention or not metadata.attends]
     missing = [point for point in points if point not in model.hook_points()]
     if missing:
         raise HookError(f"the model has no hook point {missing[0].name!r}: its heads cannot be scored")

@@ -14,12 +14,14 @@ from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
+from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams, refuse_without_vocabulary
+from mionnx.inputs.token_batch import Place
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import index_read, place_of
 from mionnx.run.prompt import PromptText, each_of, is_list, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, warn_of_spelling
@@ -39,7 +41,7 @@ def attribute(
     answer: int | str | None = None,
     versus: int | str | None = None,
     *,
-    position: int = -1,
+    position: Place | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Attribution: ...
@@ -50,7 +52,7 @@ def attribute(
     answer: Tokens = None,
     versus: Tokens = None,
     *,
-    position: int = -1,
+    position: Place | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Any: ...
@@ -61,7 +63,7 @@ def attribute(
     answer: Tokens = None,
     versus: Tokens = None,
     *,
-    position: int = -1,
+    position: Place | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Attribution | Attributions:
@@ -75,7 +77,8 @@ def attribute(
         prompt: one text, or ids; or a list of them.
         answer: by id or text; the top token if left out; one for all prompts of a list, or one for each.
         versus: the token that the answer's lead is over; None for the answer's logit itself; for a list as `answer`.
-        position: at which the next token is predicted; negative from the end.
+        position: at which the token is predicted, negative from the end; if left out the last, and of a masked language
+            model that of the text's one "mask".
         hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
             is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
         batch_size: prompts of one pass, those of like length together; "auto": as many as run well and fit into memory.
@@ -94,35 +97,43 @@ def attribute(
         many.values, many.sem, many.by_pair.shape  # (prompts, component)
     """
     refuse_normed_stream(model.hooked, "attribution")
+    refuse_without_vocabulary(model.hooked, "attribution")
     refuse_several_streams(model.hooked, "attribution")
-    texts = texts_of(model, prompt)
-    places = [text.place(position) for text in texts]
+    texts, place = texts_of(model, prompt), place_of(model.hooked, position)
+    places = [_index(model, text, place) for text in texts]
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
     pairs = [[None if token is None else token_of(model, token) for token in pair] for pair in zip(*sides, strict=True)]
 
     def read(row: int, cache: HookCache) -> Attribution:
         for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
-        return _attribution(model, texts[row], places[row], cache, *pairs[row])
+        column = 0 if isinstance(place, int) else places[row]
+        return _attribution(model, texts[row], places[row], column, cache, *pairs[row])
 
-    spec, logits = _spec(model, position, hooks), Logits(positions=position)
+    spec, logits = _spec(model, place, hooks), Logits(positions=place)
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=logits)
     results = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
     return Attributions(tuple(results)) if is_list(model, prompt) else results[0]
 
 
+def _index(model: Runner, text: PromptText, place: Place | None) -> int:
+    """The index in a text at which its logits are read."""
+    return text.place(place) if isinstance(place, int) else int(index_read(model.hooked, place, text.ids) or 0)
+
+
 def _attribution(
-    model: Runner, text: PromptText, index: int, cache: HookCache, answer: int | None, against: int | None
+    model: Runner, text: PromptText, index: int, column: int, cache: HookCache, answer: int | None, against: int | None
 ) -> Attribution:
+    """The contributions at an index of a text, whose captures stand in a column of the cache."""
     logits = cache.output()[0, 0]
     chosen = int(logits.argmax()) if answer is None else answer
     if chosen == against:
         raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
-    parts, unembedding = _components(model, cache), model.opened(LinearParts)
+    parts, unembedding = _components(model, cache, column), model.opened(LinearParts)
     # With a soft cap the model's logits are no sum; those before the cap are.
-    uncapped = unembedding.uncapped(logits, cache[_end(model)][0, 0])
-    values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
+    uncapped = unembedding.uncapped(logits, cache[_end(model)][0, column])
+    values = _contributions(model, np.stack(list(parts.values())), column, cache, chosen, against)
     logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
     _refuse_gap(model, values, logit)
     return Attribution(
@@ -143,26 +154,27 @@ def _end(model: Runner) -> HookPoint:
     return HookPoint.ResidPost(model.num_layers - 1)
 
 
-def _spec(model: Runner, position: int, hooks: HookSpec | None) -> HookSpec:
-    """Captures of all components of the stream at one position."""
+def _spec(model: Runner, place: Place | None, hooks: HookSpec | None) -> HookSpec:
+    """Captures of all components of the stream at one position; at all where each text has its own."""
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InputError("the hooks of an attribution are interventions: what it captures are its own components")
     for point in BEHIND:
         if spec.has_intervention_at(point):
             raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
-    return spec.capture([request.what for request in decomposition_hooks(model).captures], positions=position)
+    positions = place if isinstance(place, int) else None
+    return spec.capture([request.what for request in decomposition_hooks(model).captures], positions=positions)
 
 
-def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
+def _components(model: Runner, cache: HookCache, column: int) -> dict[str, Vector]:
     """Label -> what it adds to the stream, [hidden], in order."""
     parts: dict[str, Vector] = {}
     apart = decompose.heads_have_shares(model.hooked)
     for label, name in decompose.additions(model.hooked, model.num_layers, "all", False, True):
-        value = cache[name][0, 0].astype(np.float64)
+        value = cache[name][0, column].astype(np.float64)
         layer = HookPoint.parse(name).layer or 0
         if label.endswith("_attn_out") and apart:
-            shares = _head_shares(model, cache, layer)
+            shares = _head_shares(model, cache, layer, column)
             parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
             # What is no head's: the output's bias, which belongs to the layer.
             parts[f"{layer}_attn_bias"] = value - shares.sum(axis=0)
@@ -171,9 +183,9 @@ def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
     return parts
 
 
-def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
+def _head_shares(model: Runner, cache: HookCache, layer: int, column: int) -> Vector:
     """[head, hidden]: each head's share of the stream, behind the attention's norm if any."""
-    shares = cache[HookPoint.AttnResult(layer)][0, 0]
+    shares = cache[HookPoint.AttnResult(layer)][0, column]
     graphs = model.opened(LinearParts)
     if layer not in graphs.output_norms:
         return shares.astype(np.float64)
@@ -183,8 +195,11 @@ def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
     return norm.apply(shares[:, None])[:, 0]
 
 
-def _contributions(model: Runner, stack: Vector, cache: HookCache, answer: int, versus: int | None) -> Vector:
-    norm, unembedding = norm_before(model, cache, model.num_layers, False, None), model.opened(LinearParts)
+def _contributions(
+    model: Runner, stack: Vector, column: int, cache: HookCache, answer: int, versus: int | None
+) -> Vector:
+    here = slice(column, column + 1)
+    norm, unembedding = norm_before(model, cache, model.num_layers, False, here), model.opened(LinearParts)
     direction, offset = unembedding.directions(np.array(answer)), unembedding.offset(answer)
     if versus is not None:
         direction, offset = direction - unembedding.directions(np.array(versus)), offset - unembedding.offset(versus)

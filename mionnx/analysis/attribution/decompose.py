@@ -84,11 +84,14 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
     """The hook points of the heads' shares in the layers before one."""
     refuse_normed_stream(hooked, "a stack of the heads' shares")
     refuse_several_streams(hooked, "a stack of the heads' shares")
-    if hooked.metadata.recurrent:
+    if not hooked.metadata.attends:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
     if not layer:
         raise InputError("layer 0 reads no head's output: there is nothing to stack")
-    return [str(HookPoint.AttnResult(i)) for i in range(layer)]
+    names = [str(HookPoint.AttnResult(i)) for i in range(layer) if hooked.metadata.layers[i].attention]
+    if not names:
+        raise HookError(f"{hooked.metadata.family}: no layer before {layer} has heads with shares in the stream")
+    return names
 
 
 def sliced(values: NDArray[Any], pos_slice: PosSlice, axis: int = -2) -> NDArray[Any]:
@@ -115,5 +118,6 @@ def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Label
     """The heads' shares as a stack [layer x head, batch, pos, hidden], labelled L0H0, L0H1, ..."""
     # Heads as the first axis, to be concatenated over layers.
     shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
-    labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
+    layers = [HookPoint.parse(name).layer for name in names]
+    labels = [f"L{i}H{head}" for i, share in zip(layers, shares, strict=True) for head in range(len(share))]
     return sliced(np.concatenate(shares), pos_slice), labels

@@ -204,7 +204,7 @@ def _products(flow: Dataflow, end: str, start: str) -> set[int]:
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
     """Layer -> the norm or factor behind its attention, if any: from the sum of heads' shares to `hook_attn_out`."""
     flow, norms = Dataflow(hooked.proto), {}
-    for layer in range(len(hooked.metadata.attention)):
+    for layer in (i for i, one in enumerate(hooked.metadata.layers) if one.attention):
         start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))
         value, plain = end, True
         while (node := flow.producer(value)) is not None and product_of(flow, node) is None:

@@ -94,7 +94,7 @@ def attribute_patch(
         result.top(3), result.agreement().pearson
     """
     check_metric(metric, cotangent, "patch_sweep")
-    _check(linearize_at, steps, rules, metric, model.hooked.metadata.recurrent)
+    _check(linearize_at, steps, rules, metric, model.hooked.metadata.attends)
     kinds, several = _kinds(model.hooked, hook, over, layers)
     compared = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, None, position, positions).on(model)
     at_least("confirm", confirm, 0)
@@ -113,7 +113,7 @@ def attribute_patch(
     return results if several else next(iter(results.values()))
 
 
-def _check(linearize_at: str, steps: int, rules: str, metric: Measure, recurrent: bool) -> None:
+def _check(linearize_at: str, steps: int, rules: str, metric: Measure, attends: bool) -> None:
     if linearize_at not in PLACES:
         raise InputError(
             f"linearize_at={linearize_at!r}; {', '.join(PLACES)}{nearest(linearize_at, PLACES)} "
@@ -126,7 +126,7 @@ def _check(linearize_at: str, steps: int, rules: str, metric: Measure, recurrent
             f"linearize_at={linearize_at!r} has no effect with steps={steps}: gradients are taken along the whole path"
         )
     check_rules(rules)
-    if recurrent and rules.endswith("_pattern"):
+    if not attends and rules.endswith("_pattern"):
         raise InputError(f"rules={rules!r}: this model has no attention patterns to freeze")
     if metric == "kl" and linearize_at == "clean":
         raise GradientError("the KL divergence from the clean run is least at the clean prompt: all gradients are 0")

@@ -12,11 +12,14 @@ from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.lens.readout import Lens, LensReader
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.lacking import refuse_without_vocabulary
+from mionnx.inputs.token_batch import Place
 from mionnx.inputs.token_rows import IDS
 from mionnx.machine.typed import refusal, typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.metric_place import index_read
 from mionnx.run.nan_logits import ON_NAN, has_nan
 from mionnx.run.prompt import PromptText, is_list, is_stream, one_text, streams_of, texts_of, token_of
 from mionnx.run.runner import Runner
@@ -226,10 +229,11 @@ def track_token_at(model: Runner, residual: ArrayLike, token: int | str) -> floa
 
 @typed()
 def track_token(
-    model: Runner, prompt: Prompt, token: int | str, *, position: int = -1, hooks: HookSpec | None = None
+    model: Runner, prompt: Prompt, token: int | str, *, position: Place | None = None, hooks: HookSpec | None = None
 ) -> NDArray[np.float32]:
     """The probability of a token after each layer, [layers], at one position of a prompt.
 
+    By default the last position, of a masked language model that of the text's one mask.
     `logit_lens(prompts, token_ids=[token], positions=-1)` follows it in a list.
 
     Raises:
@@ -238,7 +242,7 @@ def track_token(
     Example:
         model.track_token("The capital of France is", "Paris")  # float32 [n_layers]
     """
-    lens = logit_lens(model, one_text(model, prompt).ids, hooks, k=1, positions=position, token_ids=[token])
+    lens = _lens_at(model, prompt, position, hooks, k=1, token_ids=[token])
     # Column 0 is the answer's, 1 the token's.
     return np.exp(lens.readout.log_probs[:, 0, 1])
 
@@ -249,14 +253,14 @@ def track_race(
     source: Prompt | Mapping[int, ArrayLike],
     k: int = 5,
     *,
-    position: int = -1,
+    position: Place | None = None,
     hooks: HookSpec | None = None,
 ) -> dict[int, Scored]:
     """The top tokens of each layer at one position.
 
     Args:
         source: a prompt, or {layer: residual [hidden]}, which `position` and `hooks` do not apply to.
-        position: of the prompt, negative from its end.
+        position: of the prompt, negative from its end; if left out the last, or a masked language model's one "mask".
         hooks: interventions to run the prompt with.
 
     Returns:
@@ -270,10 +274,19 @@ def track_race(
     """
     # A batch of ids from a tokenizer is a mapping too.
     if isinstance(source, Mapping) and IDS not in source:
-        if not source or position != -1 or hooks is not None:
+        if not source or position is not None or hooks is not None:
             raise InputError("track_race takes a prompt, or {layer: residual} with nothing but k")
         rows = [streams_of(residual, model.hidden_size, f"layer {layer}") for layer, residual in source.items()]
         return dict(zip(map(int, source), _read_vectors(model, np.stack(rows), k), strict=True))
-    lens = logit_lens(model, one_text(model, source).ids, hooks, k=k, positions=position)
+    lens = _lens_at(model, source, position, hooks, k=k)
     # The points are one a layer, in order.
     return {layer: lens.best(layer, 0) for layer in range(model.num_layers)}
+
+
+def _lens_at(
+    model: Runner, prompt: Prompt, position: Place | None, hooks: HookSpec | None, **options: Any
+) -> LensResult:
+    """The lens at the position of a prompt where the head is read."""
+    refuse_without_vocabulary(model.hooked, "the logit lens")
+    ids = one_text(model, prompt).ids
+    return logit_lens(model, ids, hooks, positions=index_read(model.hooked, position, ids), **options)

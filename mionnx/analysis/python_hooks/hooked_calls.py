@@ -18,7 +18,6 @@ from mionnx.errors import GradientError, HookError, InputError, nearest
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, present_names
-from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine.softmax import logsumexp
 from mionnx.machine.typed import typed
@@ -55,7 +54,7 @@ def call(
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    initial_state: RWKVState | None = None,
+    initial_state: Past | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Any:
     """Run the model: `run_with_hooks` without functions.
@@ -86,7 +85,7 @@ def run_with_hooks(
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    initial_state: RWKVState | None = None,
+    initial_state: Past | None = None,
     prompt_length: int | Sequence[int] | None = None,
     bwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
     metric: str | None = None,
@@ -186,7 +185,7 @@ def run_with_cache(
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    initial_state: RWKVState | None = None,
+    initial_state: Past | None = None,
     prompt_length: int | Sequence[int] | None = None,
     batch_size: BatchSize = AUTO,
 ) -> tuple[Any, HookCache]:
@@ -291,7 +290,7 @@ def _run(
     if not functions.names:
         return _forward(model, request)
     hooked, logits, size = model.hooked, bool(request.logits), request.batch_size
-    outputs = Outputs(logits=logits, carried=logits and hooked.metadata.recurrent)
+    outputs = Outputs(logits=logits, carried=logits and hooked.metadata.state_alone)
 
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)

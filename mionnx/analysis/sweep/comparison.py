@@ -104,7 +104,9 @@ class Comparison(Brief):
                 for number, (ids, place) in enumerate(zip(clean, places, strict=True))
             ]
         elif (specs := _specs(model, self.clean, self.corrupted, len(clean))) is not None:
-            if not model.bidirectional and any(len(until(self.position, ids)) < len(ids) for ids in clean):
+            if not model.hooked.metadata.reads_whole and any(
+                len(until(self.position, ids)) < len(ids) for ids in clean
+            ):
                 raise InputError(
                     f"position={self.position!r}: a prompt that a spec corrupts is read at its last token, from which "
                     "the spec's positions count; cut the prompt there"
@@ -141,20 +143,20 @@ class _Reading:
         self.model, self.position, self.types = model, position, types
 
     def at(self, ids: Ids) -> int | None:
-        """The index that is read in a whole text of an encoder; None of a decoder, whose prompts end there."""
-        return index_read(self.model.hooked, self.position, ids) if self.model.bidirectional else None
+        """The index that is read in a text that is read whole; None where prompts end there."""
+        return index_read(self.model.hooked, self.position, ids) if self.model.hooked.metadata.reads_whole else None
 
     def pair(
         self, number: int, base: Ids, other: Ids | None, places: Places | None, corruption: Corruption | None = None
     ) -> Pair:
-        """One pair, its prompts cut behind the position that is read, unless an encoder reads them whole."""
-        if not self.model.bidirectional:
+        """One pair, its prompts cut behind the position that is read, unless they are read whole."""
+        if not self.model.hooked.metadata.reads_whole:
             other = None if other is None else until(self.position, other)
             return Pair(until(self.position, base), other, places, corruption)
         at = self.at(base)
         if other is not None and self.at(other) != at:
             raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
-        return Pair(base, other, places, corruption, at, self.types[number], bidirectional=True)
+        return Pair(base, other, places, corruption, at, self.types[number], whole=True)
 
     def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
         """Refuse corrupted prompts whose two texts meet at another token."""
@@ -175,9 +177,9 @@ class Pair:
         base: [seq]: the run that is patched.
         other: [seq]: the run that is patched in; None for an ablation.
         corruption: interventions that make the corrupted run of a prompt that is both.
-        at: the position of an encoder's text that is read; None where a text has one row of numbers.
+        at: the position that is read of a text that is read whole; None where a text has one row of numbers.
         types: [seq]: which of two texts a token belongs to.
-        bidirectional: whether each position can change all others.
+        whole: whether the text is read whole, and each position may change all others.
     """
 
     base: Ids
@@ -186,12 +188,12 @@ class Pair:
     corruption: Corruption | None = None
     at: int | None = None
     types: Ids | None = None
-    bidirectional: bool = False
+    whole: bool = False
 
     @property
     def first(self) -> int:
-        """The first position whose values can differ; 0 for an ablation, a spec, or an encoder."""
-        alone = self.other is None or self.corruption is not None or self.bidirectional
+        """The first position whose values can differ; 0 for an ablation, a spec, or a text that is read whole."""
+        alone = self.other is None or self.corruption is not None or self.whole
         # Interventions may change every position, and without a second run any position may be ablated.
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 

@@ -18,7 +18,7 @@ from mionnx.run.embedding import vector_of
 from mionnx.run.prompt import each_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import answer_id, warn_of_spelling
-from mionnx.spec.metric import OF_VECTORS
+from mionnx.spec.metric import NO_CHOICE, OF_CHOICES, OF_VECTORS
 
 Numbers = NDArray[np.float64]
 Token = int | str
@@ -93,6 +93,8 @@ class MetricRequest:
         head = model.hooked.metadata.head
         if callable(self.measure):
             return
+        if self.measure in OF_CHOICES and not model.hooked.metadata.exclusive:
+            raise InputError(f"metric {self.name} {NO_CHOICE}")
         of = "embedding" if self.measure in OF_VECTORS else "span" if self.measure == "span" else None
         if of is not None and head != of:
             raise InputError(f"metric {self.name} reads the head {of!r}, and {model.hooked.name} has {head!r}")

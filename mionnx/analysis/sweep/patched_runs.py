@@ -45,8 +45,8 @@ def shortcuts_for(model: HookedModel, shortcuts: Shortcuts | None) -> Shortcuts:
     """The savings of a request, or all that leave results as they are."""
     apart = model.rounds_by_call  # one scale for a call: it must be one cell at all of its positions
     shortcuts = shortcuts or Shortcuts(batch=not apart, last=not apart, window=not apart)
-    # in an encoder a change at any position reaches all of them in the next layer
-    return replace(shortcuts, last=False, window=False) if model.metadata.bidirectional else shortcuts
+    # in a text that is read whole a change at any position may reach all of them in the next layer
+    return replace(shortcuts, last=False, window=False) if model.metadata.reads_whole else shortcuts
 
 
 class PatchedRuns:
@@ -77,7 +77,9 @@ class PatchedRuns:
         in_memory = max(1, memory.available() // SHARE // self.row_bytes(self.seq))
         self.rows = min(CALL_TOKENS, in_memory) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
-        self._windowed = self.shortcuts.window and bool(base.past)
+        # Keys and values before a position are at hand, a state after it is not.
+        carries_state = self.graphs.model.metadata.carries_state
+        self._windowed = self.shortcuts.window and bool(base.past) and not carries_state
 
     def row_bytes(self, width: int) -> int:
         """Approximate bytes of a row with `width` computed positions: one layer, and its logits."""
@@ -107,7 +109,7 @@ class PatchedRuns:
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a hook point is in the last layer and is read at the last position alone."""
         last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.after_attention)
-        last = last and not self.graphs.model.metadata.bidirectional
+        last = last and not self.graphs.model.metadata.reads_whole
         # Keys, values and the stream before attention are read by other tokens.
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
@@ -261,7 +263,7 @@ class LayerPass:
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not halves:
             head = self.patched.base.corrupted(graphs.layers, self.rows())
-            if self.patched.graphs.model.metadata.bidirectional:
+            if self.patched.graphs.model.metadata.reads_whole:
                 return graphs.values_at(self.rows(), self.stream, head, self.patched.base.at, tokens)
             logits = graphs.logits(self.rows(), self.stream, head, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]

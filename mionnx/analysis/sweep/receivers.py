@@ -50,7 +50,7 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
     ]
-    if model.metadata.recurrent:
+    if not model.metadata.attends:
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
     refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}

@@ -56,6 +56,10 @@ def check_encoder(layout: ClientLayout, content: Content) -> None:
             f"{layout.client} pads texts, and {content.model.name} was adopted from a file without mask"
         )
     metadata = content.model.metadata
+    if metadata.head == "token_classes" and not metadata.exclusive:
+        raise layout.refuse(
+            f"{layout.client} has no class for tokens whose labels do not exclude one another (ELECTRA's)"
+        )
     if metadata.head != "embedding":
         return
     stream = last_stream(metadata)

@@ -13,8 +13,6 @@ from mionnx.compile.interface import GraphInterface, interface_of
 from mionnx.compile.knobs import Knob
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.io_names import cache_names
-from mionnx.graph.metadata import NEXT_TOKEN
 
 CARD_PROMPT = "The capital of France is"  # of the loops on cards
 NEW_TOKENS = 16
@@ -48,8 +46,7 @@ class Content:
     @property
     def encodes(self) -> bool:
         """Whether the model reads a text whole, and continues none."""
-        metadata = self.model.metadata
-        return metadata.bidirectional or metadata.head != NEXT_TOKEN
+        return self.model.metadata.reads_whole
 
     @property
     def interface(self) -> GraphInterface:
@@ -120,8 +117,8 @@ class ClientLayout(ABC):
     def need_keys_and_values(self, content: Content) -> None:
         """Refuse a model whose past is no key and value a layer."""
         metadata = content.model.metadata
-        if metadata.recurrent:
-            parts = ", ".join(cache_names(True).parts)
+        if metadata.carries_state:
+            parts = ", ".join(dict.fromkeys(port.part for port in metadata.ports if not port.positional))
             raise self.refuse(
                 f"{self.client} carries a key and a value from call to call, and a {metadata.family} model a state of "
                 f"other parts ({parts}): use layout='plain'"

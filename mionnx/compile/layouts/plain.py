@@ -1,9 +1,10 @@
 """The layout "plain": `model.onnx` with its weights and its tokenizer beside it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content
-from mionnx.graph.io_names import cache_names
+from mionnx.graph.io_names import PASTS, PRESENTS
 
 NUMPY = {"FLOAT": "float32", "FLOAT16": "float16"}
 
@@ -49,8 +50,10 @@ def encode_once(content: Content, graph: str) -> str:
 
 def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json") -> str:
     """A greedy loop in Python with onnxruntime, tokenizers and numpy alone."""
-    names, ports = cache_names(content.model.metadata.recurrent), content.interface.inputs
-    past = next((port for port in ports if port.name.startswith(names.past)), None)
+    ports = content.interface.inputs
+    past = [port for port in ports if port.name.startswith(PASTS)]
+    names = zip(PASTS, PRESENTS, strict=True)
+    carried = [pair for pair in names if any(port.name.startswith(pair[0]) for port in past)]
     feeds: dict[str, Any] = {
         "input_ids": "new",
         "attention_mask": "np.ones((1, length), np.int64)",
@@ -70,21 +73,36 @@ def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json")
         f'new, length = np.array([tokenizer.encode("{CARD_PROMPT}").ids]), 0',
         'size = {"batch_size": 1, "past_sequence_length": 0}',
     ]
-    if past is not None:
-        zeros = f"np.zeros([size.get(dim, dim) for dim in one.shape], np.{NUMPY.get(past.dtype, 'float32')})"
-        loop = f'for one in session.get_inputs() if one.name.startswith("{names.past}.")'
+    if past:
+        zeros = f"np.zeros([size.get(dim, dim) for dim in one.shape], {_dtype([port.dtype for port in past])})"
+        loop = f"for one in session.get_inputs() if {_begins('one.name', [before for before, _ in carried])}"
         lines += [f"past = {{one.name: {zeros} {loop}}}"]
+    renamed = "".join(f'.replace("{after}", "{before}")' for before, after in carried)
+    taken = _begins("name", [after for _, after in carried])
     lines += [
         f"for _ in range({NEW_TOKENS}):",
         "    length += new.shape[1]",
         f"    feeds = {{{', '.join(fed)}}}",
         "    out = dict(zip((one.name for one in session.get_outputs()), session.run(None, feeds | past)))",
         '    new = out["logits"][:, -1:].argmax(-1)',
-        f'    past = {{name.replace("{names.present}.", "{names.past}."): value for name, value in out.items() '
-        f'if name.startswith("{names.present}.")}}',
+        f"    past = {{name{renamed}: value for name, value in out.items() if {taken}}}",
         f"    print(tokenizer.decode([int(new[0, 0])]){shown})",
     ]
     return "\n".join(lines)
+
+
+def _begins(name: str, prefixes: Sequence[str]) -> str:
+    """The code of whether a name begins with one of several."""
+    listed = ", ".join(f'"{prefix}"' for prefix in prefixes)
+    return f"{name}.startswith({listed if len(prefixes) == 1 else f'({listed})'})"
+
+
+def _dtype(dtypes: Sequence[str]) -> str:
+    """The code of the dtype of an input, `one`, of those that a graph has."""
+    first, *others = dict.fromkeys(NUMPY.get(dtype, "float32") for dtype in dtypes)
+    if not others:
+        return f"np.{first}"
+    return 'np.float16 if "float16" in one.type else np.float32'
 
 
 def _default(content: Content, name: str) -> str:

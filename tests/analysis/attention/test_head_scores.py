@@ -36,7 +36,7 @@ def test_sequences_are_random_and_given_twice():
     assert not np.array_equal(made.ids, repeat_sequences(np.arange(3, 40), [1], 5, 10, seed=1).ids)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_scores_are_means_of_the_eager_models_attention(models, references, family, monkeypatch):
     """Written out token by token on torch's patterns; and the same however the rows are batched."""
     model, period = models(family), 7

@@ -370,6 +370,7 @@ def test_a_page_without_heads_shows_the_layers(chromium, tmp_path):
     assert page.troubles == []
 
 
+@pytest.mark.slow
 def test_a_large_attribution_is_readable(chromium, tmp_path):
     layers, heads = 24, 16
     labels = ["embed", *(f"L{i}H{j}" for i in range(layers) for j in range(heads)), "final_norm_bias"]

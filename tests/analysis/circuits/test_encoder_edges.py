@@ -16,7 +16,7 @@ CORRUPTED[6] = CLEAN[6] // 2 + 5  # behind the place that is read
 PLACES = {"masked_lm": 3, "classes": None}
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=["classes", pytest.param("masked_lm", marks=pytest.mark.slow)])
 def both(request, tmp_path_factory):
     """An encoder, the oracle, and what a metric reads; tokens at a place of the text, or labels."""
     folder, at = tmp_path_factory.mktemp(request.param), PLACES[request.param]

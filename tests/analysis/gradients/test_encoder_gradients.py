@@ -54,6 +54,7 @@ def test_attributions_of_a_pairs_tokens_to_its_label(metric, text_encoder):
     assert abs(finer.gap) < 2e-3 * np.abs(expected).sum()
 
 
+@pytest.mark.slow
 def test_attributions_to_the_token_of_a_mask(text_encoder):
     model, reference = text_encoder("masked_lm")
     ids, types = inputs_of(model, TEXT)

@@ -10,6 +10,7 @@ TEXTS = ["the man plays the guitar on stage.", "it rains", "a good day for music
 STREAM = "blocks.1.hook_resid_post"
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_dataset_are_those_of_embed(text_encoder, tmp_path):
     model, _ = text_encoder("embedding")
     model.harvest(TEXTS, ["hook_pooled", "hook_embedding"], tmp_path / "out", positions="pooled")

@@ -48,6 +48,7 @@ def test_the_written_model_is_within_the_bound_and_fewer_moves_are_not(bound, sh
         assert len(moved[0]) < len(found), "not all of them"
 
 
+@pytest.mark.slow
 def test_fewer_bytes_than_by_moving_what_pays_most_first(shipped, tmp_path):
     """The shortest row of moves within the bound, by files that are written, is beside it the larger one."""
     made = MIModel.from_pretrained(shipped.quantise(tmp_path / "made", budget=0.004, texts=TEXT), threads=1)
@@ -86,6 +87,7 @@ def test_a_set_of_moves_is_the_smallest_there_is():
         assert kls[[found[name] == 4 for name in names]].sum() <= left * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_text_gives_the_same_bytes_and_the_models_own_text_serves(shipped, tmp_path):
     one, other = (shipped.quantise(tmp_path / name, budget=0.005) for name in ("one", "other"))
     for file in sorted(path.name for path in one.iterdir()):
@@ -95,7 +97,9 @@ def test_the_same_text_gives_the_same_bytes_and_the_models_own_text_serves(shipp
     assert said["kl"] <= 0.005
 
 
-@pytest.mark.parametrize(("name", "bound"), [("world-gpt2", 1e-4), ("world-rwkv7", 0.001)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("world-gpt2", 1e-4), pytest.param("world-rwkv7", 0.001, marks=pytest.mark.slow)]
+)
 def test_a_tied_table_and_rwkv_are_within_their_bounds(name, bound, tmp_path):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1)
     made = MIModel.from_pretrained(model.quantise(tmp_path / "made", budget=bound), threads=1)
@@ -125,6 +129,7 @@ def test_a_bound_that_cannot_be_met_says_the_best(shipped, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_reached(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     given = ("--budget", 0.004, "--texts", tmp_path / "text.txt")

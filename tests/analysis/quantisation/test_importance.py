@@ -67,6 +67,7 @@ def test_importance_is_the_mean_square_of_what_a_product_reads(shipped):
     assert len(found) == 29, "seven in each layer, and the unembedding"
 
 
+@pytest.mark.slow
 def test_products_are_nearer_to_those_of_floats_in_the_same_bytes(shipped, tmp_path):
     made = {"plain": shipped.quantise(tmp_path / "plain")}
     made |= {name: shipped.quantise(tmp_path / name, importance=True) for name in ("own", "again")}
@@ -85,6 +86,7 @@ def test_products_are_nearer_to_those_of_floats_in_the_same_bytes(shipped, tmp_p
     assert (said["text"], said["tokens"]) == ("own", 1024)
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_with_importance_too(shipped, tmp_path):
     folder = shipped.quantise(tmp_path / "made", budget=0.004, texts=TEXT * 8, importance=TEXT * 4)
     said = MIModel.from_pretrained(folder, accuracy_level=0).hooked.metadata.quantised

@@ -102,6 +102,7 @@ def test_every_gradient_is_that_of_autograd(family, pair):
     assert {name: d for name, d in off.items() if not d <= max(3 * max(own.values()), 2e-6)} == {}
 
 
+@pytest.mark.slow
 def test_a_tokens_result_does_not_depend_on_those_beside_it(pair):
     model, _, _ = pair("mixtral")
     ids = batch("plain").ids[:1]
@@ -196,6 +197,7 @@ def test_a_bound_moves_whole_stacks_and_a_name_one_expert(pair, tmp_path):
         floats.quantise(tmp_path / "both", in_8_bits=[one], budget=0.002, block_size=16)
 
 
+@pytest.mark.slow
 def test_models_of_experts_part_at_the_products_that_differ(pair, tmp_path):
     """Beside the Scan of floats nothing but the rounding: places that no row stands at are zeros in both."""
     _, hooked, _ = pair("mixtral")

@@ -403,6 +403,7 @@ def test_what_cannot_steer_is_refused(model, directions):
 NASTY = "</script><script>alert(1)</script>"
 
 
+@pytest.mark.slow
 def test_the_pages_and_pictures(model, directions, chromium, tmp_path):
     found = model.dose_response([*NEGATIVE, NASTY], directions[2], np.linspace(0, 2, 9), positions=-1, bisect=0.01)
     page = chromium(found.save(tmp_path / "dose.html"))

@@ -197,6 +197,7 @@ def test_noise_and_specs_on_the_command_line(tmp_path):
     assert "goes with --noise" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--seed", "1").stderr
 
 
+@pytest.mark.slow
 def test_means_by_position_and_resampling_on_the_command_line(tmp_path, shipped):
     prompt, texts = "The capital of France is", [f"The capital of {one} is" for one in ("Peru", "Japan", "Kenya")]
     (tmp_path / "texts.txt").write_text("\n".join(texts))

@@ -129,6 +129,7 @@ def test_wrong_arguments_are_said(message, arguments):
     assert message in " ".join(run.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
     program = (

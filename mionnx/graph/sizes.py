@@ -1,0 +1,64 @@
+"""`Sizes` of a model, and the sizes that they give the axes of hook points."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.layers import Heads, Recurrence
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes a user asks for.
+
+    `max_positions` is None where a sequence may be of any length; of a mixture of experts `n_experts` is how many a
+    layer has, `n_chosen` how many a token goes through, `d_expert` the neurons of each. None without experts.
+    `embedding_size` is the width of embeddings that are projected to the hidden size (ALBERT); None where it is that.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None = None
+    n_experts: int | None = None
+    n_chosen: int | None = None
+    d_expert: int | None = None
+    embedding_size: int | None = None
+
+
+# Names of the context length in configs, in the order in which they count.
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "ctx_len", "max_seq_len")
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The context length that a checkpoint's config names; None if it names none."""
+    inner = config.get("text_config")
+    lengths = [config.get(name) for name in CONTEXT_NAMES] + (
+        [context_length(inner)] if isinstance(inner, dict) else []
+    )
+    return next((length for length in lengths if type(length) is int and length > 0), None)
+
+
+EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names
+OPTIONAL_SIZES = (*EXPERT_SIZES, "embedding_size")  # not written where there are none
+EMBEDDINGS = ("Embed", "PosEmbed", "TokenTypeEmbed")  # hook points before the projection to the hidden size
+
+
+def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads, recurrence: Recurrence | None = None) -> dict[str, int]:
+    """Axis name -> size, of the axes of a hook point that are as long in every pass."""
+    # heads, recurrence: of its layer
+    count, size, value_size = heads
+    named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
+    named |= {axis: own for axis in EXPERT_SIZES if (own := getattr(sizes, axis)) is not None}
+    named |= {"n_kv_heads": count} if count else {}
+    if sizes.embedding_size is not None and point.variant in EMBEDDINGS:
+        named["hidden"] = sizes.embedding_size
+    if recurrence is not None and ".ssm." in point.name:
+        own = (recurrence.n_heads, recurrence.key_dim, recurrence.value_dim, recurrence.channels)
+        return named | dict(zip(("n_heads", "key_dim", "value_dim", "channels"), own, strict=True))
+    width = value_size if point.variant in ("AttnV", "AttnZ") else size
+    return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
