@@ -116,6 +116,9 @@ def apply(
         changed = given.expand_as(value).to(value.dtype)
     elif edit.kind == "project_out":
         changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
+    elif edit.kind == "low_rank":
+        write, read, offset = (torch.from_numpy(np.asarray(one, np.float32)) for one in edit.values)
+        changed = value + (torch.einsum("...w,kw->...k", value, read) + offset) @ write
     else:
         raise NotImplementedError(edit.kind)
     selected = _selected(value, point, edit, here, ends)
