@@ -254,7 +254,9 @@ def placeholder_of(model: Runner, text: PromptText, prompt: Prompt, placeholder:
 def _last(model: Runner, name: str) -> bool:
     """Whether a stream is read by its own token's logits alone: behind what mixes tokens in the last layer."""
     point = HookPoint.parse(name)
-    behind = ("resid_post",) if model.hooked.metadata.recurrent else ("resid_post", "resid_mid")
+    behind = (
+        ("resid_post", "resid_mid") if model.hooked.metadata.attends else ("resid_post",)
+    )  # channel mixes look back
     return point.layer == model.num_layers - 1 and point.short in behind
 
 
