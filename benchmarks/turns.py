@@ -8,15 +8,17 @@ from typing import Any
 Work = Callable[[], Any]
 
 
-def alternate(programs: Mapping[str, Work], repeats: int) -> dict[str, list[float]]:
+def alternate(
+    programs: Mapping[str, Work], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each program, run by turns after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(repeats + 1):
         for name, program in programs.items():
-            begin = time.perf_counter()
+            begin = clock()
             program()
             if turn:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return times
 
 

@@ -15,6 +15,7 @@ from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
+from mionnx.analysis.lens import patchscope as scopes
 from mionnx.analysis.lens import token_vectors
 from mionnx.analysis.numerics import doctor as diagnosing
 from mionnx.analysis.numerics import forecast as forecasting
@@ -85,6 +86,7 @@ class MIModel(Runner, Translated):
     track_token = lens.track_token
     track_token_at = lens.track_token_at
     track_race = lens.track_race
+    patchscope = scopes.patchscope
     embedding_for = token_vectors.embedding_for
     unembedding_for = token_vectors.unembedding_for
     embedding_neighbors = token_vectors.embedding_neighbors

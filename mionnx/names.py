@@ -12,6 +12,7 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.lens.patchscope import Patchscope
 from mionnx.analysis.numerics.diagnosis import Diagnosis
 from mionnx.analysis.numerics.forecast_result import Forecast
 from mionnx.analysis.numerics.range_report import RangeReport
@@ -72,6 +73,7 @@ from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
+from mionnx.spec.subspace import Subspace
 from mionnx.verify import Bisection, MatrixLosses, ModelLosses, Verification
 
 __all__ = [
@@ -129,6 +131,7 @@ __all__ = [
     "Noise",
     "Options",
     "OtherSpellingWarning",
+    "Patchscope",
     "Predictions",
     "ProbeResult",
     "RWKVState",
@@ -143,6 +146,7 @@ __all__ = [
     "StateSteeringSpec",
     "Statistics",
     "SteeringCalibration",
+    "Subspace",
     "TextStreamer",
     "TokenChange",
     "TokenPairs",

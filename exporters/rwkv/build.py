@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
+from exporters.recurrence.forms import STATE_DTYPE
 from exporters.rwkv.checkpoint import FUSED_MIXES, Shape, TensorLayout
 from mionnx.errors import ExportError
 
@@ -20,8 +21,6 @@ IR_DTYPE = {
     torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16,
 }
-# The recurrence runs in float32 whatever the weights are: its decays lie so close to 1 that less would round them to 1.
-STATE_DTYPE = ir.DataType.FLOAT
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """The layers of RWKV-6 and RWKV-7: token shift, time mix, channel mix. The formulas are those of BlinkDL's `rwkv`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from exporters.recurrence.forms import BY_KEY, Reads
+from exporters.recurrence.open_form import Length, open_form
 from exporters.rwkv.build import Build
-from exporters.rwkv.recurrence import Length, Reads, recurrence
 
 # The exponent of RWKV-7's strongest decay: exp(-1/2).
 SLOWEST = 0.6065306597126334
@@ -54,11 +55,12 @@ def time_mix6(
     speed = op.Add(build.exact(speed), build.exact(build.weight(f"{name}.time_decay")))
     # exp(-exp(w)): between 0 and 1 for every w
     decay = build.hook(f"blocks.{layer}.rwkv.hook_decay", op.Exp(op.Neg(op.Exp(build.to_heads(speed)))))
-    reads = _gated(build, layer, Reads(r, k, v, decay), shared)
+    # y_t = r_t S_(t-1), and outside, (sum r u k) v_t
+    reads = _gated(build, layer, Reads(_sizes(build), BY_KEY, r, k, v, decay, own=False), shared)
     first = build.exact(build.weight(f"{name}.time_faaaa"))  # the bonus u of the token itself
     bonus = op.ReduceSum(op.Mul(op.Mul(r, k), first), [-1], keepdims=1)
     bonus.name = f"blocks.{layer}.rwkv.bonus"
-    y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
+    y, after = open_form(op, reads, state, shared.length, f"blocks.{layer}.rwkv")
     y = build.hook(f"blocks.{layer}.rwkv.hook_wkv", op.Add(y, op.Mul(bonus, v)))
     out = op.Mul(_normed(build, name, y), gate)
     return build.project(out, f"{name}.output.weight"), following, after
@@ -122,8 +124,8 @@ def time_mix7(
     a, b = hook("a", op.Neg(removal)), hook("b", op.Mul(removal, build.to_heads(rate)))
     # exp(-exp(-1/2) sigmoid(w)), so not below exp(-0.61)
     decay = hook("decay", op.Exp(op.Mul(build.to_heads(speed), slowest)))
-    reads = _gated(build, layer, Reads(r, k, v, decay, a, b), shared)
-    y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
+    reads = _gated(build, layer, Reads(_sizes(build), BY_KEY, r, k, v, decay, a=a, b=b), shared)
+    y, after = open_form(op, reads, state, shared.length, f"blocks.{layer}.rwkv")
     y = hook("wkv", y)
     # the token's own value once more, r_k times the product of its receptance and key, outside the recurrence
     own = op.ReduceSum(op.Mul(op.Mul(r, k), build.exact(build.weight(f"{name}.r_k"))), [-1], keepdims=1)
@@ -139,6 +141,10 @@ def _low_rank(build: Build, name: str, which: str, value: ir.Value) -> ir.Value:
     return build.op.Add(build.project(low, f"{name}.{which}2"), build.weight(f"{name}.{which}0"))
 
 
+def _sizes(build: Build) -> tuple[int, int, int]:
+    return build.shape.num_heads, build.shape.head_dim, build.shape.head_dim
+
+
 def _gated(build: Build, layer: int, reads: Reads, shared: Shared) -> Reads:
     """Gated inputs of the recurrence, named so that derived values can be computed from them."""
     op, where = build.op, f"blocks.{layer}.rwkv"
@@ -148,7 +154,7 @@ def _gated(build: Build, layer: int, reads: Reads, shared: Shared) -> Reads:
     for name, value in (("written_k", k), ("kept_decay", decay), ("erased_b", b)):
         if value is not None:
             value.name = f"{where}.{name}"
-    return Reads(reads.r, k, reads.v, decay, reads.a, b)
+    return replace(reads, k=k, decay=decay, b=b)
 
 
 def _normed(build: Build, name: str, y: ir.Value) -> ir.Value:

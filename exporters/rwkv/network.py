@@ -7,10 +7,11 @@ import onnx_ir as ir
 
 from exporters.checkpoint_tensors import StoredTensor
 from exporters.op_writer import OpWriter
-from exporters.rwkv.build import RWKV_OPSET, STATE_DTYPE, Build
+from exporters.recurrence.forms import STATE_DTYPE
+from exporters.recurrence.open_form import Length
+from exporters.rwkv.build import RWKV_OPSET, Build
 from exporters.rwkv.checkpoint import Shape, TensorLayout
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
-from exporters.rwkv.recurrence import CHUNK_TOKENS, Length
 from mionnx.graph.io_names import SHIFTED_STATE
 
 
@@ -72,7 +73,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     op, layers = build.op, build.shape.num_layers
     tokens = op.Shape(ids, start=1, end=2)
     batch = op.Shape(ids, start=0, end=1)
-    length = Length(op.Squeeze(op.GreaterOrEqual(tokens, [CHUNK_TOKENS])), op.Squeeze(op.Equal(tokens, [1])))
+    length = Length.of(op, tokens)
 
     def gate(name: str, default: np.ndarray, axes: list[str]) -> ir.Value:
         dims = [f"{name}.{axis}" for axis in axes]

@@ -34,7 +34,7 @@ from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.layers import Attention
+from mionnx.graph.layers import Attention, Heads
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NEXT_TOKEN, NORMED_STREAM, Metadata
 from mionnx.graph.sizes import context_length
 from mionnx.graph.weight_record import describe_export, digest_of
@@ -193,7 +193,8 @@ def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
         dtype=str(dtype).removeprefix("torch."),
         sizes=hooked.sizes,
         hooks=hooked.hooks,
-        attention=[_attention(hooked, i) for i in range(hooked.sizes.num_layers)],
+        attention=_attentions(hooked),
+        recurrence=[own.recurrence for own in hooked.carried] if any(own.recurrence for own in hooked.carried) else [],
         exporter={**versions, **normed, **identities},
         context_length=_longest(hooked, config),
         hook_dtypes=_other_dtypes(hooked, str(dtype).removeprefix("torch.")),
@@ -230,18 +231,28 @@ def _write_model(hooked: HookedGraph, metadata: Metadata, target: Path) -> None:
     ir.save(model, target / GRAPH)
 
 
-def _attention(hooked: HookedGraph, layer: int) -> Attention:
+def _attentions(hooked: HookedGraph) -> list[Attention | None]:
+    """Each layer's attention; an empty list where no layer attends."""
+    heads = [own.heads for own in hooked.carried]
+    usual = next((one for one in heads if one), None)
+    if usual is None:
+        return []
+    return [None if one is None else _attention(hooked, layer, one, usual) for layer, one in enumerate(heads)]
+
+
+def _attention(hooked: HookedGraph, layer: int, heads: Heads, usual: Heads) -> Attention:
+    """A layer's attention; `usual` are the heads of the first one that has any."""
     block, number = divmod(layer, hooked.layout.layers)
     layout, model = hooked.layout.layer(number), hooked.skeleton
     path, rows = f"{layout.blocks}.{block}.{layout.projection}", False
     if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
-    (count, size, value_size), (usual, usual_size, _) = hooked.heads[layer], hooked.heads[0]
+    (count, size, value_size), (usual_count, usual_size, _) = heads, usual
     return Attention(
         f"{path}.weight" if layout.output_projection else "",
         rows,
         sliding_window(model.config, layer),
-        num_kv_heads=None if count == usual else count,
+        num_kv_heads=None if count == usual_count else count,
         head_dim=None if size == usual_size else size,
         value_dim=None if value_size == size else value_size,
     )

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import causal_mask_function, eager_mask
 
+from exporters.transformers.carried import is_state
 from exporters.transformers.encoder_families import reads_both_ways
 from exporters.transformers.layout import Layout
 from mionnx.errors import ExportError
@@ -42,6 +43,9 @@ class Taps:
         rotated: layers that rotate.
         patterns: layer -> its query and its pattern.
         read: layer -> keys and values of all tokens.
+        mask: which tokens of the call are no padding, [batch, seq], and `columns`, which ones convolutions read, where
+            layers are recurrent.
+        states, carried: layer -> columns of its convolution, and its state if it has one, before and after the call.
     """
 
     listen: Listener
@@ -53,6 +57,10 @@ class Taps:
     rotated: set[int] = field(default_factory=set)
     patterns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     read: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    mask: Any = None
+    columns: Any = None
+    states: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    carried: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def at(self, point: HookPoint, value: Tensor, stream: bool = False) -> Tensor:
         """Pass a hook point's value through the listener."""
@@ -67,6 +75,17 @@ class Taps:
         value = self.at(HookPoint.AttnV(layer), value)
         self.read[layer] = (key, value) if self.cache is None else DynamicCache.update(self.cache, key, value, layer)
         return self.read[layer]
+
+    def state(self, key: Tensor, value: Tensor) -> Tensor:
+        """The state before the running layer's first token, [batch, n_heads, key, value]; zeros at first."""
+        if self.layer in self.states:
+            return self.states[self.layer][1]
+        return value.new_zeros(key.shape[0], *key.shape[2:], value.shape[-1])
+
+    def keep_state(self, state: Tensor) -> Tensor:
+        """Carry the running layer's state to the next call."""
+        self.carried[self.layer] = self.carried[self.layer][0], state
+        return state
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
         """Pass a value through the listener, batch and sequence axes apart."""
@@ -209,13 +228,38 @@ def cache_word(model: nn.Module) -> str:
 
 
 class TappedCache(DynamicCache):
-    """A full-length key/value cache in every layer that taps values (and unrotated keys)."""
+    """A full-length key/value cache that taps values (and unrotated keys); of recurrent layers columns and states.
 
-    def __init__(self, past: list[tuple[Tensor, Tensor]], listen: Listener, layout: Layout) -> None:
+    transformers is told that there is no state yet, so that a single token takes the way of many.
+    """
+
+    def __init__(self, past: list[tuple[Tensor, ...]], listen: Listener, layout: Layout) -> None:
         super().__init__()
-        self.layers: list[Any] = [filled(key, value) for key, value in past]
+        self.layers: list[Any] = [LinearAttentionLayer() if is_state(own) else filled(*own) for own in past]
         self.layer_class_to_replicate = None if past else DynamicLayer
         self.taps = Taps(listen, layout, self)
+        self.taps.states |= {i: own for i, own in enumerate(past) if is_state(own)}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: see above."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: see above."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        """Past columns and those of the call, [batch, channels, kernel - 1 + seq]; the last ones are carried on."""
+        taps, kernel = self.taps, len(self.taps.columns[0])
+        nothing = conv_states.new_zeros(*conv_states.shape[:2], kernel - 1)
+        past = taps.states[layer_idx][0] if layer_idx in taps.states else nothing
+        columns = torch.cat([past, conv_states * taps.mask[:, None].to(conv_states.dtype)], -1)
+        last = columns.transpose(1, 2).flatten(0, 1).index_select(0, taps.columns[1])
+        last = last.reshape(columns.shape[0], kernel - 1, columns.shape[1]).transpose(1, 2)
+        taps.carried[layer_idx] = (last,)
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Taps have carried it on already."""
+        return recurrent_states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -225,10 +269,14 @@ class TappedCache(DynamicCache):
             return key_states, value_states
         return self.taps.keep(key_states, value_states, layer_idx)
 
-    def present(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer of the pass: of no head in one with those of another."""
-        pairs = []
-        for i, (key, value) in sorted(self.taps.read.items()):
+    def present(self) -> list[tuple[Tensor, ...]]:
+        """What each layer of the pass carries on; keys and values are of no head in one with those of another."""
+        pairs: list[tuple[Tensor, ...]] = []
+        for i in sorted({*self.taps.read, *self.taps.carried}):
+            if i in self.taps.carried:
+                pairs.append(self.taps.carried[i])
+                continue
+            key, value = self.taps.read[i]
             own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
             pairs.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
         return pairs

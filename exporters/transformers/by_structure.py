@@ -36,6 +36,7 @@ from exporters.hook_axes import axes_of
 from exporters.probe import Probe, feed_of, open_part, run
 from exporters.transformers import trace
 from exporters.transformers.attention import cache_word, filled
+from exporters.transformers.carried import Carries
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.hooked_graph import EXPORT_PACKAGES, LARGEST_CONSTANT, Stage
 from exporters.transformers.naming import strip
@@ -137,13 +138,14 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
             raise ExportError(f"{skeleton.config.model_type!r} does not run without weights: {error}") from error
         past = [tuple(torch.zeros(shape, dtype=skeleton.dtype) for shape in layer) for layer in shapes]
+        ports = [Carries((key[1], key[3], value[3])).ports(i) for i, (key, value) in enumerate(shapes)]
         example = (*trace.example_ids(trace.TRACE_PAST * bool(past)), past)
     causes = list[str]()
     # what comparing sizes in Python fixes for other sizes is seen by `check_eagerly`
     for sizes_compared in (nullcontext(), plain_maximum(skeleton)):
         try:
             with sizes_compared, trace.quiet(), trace.UNCACHED, torch.no_grad():
-                return trace.to_onnx(_Plain(skeleton), example, range(len(past)))
+                return trace.to_onnx(_Plain(skeleton), example, ports)
         except torch.onnx.errors.OnnxExporterError as error:
             causes.append(f"{error.__cause__ or error}")
     raise ExportError(f"torch could not export {skeleton.config.model_type!r} as it is: {causes[0]}")

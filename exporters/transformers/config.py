@@ -23,7 +23,7 @@ CONFIG_FILE = "config.json"
 # our name -> (optimum's normalised name, the names configs use themselves)
 _NAMES = {
     "num_layers": ("num_layers", ("num_hidden_layers", "n_layer", "num_layers")),
-    "num_heads": ("num_attention_heads", ("num_attention_heads", "n_head")),
+    "num_heads": ("num_attention_heads", ("num_attention_heads", "n_head", "num_heads")),
     "hidden_size": ("hidden_size", ("hidden_size", "n_embd", "d_model")),
     "vocab_size": ("vocab_size", ("vocab_size",)),
 }
@@ -99,6 +99,8 @@ def _lookup(config: Any, ours: str) -> int:
     for name in own:
         if isinstance(getattr(config, name, None), int):
             return getattr(config, name)
+    if ours == "num_heads" and hasattr(config, "state_size"):  # Mamba, whose channels are of one head
+        return 1
     raise ExportError(f"the config of {config.model_type!r} names no {ours}; looked for {', '.join(own)}")
 
 

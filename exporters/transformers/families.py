@@ -70,6 +70,24 @@ GPTJ = replace(
     rotation="part",
     positions=IN_CODE,
 )
+RECURRENT = replace(
+    LLAMA, keys="none", recurrent="mixer", blocks="backbone.layers", final_norm="backbone.norm_f", middle=None, mlp=None
+)
+LFM2 = replace(
+    LLAMA,
+    recurrent="conv",
+    output_projection="out_proj",
+    mlp="feed_forward",
+    gate="w1",
+    up="w3",
+    down="w2",
+    final_norm="model.embedding_norm",
+    middle="ffn_norm",
+)
+JAMBA = replace(
+    LLAMA, recurrent="mamba", mlp="feed_forward", final_norm="model.final_layernorm", middle="pre_ff_layernorm"
+)
+DELTA_NET = replace(GATED_HEADS, recurrent="linear_attn")
 MLP_IN_BLOCK = replace(FC, output_projection="out_proj", middle="final_layer_norm", mlp="", mlp_output="fc2")
 
 
@@ -95,6 +113,14 @@ def gpt_neox(config: Any) -> Layout:
         final_norm="gpt_neox.final_layer_norm",
         middle=None if config.use_parallel_residual else "post_attention_layernorm",
     )
+
+
+def granite_hybrid(config: Any) -> Layout:
+    """Granite 4: experts beside an MLP, or the MLP alone where the config has none."""
+    hybrid = replace(SCALED, recurrent="mamba", mlp="block_sparse_moe")
+    if config.num_local_experts:
+        return hybrid
+    return replace(hybrid, mlp="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear")
 
 
 def opt(config: Any) -> Layout:
@@ -135,6 +161,11 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("glm_moe_dsa", "youtu"), LATENTS),
     **dict.fromkeys(("gpt-sw3", "gpt2", "gpt_bigcode"), GPT2),
     **dict.fromkeys(("codegen", "gptj"), GPTJ),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA_NET),
+    "bamba": replace(JAMBA, rotation="part"),
+    "kimi_linear": replace(LLAMA, keys="latents", recurrent="self_attn", mixer_output="o_proj"),
     "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z="projection"),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "axk2": replace(LATENTS, z="projection"),
@@ -176,6 +207,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         rotation="part",
         stream="products",
     ),
+    "granitemoehybrid": granite_hybrid,
+    "jamba": JAMBA,
     "jetmoe": replace(LLAMA, attention="self_attention", output_projection=None),
     "kolibri1": replace(POST_NORMS, **GLM_NORMS),
     "llama4_text": replace(SCALED, mlp="feed_forward", rotation="heads last"),

@@ -13,6 +13,8 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 from transformers import PreTrainedModel
 
 from exporters.hook_axes import axes_of
+from exporters.recurrence.expand import expand
+from exporters.transformers.carried import Carries
 from exporters.transformers.config import sizes_of
 from exporters.transformers.families import layout_in
 from exporters.transformers.grouped import expand_grouped
@@ -22,10 +24,9 @@ from exporters.transformers.layout import Layout
 from exporters.transformers.naming import merge_lengths, name_dimensions, name_hooks, read_lengths_once, strip
 from exporters.transformers.simplify import LACKING_BFLOAT16, simplify_traced, widen
 from exporters.transformers.stamp import stamp
-from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
+from exporters.transformers.trace import buffers_of, carried_by, find_kinds, skeleton_of, trace
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.layers import Heads
 from mionnx.graph.sizes import Sizes
 
 MAYBE_UNREAD = ("position_ids", "token_type_ids")  # inputs that a graph without a cache may lack
@@ -48,7 +49,7 @@ class HookedGraph:
     parameters: list[ir.Value]
     hooks: dict[str, list[str | int]]
     sizes: Sizes
-    heads: list[Heads]
+    carried: list[Carries]
     skeleton: PreTrainedModel
     layout: Layout
     head: TaskHead = DECODER
@@ -70,8 +71,8 @@ def make_graph(
     skeleton = skeleton_of(config, dtype, head=head)
     layout = layout_in(skeleton)
     sizes = sizes_of(config, learned_positions=layout.positions is not None, offset=layout.offset or 0)
-    heads = heads_of(skeleton, head)
-    past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
+    carried = carried_by(skeleton, head)
+    past, sizes = (carried, dtype), _with_heads(sizes, carried)
     buffers = buffers_of(skeleton)
     every = all_different(sizes.num_layers // layout.layers, layout.layers)
     for kinds in (every if every_layer else find_kinds(skeleton, past, buffers, head), every):
@@ -93,6 +94,7 @@ def make_graph(
         DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(model)
         merge_lengths(graph)
     expand_grouped(graph)
+    expand(model)
     drop_unread(graph)
     if head.kind == "none":
         show_stream(graph, sizes.num_layers)
@@ -104,8 +106,18 @@ def make_graph(
     axes = {}
     for name in hooks:
         dims = [dim if isinstance(dim, int) else None for dim in shapes[name]]
-        axes[name] = axes_of(name, dims, sizes, heads[layer_of(name) or 0])
-    return HookedGraph(model, parameters, axes, sizes, heads, skeleton, layout, head)
+        own = carried[layer_of(name) or 0]
+        axes[name] = axes_of(name, dims, sizes, own.heads, own.recurrence)
+    return HookedGraph(model, parameters, axes, sizes, carried, skeleton, layout, head)
+
+
+def _with_heads(sizes: Sizes, carried: list[Carries]) -> Sizes:
+    """Sizes with the heads of the first layer that attends; of a model without any, with those of its states."""
+    heads = next((own.heads for own in carried if own.heads), None)
+    if heads is not None:
+        return replace(sizes, num_kv_heads=heads[0], head_dim=heads[1])
+    state = next(own.recurrence for own in carried if own.recurrence)
+    return replace(sizes, num_heads=state.n_heads, num_kv_heads=state.n_heads, head_dim=state.value_dim)
 
 
 def drop_unread(graph: ir.Graph) -> None:

@@ -19,12 +19,13 @@ class Layout:
         attention_added, mlp_added: modules whose output joins the residual stream (a post-norm where there is one);
             None for the attention itself, and for the module whose output is the MLP's.
         middle: the module that first reads the stream between attention and MLP; None in parallel blocks.
-        mlp: the MLP; "" where the block itself holds its parts, the first of which is `up`.
+        mlp: the MLP; "" where the block itself holds its parts, the first of which is `up`; None where there is none.
         mlp_output: the part of the MLP that gives its result; "" for the MLP itself.
         gate_and_up: one fused projection whose output is split in two, instead of `gate` and `up`.
         keys: "kept" as they are made, by transformers' `AttentionInterface`; made of "latents", kept as keys and values
             of that interface; or "own", by an attention in the family's own code, which is tapped as it runs. Encoders
-            keep none: "own" are seen at their products, "split" as `transpose_for_scores` gives them.
+            keep none: "own" are seen at their products, "split" as `transpose_for_scores` gives them. "none" in a model
+            whose layers are all recurrent.
         rotation: of queries and keys "whole", of a "part" that attention cuts off before, or of the whole with
             "heads last": [batch, seq, n_heads, head_dim].
         z: `hook_z` is the outputs of "heads"; with a gate or a norm behind these, it is what the "projection" reads.
@@ -34,6 +35,8 @@ class Layout:
             normed there; what they read are hook points too.
         offset: the row of `positions` of a text's first token; None if it is the one behind the padding token's.
         shared: groups of layers that are run several times each (ALBERT), which the tracing writes out.
+        recurrent: the mixer of blocks that carry a state; blocks without it attend. mixer_output: the part of it that
+            projects its output, from the mixer on.
         layers: how many a block holds, each with an attention and an MLP; `{number}` in a path is the number of one.
     """
 
@@ -45,14 +48,14 @@ class Layout:
     output_projection: str | None = "o_proj"
     attention_added: str | None = None
     middle: str | None = "post_attention_layernorm"
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"
     mlp_output: str = ""
     mlp_added: str | None = None
     gate: str | None = "gate_proj"
     up: str | None = "up_proj"
     gate_and_up: str | None = None
     down: str | None = "down_proj"
-    keys: Literal["kept", "latents", "own", "split"] = "kept"
+    keys: Literal["kept", "latents", "own", "split", "none"] = "kept"
     rotation: Literal["whole", "part", "heads last"] = "whole"
     z: Literal["heads", "projection"] = "heads"
     stream: Literal["sum", "products", "normed"] = "sum"
@@ -62,6 +65,8 @@ class Layout:
     post_norm: str | None = None
     offset: int | None = 0
     shared: str | None = None
+    recurrent: str | None = None
+    mixer_output: str = "out_proj"
 
     def layer(self, number: int) -> "Layout":
         """The layout of one of the layers that a block holds."""

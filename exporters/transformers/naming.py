@@ -5,7 +5,7 @@ from typing import Any
 import onnx_ir as ir
 
 from exporters.transformers.trace import MARKER_DOMAIN
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import KEYS_AND_VALUES, PASTS
 
 NUMBER_ATTRIBUTES = (ir.AttributeType.INT, ir.AttributeType.INTS)
 
@@ -64,11 +64,13 @@ def name_dimensions(graph: ir.Graph) -> None:
     seq = str(inputs["input_ids"].shape[1])
     symbols = {str(inputs["input_ids"].shape[0]): "batch", seq: "seq"}
     for name, value in inputs.items():  # where nothing compares them, torch has a symbol of its own for each layer's
+        if name.startswith(PASTS):
+            symbols[str(value.shape[0])] = "batch"
         if name.startswith(f"{KEYS_AND_VALUES.past}."):
             length = str(value.shape[2])
-            symbols |= {str(value.shape[0]): "batch", length: "past"}
+            symbols[length] = "past"
             symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
-    cached = "total" in symbols.values()
+    cached = any(name.startswith(PASTS) for name in inputs)
     for name in ("attention_mask", "position_ids", "token_type_ids"):
         if name in inputs:
             inputs[name].shape = ir.Shape(["batch", "total" if name == "attention_mask" and cached else "seq"])

@@ -234,7 +234,7 @@ class MlpBesideExperts(Attachment):
     """Taps on an MLP beside the experts: it reads what they read, and the block adds the two."""
 
     def mlp_result(self, i: int, block: nn.Module) -> None:
-        if not self.has("shared_mlp", block):
+        if not self.has("shared_mlp", block) or self.layout.mlp == "shared_mlp":
             super().mlp_result(i, block)
             return
         experts, beside = (self.module(path, block) for path in (self.layout.mlp, "shared_mlp"))
@@ -282,6 +282,7 @@ QUIRKS = {
     "gemma3n_text": Quirk(SeveralStreams, "predicts four streams before a layer and corrects them after it (AltUp)"),
     "gptj": PROJECTED,
     "granitemoe_swa": BESIDE,
+    "granitemoehybrid": BESIDE,
     "granitemoeshared": BESIDE,
     "jetmoe": Quirk(MixedHeads, "lets each token choose the projections of its queries and of its heads' outputs"),
     "longcat_flash": Quirk(

@@ -15,7 +15,11 @@ from mionnx.graph.metadata import NEXT_TOKEN
 HEADLESS = (
     "mionnx exports those that predict masked tokens, classes, tags, spans or embeddings, and those without a head"
 )
-RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
+RECURRENT = (
+    "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys, and its "
+    "family is not one of those whose states mionnx knows (an entry in exporters/transformers/families.py with "
+    "`recurrent`)"
+)
 ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
 STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
 # Words in the names of modules that carry a state.
@@ -50,10 +54,10 @@ REASONS = {
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
     "mobilebert": "has bottlenecks and several MLPs in each layer",
     "mra": APPROXIMATE,
-    "nemotron_h": RECURRENT,
+    "nemotron_h": "has blocks of one half each, a mixer, attention or an MLP, with no stream between attention and MLP",
     "nystromformer": APPROXIMATE,
     "perceiver": "reads bytes into a fixed number of latents",
-    "qwen4_exp_text": RECURRENT,
+    "qwen4_exp_text": STREAMS,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
     "roc_bert": "reads shapes and sounds of characters besides tokens, for which a hooked model has no input",
     "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
@@ -64,7 +68,7 @@ REASONS = {
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
     "xmod": "has adapters of each language, and no input that says which",
     "yoso": APPROXIMATE,
-    "zamba": RECURRENT,
+    "zamba": "has state-space heads with a scan each, and attention blocks that layers share",
     "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 
@@ -90,7 +94,7 @@ def refuse(config: Any, head: TaskHead = DECODER) -> None:
         raise ExportError(f"a {config.model_type!r} model {INTEGERS}: its config says quant_mode; set it to false")
     if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
-    listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
+    listed = config.model_type in FAMILIES  # with all that its layers carry: no model is made to look
     why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
     if why is not None:
         raise ExportError(f"a {config.model_type!r} model {why}: mionnx does not export such models")

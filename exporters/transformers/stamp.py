@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from exporters.recurrence.expand import RECURRENCE_DOMAIN
 from exporters.transformers.kinds import OUTSIDE, Kinds, split
 from exporters.transformers.naming import axis_asked
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import PASTS, PRESENTS
 
-_CACHE = re.compile(rf"(?:{KEYS_AND_VALUES.past}|{KEYS_AND_VALUES.present})\.(\d+)\.")
+_CACHE = re.compile(rf"(?:{'|'.join(map(re.escape, (*PASTS, *PRESENTS)))})(\d+)\.")
+
+LAYER_ATTRIBUTE = "layer"  # the attribute of a recurrence that says where it is
 
 
 def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
@@ -165,13 +168,22 @@ class _Stamper:
                 node.domain,
                 node.op_type,
                 inputs,
-                node.attributes.values(),
+                self._attributes(node, layer - template),
                 version=node.version,
                 name=f"{node.name}.{layer}",
                 outputs=outputs,
             )
             copies.append(copy)
         return copies
+
+    def _attributes(self, node: ir.Node, further: int) -> list[ir.Attr]:
+        """Attributes of a copy so many layers further; a recurrence says its layer in one of them."""
+        own = {**node.attributes}
+        if LAYER_ATTRIBUTE in own and node.domain == RECURRENCE_DOMAIN:
+            own[LAYER_ATTRIBUTE] = ir.AttrInt64(
+                LAYER_ATTRIBUTE, own[LAYER_ATTRIBUTE].as_int() + further * self.names.halves
+            )
+        return [*own.values()]
 
     def _read(self, value: ir.Value, copied: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
         """Value that a copy reads in the place of another one."""

@@ -19,6 +19,7 @@ from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.layout import IN_CODE, Layout
 from exporters.transformers.own_attention import tap_products
+from exporters.transformers.recurrent import mixer_of
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -135,26 +136,40 @@ class Attachment:
         for path, point in ((layout.mid_norm, HookPoint.ResidMidSum), (layout.post_norm, HookPoint.ResidPostSum)):
             if path:
                 self.before(self.module(path, block), partial(self.taps.at, point(i)))
-        self.name_layer(i, self.module(layout.attention, block))
-        self.heads(i, block)
+        mixer = mixer_of(block, layout)
+        if mixer is None:
+            self.name_layer(i, self.module(layout.attention, block))
+            self.heads(i, block)
+        else:
+            self.name_layer(i, mixer)
+            self.mixer(i, mixer)
         if products:
             self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
         else:
-            self.after(
-                self.module(layout.attention_added or layout.attention, block),
-                partial(self.taps.at, HookPoint.AttnOut(i)),
-            )
+            added = mixer or self.module(layout.attention_added or layout.attention, block)
+            self.after(added, partial(self.taps.at, HookPoint.AttnOut(i)))
             if layout.middle:
                 self.before(
                     self.module(layout.middle, block), partial(self.taps.at, HookPoint.ResidMid(i), stream=True)
                 )
-        self.mlp(i, block)
-        if not products:
+        if layout.mlp is not None:
+            self.mlp(i, block)
+        if layout.mlp is not None and not products:
             added = (
                 self.module(layout.mlp_added, block) if layout.mlp_added else self.mlp_part(block, layout.mlp_output)
             )
             self.after(added, partial(self.taps.at, HookPoint.MlpOut(i)))
         self.stream_after(i, block)
+
+    def mixer(self, i: int, mixer: nn.Module) -> None:
+        """Tap what a recurrent mixer reads, and what its output projection reads; what is between is in functions."""
+
+        def z(x: Tensor) -> Tensor:
+            heads = self.taps.carried[i][1].shape[1] if len(self.taps.carried[i]) > 1 else 1
+            return self.taps.at(HookPoint.SsmZ(i), x.unflatten(-1, (heads, -1))).flatten(2)
+
+        self.before(mixer, partial(self.taps.at, HookPoint.SsmPre(i)))
+        self.before(self.module(self.layout.mixer_output, mixer), z)
 
     def stream_before(self, i: int, block: nn.Module) -> None:
         self.before(block, partial(self.taps.at, HookPoint.ResidPre(i)))

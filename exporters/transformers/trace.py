@@ -30,6 +30,7 @@ from exporters.transformers.attention import (
     replace_for,
     tap_rotation,
 )
+from exporters.transformers.carried import Carries, carries, is_state
 from exporters.transformers.config import rope_parameters
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
@@ -40,11 +41,11 @@ from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_o
 from exporters.transformers.layout import Layout
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
+from exporters.transformers.recurrent import columns_read, kernel_of, mixer_of, tap_recurrences
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.graph.layers import Heads
+from mionnx.graph.layers import CachePort
 from mionnx.graph.metadata import MAIN_OUTPUTS, NEXT_TOKEN
 
 OPSET = 23
@@ -55,7 +56,7 @@ TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 # The cache of fake results costs more than it saves in one trace of a few layers.
 UNCACHED = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-PastSizes = tuple[Sequence[Heads], torch.dtype]
+PastSizes = tuple[Sequence[Carries], torch.dtype]
 
 
 class Passed(nn.Module):
@@ -93,38 +94,47 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
             stack.callback(vars(module).pop, TAPS, None)  # blocks may share a module
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
-        tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, blocks[0]))
+        run = [(block, mixer_of(block, layout)) for block in blocks if not isinstance(block, Passed)]
+        if attending := [block for block, mixer in run if mixer is None]:
+            tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, attending[0]))
+        if mixers := [mixer for _, mixer in run if mixer is not None]:
+            tap_recurrences(stack, taps, mixers[0])
         replace_for(stack, model.config, "_attn_implementation", ATTENTION_FUNCTION)
         yield
 
 
 class Cached(nn.Module):
-    """A causal language model as a function of tensors; its cache is a list of (key, value)."""
+    """A causal language model as a function of tensors; its cache is a list of what each layer carries."""
 
     def __init__(
         self, model: PreTrainedModel, layout: Layout, listen: Listener, layers: Sequence[int] | None = None
     ) -> None:
         super().__init__()
         self.model, self.layout, self.listen, self.layers = model, layout, listen, layers
-        self.word = cache_word(model)
+        self.word, self.kernel = cache_word(model), kernel_of(model, layout)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        layers = range(len(past)) if self.layers is None else self.layers
-        by_layer = dict(zip(layers, past, strict=True))
-        pasts = [by_layer.get(i, past[0]) for i in range(max(layers, default=-1) + 1)]  # others: passed over
-        cache = TappedCache(pasts, self.listen, self.layout)
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        cache = TappedCache(self._pasts(past), self.listen, self.layout)
+        tokens = {"attention_mask": attention_mask, "position_ids": position_ids}
+        if self.kernel:
+            own = torch.arange(input_ids.shape[1], device=input_ids.device) - input_ids.shape[1]
+            cache.taps.mask = attention_mask.index_select(1, own + attention_mask.shape[1])
+            cache.taps.columns = columns_read(cache.taps.mask, self.kernel)
+        if self.layout.keys == "none":  # transformers masks such a model's tokens, and here each layer does
+            tokens = {}
         with attached(self.model, cache.taps):
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                **{self.word: cache},
-                use_cache=True,
-            )
+            output = self.model(input_ids=input_ids, **tokens, **{self.word: cache}, use_cache=True)
             logits = cache.taps.at(HookPoint.Logits, output.logits)
         return logits, cache.present()
+
+    def _pasts(self, past: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """What every layer carries; nobody asks those that are passed over."""
+        layers = range(len(past)) if self.layers is None else self.layers
+        by_layer = dict(zip(layers, past, strict=True))
+        other = next((own for own in past if is_state(own)), past[0]) if past else ()
+        return [by_layer.get(i, other) for i in range(max(layers, default=-1) + 1)]
 
 
 def run_eagerly(
@@ -133,8 +143,8 @@ def run_eagerly(
     input_ids: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor,
-    past: list[tuple[Tensor, Tensor]],
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    past: list[tuple[Tensor, ...]],
+) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """Run a loaded model once in eager torch, its hook points handed to `listen`."""
     prepare(model.config)
     with torch.no_grad():
@@ -218,17 +228,23 @@ def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
     return inside[max((name for name in inside if not name or f"{path}.".startswith(f"{name}.")), key=len)]
 
 
-def heads_of(skeleton: PreTrainedModel, head: TaskHead = DECODER) -> list[Heads]:
-    """Find each layer's heads by a pass over two tokens on the meta device."""
+def carried_by(skeleton: PreTrainedModel, head: TaskHead = DECODER) -> list[Carries]:
+    """Find what each layer carries by a pass over two tokens on the meta device."""
+    seen = set[str]()
+
+    def listen(name: str, value: Tensor, _stream: bool) -> Tensor:
+        seen.add(name)
+        return value
+
     with torch.device("meta"), quiet(), torch.no_grad():
         ids = torch.ones(1, 2, dtype=torch.long)
-        module = wrapped(skeleton, lambda _name, value, _stream: value, head)
+        module = wrapped(skeleton, listen, head)
         if head.kind == NEXT_TOKEN:
-            _, pairs = module(ids, ids, ids, [])
+            _, pasts = module(ids, ids, ids, [])
         else:
             module(ids, ids, ids, ids)
-            pairs = [module.read[layer] for layer in sorted(module.read)]
-    return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in pairs]
+            pasts = [module.read[layer] for layer in sorted(module.read)]
+    return [carries(own, HookPoint.SsmWrite(layer).name in seen) for layer, own in enumerate(pasts)]
 
 
 def find_kinds(
@@ -266,12 +282,13 @@ def _example(layers: Sequence[int], sizes: PastSizes, head: TaskHead) -> tuple[A
     if head.kind != NEXT_TOKEN:
         ids, mask, positions = example_ids(past=0)
         return ids, mask, positions, torch.ones_like(ids)
-    heads, dtype = sizes
+    carried, dtype = sizes
 
-    def zeros(layer: int, part: int) -> Tensor:
-        return torch.zeros(TRACE_BATCH, heads[layer][0], TRACE_PAST, heads[layer][part], dtype=dtype)
+    def zeros(port: CachePort) -> Tensor:
+        kind = torch.promote_types(dtype, torch.float32) if port.sums else dtype
+        return torch.zeros(port.shape(TRACE_BATCH, TRACE_PAST), dtype=kind)
 
-    return *example_ids(), [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
+    return *example_ids(), [tuple(map(zeros, carried[layer].ports(layer))) for layer in layers]
 
 
 @contextmanager
@@ -302,20 +319,28 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds, head: TaskH
             with FakeTensorMode():
                 allocate(skeleton)
                 example = _example(kinds.hooked, sizes, head)
-            return to_onnx(wrapped(skeleton, _mark, head, kinds.hooked), example, kinds.hooked, MAIN_OUTPUTS[head.kind])
+            carried = sizes[0] if head.kind == NEXT_TOKEN else ()
+            ports = [carried[layer].ports(layer) for layer in kinds.hooked] if carried else []
+            return to_onnx(wrapped(skeleton, _mark, head, kinds.hooked), example, ports, MAIN_OUTPUTS[head.kind])
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
 
 
-def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int], output: str = "logits") -> ir.Model:
-    """Export a function of tokens, and of the pasts of some layers if it takes any, by torch's own exporter."""
-    dynamic, names = torch.export.Dim.DYNAMIC, KEYS_AND_VALUES
-    two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+def to_onnx(
+    module: nn.Module, example: tuple[Any, ...], ports: Sequence[Sequence[CachePort]], output: str = "logits"
+) -> ir.Model:
+    """Export a function of tokens, and of what some layers carry if it takes any, by torch's own exporter."""
+    dynamic = torch.export.Dim.DYNAMIC
     tokens = [value for value in example if isinstance(value, Tensor)]
-    layers = layers if len(tokens) < len(example) else ()
-    pasts = [[(cached, cached) for _ in past] for past in example[len(tokens) :]]
+    two = {0: dynamic, 1: dynamic}
+
+    def shape(port: CachePort) -> dict[int, Any]:
+        return {axis: dynamic for axis, dim in enumerate([None, *port.dims]) if dim is None}
+
+    pasts = [[tuple(map(shape, own)) for own in ports] for _ in example[len(tokens) :]]
+    flat = [port for own in ports for port in own]
     program = torch.onnx.export(
         module.eval(),
         example,
@@ -324,8 +349,8 @@ def to_onnx(module: nn.Module, example: tuple[Any, ...], layers: Sequence[int], 
         opset_version=OPSET,
         optimize=False,
         verbose=False,
-        input_names=[*TOKEN_INPUTS[: len(tokens)], *(name for i in layers for name in names.layer_inputs(i))],
-        output_names=[output, *(name for i in layers for name in names.layer_outputs(i))],
+        input_names=[*TOKEN_INPUTS[: len(tokens)], *(port.past for port in flat)],
+        output_names=[output, *(port.present for port in flat)],
     )
     for value in list(program.model.graph.initializers.values()):  # by the model's names, not by those of the wrapper
         del program.model.graph.initializers[value.name]

@@ -16,7 +16,7 @@ from mionnx.bind.rwkv_gates import StateEdit, state_layers, states_of
 from mionnx.bind.selection import Selection
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
-from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hook_points import LAST_STATES, HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.influence import Reach
 from mionnx.graph.output_head import LOGITS
@@ -195,7 +195,7 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: ShownValues, model: HookedMo
     overwritten = replaced_whole(edits) - {edit.hook}
     # Without a look at the graph: every hook point but the last state leads to the logits, unless something between
     # them is overwritten.
-    leads_on = not overwritten and HookPoint.parse(edit.hook).variant != "RwkvState"
+    leads_on = not overwritten and HookPoint.parse(edit.hook).variant not in LAST_STATES
     if leads_on and shown.logits and (chosen is None or LOGITS not in shown.positions):
         return
     reach = model.influence.of(edit.hook, overwritten)
@@ -271,16 +271,17 @@ def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritte
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))
         for layer in state_layers(state, model.metadata)
-        for begin in _begins(state, layer)
+        for begin in _begins(state, layer, model)
     )
 
 
-def _begins(state: StateEdit, layer: int) -> list[str]:
+def _begins(state: StateEdit, layer: int, model: HookedModel) -> list[str]:
     """Hook points of a layer at which the effect of a state intervention begins."""
     # the first hook points behind the state; token shifts also change what r, k, v and the channel mix read
-    mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer)]
+    mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer), HookPoint.SsmY(layer), HookPoint.SsmState(layer)]
     shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
-    return [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
+    begins = [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
+    return [name for name in begins if name in model.metadata.hooks]
 
 
 def _in_time(state: StateEdit, positions: ByRow | None, batch: TokenBatch) -> bool:

@@ -4,7 +4,7 @@ A call makes one for each of its spec's interventions; inputs and checks read th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -221,10 +221,14 @@ class Selection:
 
     def values(self, dtype: DTypeLike) -> tuple[NDArray[Any], ...]:
         """The intervention's values as the graph takes them: of the activation's dtype and rank."""
-        return tuple(self._shaped(value, dtype) for value in self.intervention.values)
+        rules, values = self.intervention.rules, self.intervention.values
+        return tuple(
+            self._shaped(rules.shape_of(name), value, dtype) for name, value in zip(rules.values, values, strict=True)
+        )
 
-    def _shaped(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
-        form = self.intervention.rules.shape
+    def _shaped(self, form: ValueShape, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        if form is ValueShape.COORDINATES:
+            return self._with_width(value.shape[-1])._shaped(ValueShape.BROADCAST, value, dtype)
         # [n, width]: no axis of it is one of the activation's but the last
         if form is ValueShape.DIRECTIONS:
             if value.shape[-1] != self.shape[-1]:
@@ -249,6 +253,11 @@ class Selection:
         if form is ValueShape.EXACT:
             return np.ascontiguousarray(np.broadcast_to(cast, self.shape))  # it stands for the activation itself
         return cast.reshape((1,) * (len(self.shape) - cast.ndim) + cast.shape)
+
+    def _with_width(self, k: int) -> "Selection":
+        """The same rows, heads and positions of an activation with k coordinates in place of its width."""
+        edit = replace(self.edit, axes=(*self.edit.axes[:-1], "k"))
+        return replace(self, edit=edit, shape=(*self.shape[:-1], k))
 
     def applied(self, activation: NDArray[Any], choice: NDArray[Any] | None = None) -> NDArray[Any]:
         """The activation after the intervention, by the kind's reference; `choice` is [batch, seq, n_chosen]."""

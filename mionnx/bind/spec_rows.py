@@ -1,6 +1,6 @@
 """`SpecRows`: a bound spec on a list of texts, and the part of it that belongs to some of the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,10 +30,14 @@ def differs_by_row(bound: BoundSpec) -> bool:
 def _differs(axes: Sequence[str], one: Intervention) -> bool:
     if one.rows is not None or _nested(one) or isinstance(one.positions, str):
         return True
-    if one.rules.shape is ValueShape.DIRECTIONS:  # directions are the same in every row
-        return False
-    sizes = (zip(axes[::-1], value.shape[::-1], strict=False) for value in one.values)
+    sizes = (zip(axes[::-1], value.shape[::-1], strict=False) for value, of_rows in _values(one) if of_rows)
     return any(size > 1 and axis in (*TOKEN_AXES, "batch") for pairs in sizes for axis, size in pairs)
+
+
+def _values(one: Intervention) -> Iterator[tuple[Array, bool]]:
+    """Each value, and whether its axes are the activation's: directions are the same in every row."""
+    for name, value in zip(one.rules.values, one.values, strict=True):
+        yield value, one.rules.shape_of(name) is not ValueShape.DIRECTIONS
 
 
 def _nested(one: Intervention) -> bool:
@@ -174,8 +178,8 @@ class SpecRows:
             changed["rows"] = tuple(rows.index(row) for row in values.chosen)
         if _nested(one):
             changed["positions"] = _positions(selection, rows)
-        if one.rules.shape is not ValueShape.DIRECTIONS and one.values:
-            parts = tuple(map(values.of, one.values))
+        parts = tuple(values.of(value) if of_rows else value for value, of_rows in _values(one))
+        if parts:
             changed |= {"several": parts} if one.value is None else {"value": parts[0]}
         return replace(one, **changed)
 

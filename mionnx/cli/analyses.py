@@ -210,6 +210,17 @@ LENS = Command(
 )
 
 
+PATCHSCOPE = Command(
+    [MIModel.patchscope],
+    [
+        f'mionnx patchscope {LLAMA} "France has its capital in" --position 0 --target "The capital of Japan is" \\\n'
+        "  --placeholder Japan --token-ids Paris"
+    ],
+    positional=("source",),
+    without=("target_model", "mapping"),
+)
+
+
 def _attention(result: Any, position: Place = -1) -> Iterator[Any]:
     yield attention_table(result, result.at(position))
 

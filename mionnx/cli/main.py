@@ -28,6 +28,7 @@ COMMANDS = {
     "attribute-patch": ("analyses.ATTRIBUTE_PATCH", "Estimate a patching sweep from gradients, leading cells exactly."),
     "circuit": ("analyses.CIRCUIT", "Find the leading edges between heads and MLPs, and run the model on these alone."),
     "lens": ("analyses.LENS", "Show the next token that every layer would predict, were it the last (logit lens)."),
+    "patchscope": ("analyses.PATCHSCOPE", "Read each layer's stream by what a model says with it in another prompt."),
     "attention": ("analyses.ATTENTION", "Show the tokens that each head attends to."),
     "attribute": ("analyses.ATTRIBUTE", "Decompose a logit into contributions of embeddings, heads and MLPs."),
     "heads": ("analyses.HEADS", "Score previous-token, duplicate-token and induction heads on repeated sequences."),

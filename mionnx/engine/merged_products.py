@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mionnx.engine.engine import graph_of
+from mionnx.engine.fused_recurrence import BRANCH, fuse_recurrences
 from mionnx.engine.halved_products import BLOCK_PRODUCT, constants_of, halve_products, replace_nodes
 from mionnx.graph.dataflow import Dataflow, attributes
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
 from mionnx.graph.packed_weight import LEVEL
 
 COLUMN_COUNT = "N"
+NAMES = BLOCK_PRODUCT.encode(), BRANCH.encode()  # of what there is to change, in a file
 WEIGHT_INPUTS = slice(1, 4)  # inputs of a product: packed numbers, scales, zero points
 PLACE_KEYS = {"location", "offset", "length"}  # others tell of packed weights
 MOST_INPUTS = 4  # inputs of a product that has no bias and no order
@@ -61,21 +63,23 @@ class Place:
 
 
 def with_merged(model: Path | bytes) -> Path | bytes:
-    """A model with products and heads merged, or halved; as it is given where none is."""
-    if not (_mentions(model) if isinstance(model, Path) else BLOCK_PRODUCT.encode() in model):
+    """A model with products and heads merged or halved, and recurrences fused; as it is given where none is."""
+    if not (_mentions(model) if isinstance(model, Path) else any(name in model for name in NAMES)):
         return model
     proto = graph_of(model)
-    changes = halve_products(proto), merge_products(proto), merge_heads(proto)
+    changes = [fuse_recurrences(proto)]
+    if any(node.op_type == BLOCK_PRODUCT for node in proto.graph.node):
+        changes += [halve_products(proto), merge_products(proto), merge_heads(proto)]
     return proto.SerializeToString() if any(changes) else model
 
 
 def _mentions(path: Path) -> bool:
-    """Whether a file has the operator's name; mapped, as its weights may lie inside."""
+    """Whether a file has one of the names; mapped, as its weights may lie inside."""
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return False
         with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
-            return mapped.find(BLOCK_PRODUCT.encode()) >= 0
+            return any(mapped.find(name) >= 0 for name in NAMES)
 
 
 def merge_products(model: onnx.ModelProto) -> int:

@@ -28,6 +28,9 @@ CHOSEN_SHAPE = ("batch", "seq", "n_chosen")
 RESULT = ("batch", "seq", "n_heads", "hidden")
 STATE_SHAPE = ("batch", "n_heads", "key_dim", "value_dim")
 STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
+MIXER_HEADS = ("batch", "seq", "n_heads", "value_dim")
+MIXER_KEYS = ("batch", "seq", "n_heads", "key_dim")
+LAST_STATES = ("RwkvState", "SsmState")  # variants of the state after the last token, which only a next call reads
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
 # no leading zeros: one hook point has one name
@@ -154,6 +157,17 @@ class HookPoint:
     RwkvEffectiveAttnRaw = Layered(
         "blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE, "attention", "RwkvState", instead="RwkvK", on_request=True
     )
+    SsmPre = Layered("blocks.{i}.ssm.hook_pre", RESIDUAL, "attention")
+    SsmConv = Layered("blocks.{i}.ssm.hook_conv", ("batch", "seq", "channels"), "attention")
+    SsmDt = Layered("blocks.{i}.ssm.hook_dt", ("batch", "seq", "n_steps"), "attention")
+    SsmQ = Layered("blocks.{i}.ssm.hook_q", MIXER_KEYS, "attention")
+    SsmK = Layered("blocks.{i}.ssm.hook_k", MIXER_KEYS, "attention")
+    SsmV = Layered("blocks.{i}.ssm.hook_v", MIXER_HEADS, "attention")
+    SsmWrite = Layered("blocks.{i}.ssm.hook_write", ("batch", "seq", "n_heads", "strength"), "attention")
+    SsmLogDecay = Layered("blocks.{i}.ssm.hook_log_decay", ("batch", "seq", "n_heads", "n_decays"), "attention")
+    SsmY = Layered("blocks.{i}.ssm.hook_y", MIXER_HEADS, "attention")
+    SsmState = Layered("blocks.{i}.ssm.hook_state", STATE_SHAPE, "attention")
+    SsmZ = Layered("blocks.{i}.ssm.hook_z", MIXER_HEADS, "attention")
     AttnOut = Layered("blocks.{i}.hook_attn_out", RESIDUAL, "attention")
     ResidMidSum = Layered("blocks.{i}.hook_resid_mid_sum", RESIDUAL, "stream")
     ResidMid = Layered("blocks.{i}.hook_resid_mid", RESIDUAL, "stream")

@@ -58,7 +58,8 @@ def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads, recurrence: Recurre
     if sizes.embedding_size is not None and point.variant in EMBEDDINGS:
         named["hidden"] = sizes.embedding_size
     if recurrence is not None and ".ssm." in point.name:
-        own = (recurrence.n_heads, recurrence.key_dim, recurrence.value_dim, recurrence.channels)
+        heads = (recurrence.n_heads, recurrence.key_dim, recurrence.value_dim)
+        own = (*(heads if recurrence.has_state else (1, 0, recurrence.channels)), recurrence.channels)
         return named | dict(zip(("n_heads", "key_dim", "value_dim", "channels"), own, strict=True))
     width = value_size if point.variant in ("AttnV", "AttnZ") else size
     return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)

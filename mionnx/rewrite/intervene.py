@@ -51,8 +51,9 @@ def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
 def _insert(op: "EditBuilder", old: gs.Variable, positions: gs.Variable | None) -> gs.Variable:
     edit = op.edit
     selection = _selection(op, edit, old, positions)
-    rank = edit.kind.rank(len(edit.axes))
-    changed = edit.kind.nodes(op, old, *(op.input(name, old.dtype, rank) for name in edit.value_inputs))
+    ranks = [edit.kind.rank(len(edit.axes), name) for name in edit.kind.values]
+    inputs = [op.input(name, old.dtype, rank) for name, rank in zip(edit.value_inputs, ranks, strict=True)]
+    changed = edit.kind.nodes(op, old, *inputs)
     # computed everywhere, and taken where it is selected: shapes do not depend on the selection
     return changed if selection is None else op.Where(selection, changed, old, dtype=old.dtype)
 

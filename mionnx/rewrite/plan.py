@@ -22,8 +22,8 @@ class EditKind(Protocol):
     name: ClassVar[str]
     values: ClassVar[tuple[str, ...]]
 
-    def rank(self, activation: int) -> int:
-        """The rank of the values, at an activation of some rank."""
+    def rank(self, activation: int, name: str) -> int:
+        """The rank of a value, at an activation of some rank."""
         ...
 
     def nodes(self, op: Any, x: Any, *values: Any) -> Any:

@@ -17,7 +17,7 @@ from mionnx.bind.knockout_mask import of_texts
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.axes import KEYS, format_shape
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hook_points import LAST_STATES, HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.arrays import to_array
@@ -26,7 +26,7 @@ from mionnx.spec.hook_choice import HookChoice, Predicate, resolve
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate
 HookFunctions = Iterable[tuple[Where, HookFunction]]
-SCORES, STATE_VARIANT = "AttnScores", "RwkvState"
+SCORES = "AttnScores"
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[
     """Find hooked values that no returned value, and no other function's, is computed from."""
     # If nothing is returned, functions only read, and their changes are theirs to know: none is dead.
     ends = {str(HookPoint.parse(name).source) for name in returned}
-    doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE_VARIANT]
+    doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant in LAST_STATES]
     spliced = any(HookPoint.parse(name).variant == "Custom" and "hook_" in name for name in returned)
     if not returned or not doubtful or spliced:
         return set()
@@ -193,5 +193,5 @@ def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.flo
     """Return a value on which nothing depends, if it is unchanged."""
     if np.array_equal(before, after):
         return after
-    instead = "run_with_cache returns the state" if HookPoint.parse(name).variant == STATE_VARIANT else "ask for more"
+    instead = "run_with_cache returns the state" if HookPoint.parse(name).variant in LAST_STATES else "ask for more"
     raise InterventionError(f"a function changed {name}, and nothing that is returned depends on it: {instead}")

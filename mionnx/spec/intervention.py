@@ -3,33 +3,52 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature, unwrap
 from types import SimpleNamespace
 from typing import Any, ParamSpec, get_args, get_type_hints
 
 from mionnx.errors import InterventionError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
-from mionnx.spec.kinds import KINDS, add, add_when, clamp, knockout, project_out, replace, scale, splice, window, zero
+from mionnx.spec.kinds import (
+    KINDS,
+    add,
+    add_when,
+    clamp,
+    knockout,
+    low_rank,
+    project_out,
+    replace,
+    scale,
+    splice,
+    window,
+    zero,
+)
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 from mionnx.spec.limits import LATER, LIMITS, checked
 
 Arguments = ParamSpec("Arguments")
 
 
-def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Intervention]":
-    """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
-    declared = signature(make)
+def with_limits(function: Callable[..., Any]) -> Signature:
+    """The signature of a function of limits that gives an intervention, with each limit by its name."""
+    plain = unwrap(function)
+    declared = signature(plain)
     *own, limits = declared.parameters.values()
     if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as callers write it
         # This annotation alone: others of a kind may name what type checkers alone import.
         alone = SimpleNamespace(__annotations__={"limits": limits.annotation})
-        (names,) = get_args(get_type_hints(alone, make.__globals__)["limits"])  # type: ignore[attr-defined]
+        (names,) = get_args(get_type_hints(alone, plain.__globals__)["limits"])  # type: ignore[attr-defined]
         own += [
             Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint.__forward_arg__)
             for name, hint in names.__annotations__.items()
         ]
-    shown = declared.replace(parameters=own, return_annotation="Intervention")
+    return declared.replace(parameters=own, return_annotation="Intervention")
+
+
+def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Intervention]":
+    """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
+    shown = with_limits(make)
 
     @wraps(make)
     def construct(*args: Arguments.args, **options: Arguments.kwargs) -> "Intervention":
@@ -94,7 +113,7 @@ class Intervention(Brief, Change):
         for name, limit in checked({name: getattr(self, name) for name in LIMITS}).items():
             object.__setattr__(self, name, limit)
         if self.neurons is not None and rules.shape is ValueShape.DIRECTIONS:
-            raise InterventionError(f"{self.kind} removes directions along all neurons: it has no neurons= to choose")
+            raise InterventionError(f"{self.kind} works on directions along all neurons: it has no neurons= to choose")
         if rules.has_fragment != (self.fragment is not None):
             raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 
@@ -108,6 +127,7 @@ class Intervention(Brief, Change):
     Clamp = staticmethod(constructor(clamp.Clamp.make))
     Window = staticmethod(constructor(window.Window.make))
     AddWhen = staticmethod(constructor(add_when.AddWhen.make))
+    LowRank = staticmethod(constructor(low_rank.LowRank.make))
 
     @property
     def rules(self) -> Kind:

@@ -16,7 +16,7 @@ from exporters.transformers import hooked_graph
 from exporters.transformers.hooked_graph import make_graph
 from exporters.transformers.kinds import Kinds
 from exporters.transformers.stamp import stamp
-from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of
+from exporters.transformers.trace import buffers_of, carried_by, find_kinds, skeleton_of
 from mionnx import MIModel
 
 SLIDING = ["sliding_attention"]
@@ -66,7 +66,7 @@ def kinds(family: str, changes: dict[str, Any], edit: Callable[[Any], None] = la
     config = config_of(family, changes)
     skeleton = skeleton_of(config, torch.float32)
     edit(skeleton)
-    return find_kinds(skeleton, (heads_of(skeleton), torch.float32), buffers_of(skeleton))
+    return find_kinds(skeleton, (carried_by(skeleton), torch.float32), buffers_of(skeleton))
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,16 @@ def activation(rng: np.random.Generator, point: HookPoint, dtype: type) -> np.nd
     return x
 
 
-def value(rng: np.random.Generator, kind: Kind, x: np.ndarray, infinity: float | None) -> np.ndarray:
+def value(rng: np.random.Generator, kind: Kind, name: str, x: np.ndarray) -> np.ndarray:
     """A value of the kind's shape: all of the activation's, or broadcast along some axes."""
-    if kind.shape is ValueShape.DIRECTIONS:
+    form, infinity = kind.shape_of(name), kind.infinities.get(name)
+    if form is ValueShape.DIRECTIONS:
         return np.linalg.qr(rng.normal(size=(x.shape[-1], 2)))[0].T.astype(x.dtype)
-    shape = x.shape if kind.shape is ValueShape.EXACT else [size if rng.random() < 0.5 else 1 for size in x.shape]
+    shape = x.shape if form is ValueShape.EXACT else [size if rng.random() < 0.5 else 1 for size in x.shape]
+    if form is ValueShape.COORDINATES:
+        shape = [*shape[:-1], 2]
     numbers = rng.normal(size=shape)
-    if kind.shape is ValueShape.ATTENTION_MASK:
+    if form is ValueShape.ATTENTION_MASK:
         numbers[:] = 0
     if infinity is not None:
         numbers[rng.random(shape) < 0.3] = infinity
@@ -95,7 +98,7 @@ def test_nodes_equal_the_reference(name: str, where: str, seed: int, dtype: type
         return
     kind = kind_at(KINDS[name], point)
     x = activation(rng, point, dtype)
-    values = [value(rng, kind, x, kind.infinities.get(each)) for each in kind.values]
+    values = [value(rng, kind, each, x) for each in kind.values]
     expected = kind.reference(x, *([Fragment.of(FRAGMENT)] if kind.has_fragment else values))
     found = changed_by_nodes(kind, point, x, values)
     assert found.dtype == expected.dtype == dtype
@@ -135,7 +138,7 @@ def test_a_kind_has_a_constructor_with_the_limits(name: str) -> None:
     constructor = getattr(Intervention, KINDS[name].title)
     assert KINDS[name].title in dir(Intervention)
     limits = ["positions", "heads", "rows", *([] if name in ("knockout", "window") else ["experts"])]
-    limits += [] if name in ("knockout", "window", "project_out") else ["neurons"]
+    limits += [] if name in ("knockout", "window", "low_rank", "project_out") else ["neurons"]
     assert [*signature(constructor).parameters][-len(limits) :] == limits
     assert constructor.__doc__ == KINDS[name].make.__doc__
     assert signature(constructor).return_annotation == "Intervention"

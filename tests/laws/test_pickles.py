@@ -37,6 +37,7 @@ from mionnx import (
     StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
+    Subspace,
     create_knockout_mask,
     probe,
 )
@@ -109,6 +110,8 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "KVCache": lambda model: model.generate(TEXT, max_new_tokens=3).cache,
     "LayerCache": lambda model: LayerCache([{"state": np.eye(3)[None, None]}, {}], np.ones((1, 4), np.int64)),
     "KnockoutSpec": lambda model: KNOCKOUT,
+    "Subspace": lambda model: Subspace(np.eye(2, 128)),
+    "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),
     "ModelSizes": lambda model: model.cfg,

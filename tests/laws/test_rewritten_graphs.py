@@ -88,6 +88,11 @@ SPECS: dict[str, tuple[str, Callable[[], HookSpec], bool | Logits]] = {
         lambda: HookSpec().intervene("blocks.0.hook_resid_post", Intervention.ProjectOut(vector())),
         Logits(positions=-1, k=3),
     ),
+    "low rank": (
+        "world-llama",
+        lambda: HookSpec().intervene("blocks.0.hook_resid_post", Intervention.LowRank(vector(), vector(), positions=0)),
+        Logits(positions=-1, k=3),
+    ),
     "parts": (
         "world-llama",
         lambda: HookSpec().capture("blocks.*.attn.hook_pattern", positions=-1, heads=[0, 3]),

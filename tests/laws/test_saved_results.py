@@ -113,6 +113,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(k=3)),
     "HookCache with gradients": lambda model: model.gradients(TEXT, POINT, answer="Paris"),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
+    "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3, token_ids=["Paris"]),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "ProbeResult": probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
@@ -337,7 +338,7 @@ def test_a_kind_is_refused_as_another(shipped: MIModel, tmp_path: Path, kind: ty
 
 SHOWN = ["AttentionPatterns", "AttributedSweep", "Attribution", "Attributions", "Circuit", "DoseResponse"]
 SHOWN += ["EdgeAttribution", "FeatureActivations", "HeadScores", "LensResult", "LogitDiffs", "ProbeResult", "Saliency"]
-SHOWN += ["MatrixLosses", "ModelLosses", "SweepResult", "Verification"]
+SHOWN += ["MatrixLosses", "ModelLosses", "Patchscope", "SweepResult", "Verification"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

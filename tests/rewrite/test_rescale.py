@@ -29,6 +29,7 @@ def test_edits_gradients_and_a_past_mean_the_same(shipped, tmp_path):
         "clamp": Intervention.Clamp(-1.0, 1.0),
         "zero": Intervention.Zero(),
         "project": Intervention.ProjectOut(vector),
+        "low rank": Intervention.LowRank(vector / 64, vector, 0.5),
         "replace": Intervention.Replace(vector, positions=-1),
     }
     plain = shipped.forward(prompt).output()

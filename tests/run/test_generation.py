@@ -85,6 +85,12 @@ EDITS = {
     "replace part": Intervention.Replace(np.linspace(-2, 2, 128).reshape(2, 64), positions=[2, 7]),
     "project out": Intervention.ProjectOut(np.cos(np.arange(64))),
     "project out generated": Intervention.ProjectOut(np.sin(np.arange(64)), positions="generated"),
+    "low rank generated": Intervention.LowRank(
+        np.cos(np.arange(128)).reshape(2, 64) / 8,
+        np.sin(np.arange(128)).reshape(2, 64),
+        [0.5, -0.3],
+        positions="generated",
+    ),
     "rows": Intervention.Scale(0.5, rows=0, positions="generated"),
 }
 
@@ -114,7 +120,7 @@ def _fitting(point: HookPoint, edit: Intervention, shape: tuple[int, int]) -> In
                 if column < shape[1]:
                     full[row, column] = part
         value = full
-    return Intervention(edit.kind, value, edit.positions, edit.heads, edit.rows)
+    return Intervention(edit.kind, value, edit.positions, edit.heads, edit.rows, several=edit.several)
 
 
 @pytest.mark.parametrize("kind", EDITS)

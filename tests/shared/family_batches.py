@@ -97,6 +97,8 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
             made.pop()  # equal logits: which experts are chosen then is nobody's business
         if point.axes[-1] != "seq_k":
             made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
+            read, write = rng.normal(0, 0.1, (2, 2, shape[-1]))
+            made.append(Intervention.LowRank(read, write, rng.normal(0, 0.3, 2), **limit))
         if point.variant == "AttnScores":
             mask = np.zeros(shape, np.float32)
             past = shape[-1] - shape[-2]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.trace import run_eagerly
 from mionnx import HookPoint, Intervention
 
-Past = list[tuple[Tensor, Tensor]]
+Past = list[tuple[Tensor, ...]]
 Edits = Sequence[tuple[HookPoint, Intervention]]
 
 
@@ -40,7 +40,7 @@ class Outcome:
 
     logits: np.ndarray
     values: dict[str, np.ndarray] = field(default_factory=dict)
-    cache: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    cache: list[tuple[np.ndarray, ...]] = field(default_factory=list)
 
 
 def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
@@ -75,7 +75,7 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
 
     logits, cache = run_eagerly(model, listen, ids[:, rest], mask, positions[:, rest], past)
     outcome.logits = logits.numpy()
-    outcome.cache = [(key.numpy(), value.numpy()) for key, value in cache]
+    outcome.cache = [tuple(part.numpy() for part in own) for own in cache]
     return outcome
 
 
@@ -116,6 +116,9 @@ def apply(
         changed = given.expand_as(value).to(value.dtype)
     elif edit.kind == "project_out":
         changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
+    elif edit.kind == "low_rank":
+        write, read, offset = (torch.from_numpy(np.asarray(one, np.float32)) for one in edit.values)
+        changed = value + (torch.einsum("...w,kw->...k", value, read) + offset) @ write
     else:
         raise NotImplementedError(edit.kind)
     selected = _selected(value, point, edit, here, ends)

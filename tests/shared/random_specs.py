@@ -277,7 +277,7 @@ class DrawSpec:
     def kinds(self, point: Point) -> list[str]:
         kinds = ["add", "scale", "zero", "replace", "clamp"]
         if point.axes[-1] != "seq_k":  # keys are no features, which always is refused
-            kinds.append("project_out")
+            kinds += ["project_out", "low_rank"]
         if point.short == "scores":
             kinds += ["knockout"] * 4
         return [*kinds, "splice"] if self.chance(0.3) else kinds
@@ -342,6 +342,14 @@ class DrawSpec:
         if edit.kind == "project_out":
             shape = [int(width)] if self.chance(0.5) else [self.rng.randint(1, 2), int(width)]
             return (self.draw.numbers(shape, 1.0),)
+        if edit.kind == "low_rank":
+            k = self.rng.randint(1, 2)
+            read, write = self.draw.numbers([k, int(width)], 0.2), self.draw.numbers([k, int(width)], 0.2)
+            offset = np.resize(self.value(edit), k)
+            if self.chance(0.7):
+                sizes = [self.size(edit, axis, False) for axis in range(len(edit.point.axes) - 1)]
+                offset = self.draw.numbers([*sizes, k])
+            return read, write, offset
         if edit.kind == "clamp":
             low = self.value(edit)
             high = np.max(low) + self.draw.numbers(np.shape(low) if self.chance(0.5) else ()) ** 2

@@ -114,14 +114,14 @@ class Text:
                     slice(0, batch.seen(self.index, t)) if point.axes[-1] == "seq_k" else slice(None)
                 )
                 entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
-                given = [self.given(one, edit, batch, t, head) for one in edit.values]
+                given = [self.given(one, edit, batch, t, head, n) for n, one in enumerate(edit.values)]
                 read = None if edit.reads is None else self.values[edit.reads][entry]
                 value[entry] = changed(edit, value[entry], given, read)
         return in_float32(value) if point.short == "scores" else value
 
-    def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None) -> Any:
+    def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None, number: int) -> Any:
         """The part of a value that belongs to one position and head."""
-        if value is None or edit.kind in ("project_out", "splice"):
+        if value is None or edit.kind in ("project_out", "splice") or (edit.kind == "low_rank" and number < 2):
             return value
         if edit.kind == "knockout":
             return self.cut(value, edit, batch, t, head)
@@ -183,6 +183,9 @@ def changed(edit: Edit, old: Array, given: Sequence[Any], read: Array | None) ->
     if edit.kind == "project_out":
         directions = np.atleast_2d(given[0]).astype(np.float64)
         return old - np.linalg.lstsq(directions.T, old.T, rcond=None)[0].T @ directions
+    if edit.kind == "low_rank":
+        read, write = (np.asarray(one, np.float64) for one in given[:2])
+        return old + (np.einsum("...w,kw->...k", old, read) + given[2]) @ write
     if edit.kind == "splice":
         half = 0 if read is None else read.clip(-MOST_READ, MOST_READ) / 2
         return old * given[0].astype(np.float64) + np.tanh(old) + half

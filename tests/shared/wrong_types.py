@@ -44,6 +44,7 @@ from mionnx import (
     StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
+    Subspace,
     TextStreamer,
     create_knockout_mask,
     probe,
@@ -175,6 +176,7 @@ def _specs() -> Iterator[Call]:
         "Scale": {"factor": 2.0},
         "Zero": {},
         "ProjectOut": {"direction": [1.0, 0.0]},
+        "LowRank": {"read": [1.0, 0.0], "write": [0.0, 1.0], "offset": 0.5},
         "Knockout": {"mask": np.full((2, 2), -np.inf)},
         "Window": {"tokens": 2},
         "Clamp": {"low": 0.0},
@@ -266,6 +268,14 @@ def _steering() -> Iterator[Call]:
     yield Call("Directions", lambda: Directions, {"vectors": np.eye(2, 128), "layers": (0, 1)})
     direction = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
     yield from _methods("Direction", lambda: direction, {"intervention": {}, "spec": {}})
+    pair = Subspace([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    yield Call("Subspace", lambda: Subspace, {"vectors": [[1.0, 0.0], [0.0, 1.0]], "orthonormal": True})
+    activations = {"source": [1.0, 2.0, 3.0]}
+    built = {"random": {"k": 1, "width": 3}, "neurons": {"neurons": [0], "width": 3}}
+    built["mean_differences"] = {"activations": [[1.0, 2.0], [3.0, 4.0]], "labels": [0, 1]}
+    moves = {"ablate": {}, "steer": {"coordinates": 1.0}, "clamp": {"coordinates": [1.0, 2.0]}, "swap": {}}
+    moves |= {"interchange": activations, "placebo": {"base": [0.0, 1.0, 0.0], **activations}}
+    yield from _methods("Subspace", lambda: pair, {**built, **moves, "coordinates": {"activations": [1.0, 2.0, 3.0]}})
     yield Call("Direction", lambda: Direction, {"hook": "blocks.1.hook_resid_post", "vector": np.ones(128)})
 
 
@@ -381,6 +391,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "head_scores": {"batch": 2, "period": 4},
         "logit_lens": {"source": PROMPT, "layers": [1]},
         "project_to_vocab": {"residual": row},
+        "patchscope": {"source": PROMPT, "layers": [1], "target": OTHER, "max_new_tokens": 1},
         "track_token": {**one, "token": ANSWER},
         "track_token_at": {"residual": row, "token": ANSWER},
         "track_race": {"source": PROMPT},
@@ -474,6 +485,8 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     )
     scores = model.head_scores(batch=2, period=4)
     yield from _methods("HeadScores", lambda: scores, {"top": {"kind": "induction"}, "table": {}})
+    scope = model.patchscope(PROMPT, target=OTHER, layers=[1], max_new_tokens=1)
+    yield from _methods("Patchscope", lambda: scope, {"table": {}})
     attribution = model.attribute(PROMPT, ANSWER)
     yield from _methods("Attribution", lambda: attribution, {"top": {}, "table": {}})
     several = model.attribute([PROMPT, OTHER], ANSWER)
@@ -513,7 +526,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     state = StateAblationResult(cache[0, -1], cache[0, -2], StateKnockoutSpec().position(0))
     bisection = model.bisect(PROMPT, ["ort-cpu", "ort-cpu:none"])
     yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
-    yield from _stored(folder, several, differences)
+    yield from _stored(folder, several, differences, scope)
     several_rows = model.forward([PROMPT, OTHER], HookSpec().capture("hook_embed"), batch_size=1)
     yield from _stored(folder, generation, ablation, state, bisection, several_rows)
     yield from _activations(model, folder)

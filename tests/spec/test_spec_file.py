@@ -24,7 +24,7 @@ HOOKS = st.sampled_from(["hook_embed", "blocks.0.attn.hook_z", "blocks.*.hook_re
 
 @st.composite
 def edits(draw: st.DrawFn) -> Intervention:
-    kind = draw(st.sampled_from(["Replace", "Add", "Scale", "Zero", "ProjectOut", "Knockout"]))
+    kind = draw(st.sampled_from(["Replace", "Add", "Scale", "Zero", "ProjectOut", "LowRank", "Knockout"]))
     limits = {
         "positions": draw(st.none() | st.lists(st.integers(-9, 9), min_size=1, max_size=3) | st.just([[0, 1], [-1]])),
         "heads": draw(st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3)),
@@ -38,6 +38,9 @@ def edits(draw: st.DrawFn) -> Intervention:
     )
     if kind == "ProjectOut":
         return Intervention.ProjectOut(value.reshape(-1)[:4], **limits)
+    if kind == "LowRank":
+        one = value.reshape(-1)[:4]
+        return Intervention.LowRank(one.astype(dtype), -one, value[..., :1], **limits)
     if kind == "Knockout":
         value = np.where(value > 0, 0, -np.inf)
     return getattr(Intervention, kind)(value.astype(dtype), **limits)

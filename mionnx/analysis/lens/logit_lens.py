@@ -111,7 +111,7 @@ def logit_lens(
         return _read_vectors(model, source, k)
     texts = texts_of(model, source)
     indices = [_indices(text, positions) for text in texts]
-    names = _stream_names(model, layers, points)
+    names = stream_names(model, layers, points)
     # The stream after the last layer is the reference of divergences and tells the answers.
     captured = [*names, str(HookPoint.ResidPost(model.num_layers - 1))]
     tracked = [token_of(model, token) for token in token_ids]
@@ -146,7 +146,7 @@ def _lens_result(
     return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.token_id, reader.read)
 
 
-def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
+def stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
     """The hook points of the requested residual streams, in execution order."""
     kinds = [points] if isinstance(points, str) else list(points)
     for point in kinds:

@@ -25,6 +25,7 @@ class ValueShape(Enum):
     BROADCAST = "broadcasts to the activation, or to the part that the limits select"
     EXACT = "the activation's own shape; with limits, one that broadcasts to it or to the selected part"
     DIRECTIONS = "[k, width]: directions along the activation's last axis"
+    COORDINATES = "as BROADCAST, with the number k of directions in place of the activation's width"
     ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of each row's own text, past included"
 
 
@@ -113,9 +114,13 @@ class Kind(ABC):
     def reference(self, x: Array, *values: Any) -> Array:
         """Compute in numpy what the nodes have to equal; arguments as for `nodes`."""
 
-    def rank(self, activation: int) -> int:
-        """The rank of the value inputs, at an activation of some rank."""
-        return 2 if self.shape is ValueShape.DIRECTIONS else activation
+    def shape_of(self, name: str) -> ValueShape:
+        """How the shape of one of its values is related to the activation's."""
+        return self.shape
+
+    def rank(self, activation: int, name: str) -> int:
+        """The rank of the input of a value, at an activation of some rank."""
+        return 2 if self.shape_of(name) is ValueShape.DIRECTIONS else activation
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Kind":
         """The kind at a hook point, with the structure that it has there; refused where it makes no sense."""

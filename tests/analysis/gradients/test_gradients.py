@@ -134,6 +134,7 @@ INTERVENTIONS = {
     "scale": ("blocks.2.hook_mlp_out", Intervention.Scale(0.3)),
     "add": ("blocks.2.hook_resid_pre", Intervention.Add(VECTOR, positions=-1)),
     "project out": ("blocks.3.hook_resid_pre", Intervention.ProjectOut(VECTOR)),
+    "low rank": ("blocks.3.hook_resid_pre", Intervention.LowRank(VECTOR / 99, VECTOR, 0.1, positions=[2, -1])),
     "replace": ("blocks.2.hook_resid_mid", Intervention.Replace(VECTOR, positions=[1, 2])),
     "clamp": ("blocks.2.mlp.hook_act", Intervention.Clamp(-0.1, 0.1)),
 }

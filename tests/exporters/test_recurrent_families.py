@@ -1,0 +1,174 @@
+"""Families with recurrent layers: transformers' own numbers in one call and in many, padded anywhere, and edited."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle import Inputs, run
+from recurrent_families import CONFIGS, VOCAB, make_recurrent
+from transformers import PreTrainedModel
+
+from exporters.transformers import export
+from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
+
+TOLERANCE = 5e-5
+WIDTHS = (30, 1, 1, 1, 2, 5, 1)
+FAST = "lfm2"
+Pair = tuple[MIModel, PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """Family -> its hooked model and the same in torch, made once a module."""
+    pairs: dict[str, Pair] = {}
+
+    def find(family: str) -> Pair:
+        if family not in pairs:
+            folder: Path = tmp_path_factory.mktemp(family)
+            reference = make_recurrent(family, folder / "checkpoint")
+            export(folder / "checkpoint", folder / "hooked")
+            pairs[family] = MIModel.from_pretrained(folder / "hooked", threads=1), reference
+        return pairs[family]
+
+    return find
+
+
+each = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in CONFIGS]
+)
+
+
+def ids_of(seed: int, seq: int = sum(WIDTHS)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCAB, (2, seq))
+
+
+def plain_logits(reference: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    """Transformers in eager mode without taps, without a cache, which forgets in some families."""
+    before = reference.config._attn_implementation
+    reference.config._attn_implementation = "eager"
+    reference.config._experts_implementation = "eager"
+    try:
+        with torch.no_grad():
+            return reference(torch.from_numpy(ids), use_cache=False).logits.numpy()
+    finally:
+        reference.config._attn_implementation = before
+
+
+def mask_of(kind: str, seq: int) -> np.ndarray:
+    mask = np.ones((2, seq), np.int64)
+    if kind == "left":
+        mask[0, :5] = mask[1, :1] = 0
+    if kind == "right":
+        mask[0, -5:] = 0
+    if kind == "between":
+        mask[0, 2] = mask[0, 9:13] = mask[1, 10] = 0
+    return mask
+
+
+def off(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference, relative to the largest value where that is above 1."""
+    return float(np.abs(one - other).max(initial=0) / max(1.0, np.abs(other).max(initial=0)))
+
+
+@each
+def test_logits_equal_each_row_alone_in_transformers_whatever_the_padding(family, made):
+    model, reference = made(family)
+    ids = ids_of(0)
+    for kind in ("plain", "left", "right", "between"):
+        mask = mask_of(kind, ids.shape[1])
+        found = model.forward(ids, attention_mask=mask).output()
+        for row, real in enumerate(mask.astype(bool)):
+            assert off(found[row, real], plain_logits(reference, ids[row : row + 1, real])[0]) < TOLERANCE, kind
+
+
+@each
+def test_calls_of_any_widths_equal_one_pass(family, made):
+    model, reference = made(family)
+    ids, mask = ids_of(1), mask_of("between", sum(WIDTHS))
+    whole = [plain_logits(reference, ids[row : row + 1, real])[0] for row, real in enumerate(mask.astype(bool))]
+    cache, start, calls = None, 0, []
+    for width in WIDTHS:
+        end = start + width
+        found = model.forward(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
+        calls.append(found.output())
+        cache, start = found.kv_cache or found.state, end
+    joined = np.concatenate(calls, 1)
+    for row, real in enumerate(mask.astype(bool)):
+        assert off(joined[row, real], whole[row]) < TOLERANCE
+
+
+@each
+def test_every_hook_point_equals_the_taps_in_torch(family, made):
+    model, reference = made(family)
+    ids = ids_of(2, 12)
+    for kind, past in (("left", 0), ("between", 0), ("plain", 5)):
+        inputs = Inputs(ids, mask_of(kind, 12), past=past)
+        expected = run(reference, inputs)
+        cache = None
+        if past:
+            first = model.forward(ids[:, :past], use_cache=True)
+            cache = first.kv_cache or first.state
+        spec = HookSpec().capture(lambda name: not HookPoint.parse(name).derived)
+        found = model.forward(ids[:, past:], spec, attention_mask=inputs.mask, cache=cache, use_cache=True)
+        assert {*found} == {*expected.values}
+        for name, value in found.items():
+            other = expected.values[name]
+            axes = HookPoint.parse(name).axes
+            if "seq" in axes or "seq_q" in axes:  # a state has no tokens
+                axis = axes.index("seq_q" if "seq_q" in axes else "seq")
+                value, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (value, other))
+            seen = (value > -1e9) & (other > -1e9)
+            assert off(value[seen], other[seen]) < TOLERANCE, (name, kind)
+        left = found.kv_cache or found.state
+        for own, theirs in zip(left.device_parts(), expected.cache, strict=True):
+            assert [np.shape(part) for part in own.values()] == [part.shape for part in theirs]
+
+
+@each
+def test_an_edit_at_each_point_of_a_mixer_equals_the_same_edit_in_torch(family, made):
+    model, reference = made(family)
+    ids = ids_of(3, 10)
+    inputs = Inputs(ids, mask_of("left", 10))
+    plain = run(reference, inputs)
+    points = [HookPoint.parse(name) for name in plain.values if name.startswith("blocks.0.ssm.")]
+    assert len(points) >= 3
+    for point in points:
+        for edit in (Intervention.Scale(0.5), Intervention.Zero(positions=[-2]), Intervention.Zero()):
+            if edit.positions is not None and "seq" not in point.axes:
+                continue
+            expected = run(reference, inputs, [(point, edit)])
+            found = model.forward(ids, HookSpec().intervene(point, edit), attention_mask=inputs.mask, use_cache=True)
+            assert off(found.output()[inputs.real], expected.logits[inputs.real]) < TOLERANCE, str(point)
+            left = (found.kv_cache or found.state).device_parts()[0]
+            for part, other in zip(left.values(), expected.cache[0], strict=True):
+                assert off(np.asarray(part), other) < TOLERANCE, str(point)
+            if point.short not in ("state",):
+                assert np.abs(expected.logits - plain.logits)[inputs.real].max() > 1e-4, str(point)
+
+
+@each
+def test_generation_is_transformers_greedy_one(family, made):
+    model, reference = made(family)
+    ids = ids_of(4, 9)
+    found = model.generate(ids, max_new_tokens=6, eos_token_id=[])
+    expected = ids
+    for _ in range(6):
+        expected = np.concatenate([expected, plain_logits(reference, expected)[:, -1:].argmax(-1)], 1)
+    assert [*map(list, found.new_ids)] == expected[:, -6:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
+def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
+    model, reference = made(family)
+    ids = ids_of(5, 10)
+    inputs = Inputs(ids, np.ones_like(ids))
+    layers = [port.layer for port in model.hooked.metadata.ports if port.part == "state"]
+    write = HookPoint.SsmV if family == "mamba2" else HookPoint.SsmWrite  # what a delta rule erases goes with b
+    silent = [(write(layer), Intervention.Zero(positions=[3])) for layer in layers]
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3))
+    spec = spec if family == "mamba2" else HookSpec().set_state_knockout(StateKnockoutSpec().position(3).erase())
+    expected = run(reference, inputs, silent).logits
+    assert np.abs(expected - run(reference, inputs).logits).max() > 1e-3
+    assert off(model.forward(ids, spec).output(), expected) < TOLERANCE
