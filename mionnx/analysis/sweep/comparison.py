@@ -156,7 +156,7 @@ class _Reading:
         at = self.at(base)
         if other is not None and self.at(other) != at:
             raise InputError(f"pair {number}: the two prompts are read at positions {at} and {self.at(other)}")
-        return Pair(base, other, places, corruption, at, self.types[number], whole=True)
+        return Pair(base, other, places, corruption, at, self.types[number], reads_whole=True)
 
     def refuse_other_types(self, types: Sequence[Ids | None]) -> None:
         """Refuse corrupted prompts whose two texts meet at another token."""
@@ -179,7 +179,7 @@ class Pair:
         corruption: interventions that make the corrupted run of a prompt that is both.
         at: the position that is read of a text that is read whole; None where a text has one row of numbers.
         types: [seq]: which of two texts a token belongs to.
-        whole: whether the text is read whole, and each position may change all others.
+        reads_whole: whether the text is read whole, and each position may change all others.
     """
 
     base: Ids
@@ -188,12 +188,12 @@ class Pair:
     corruption: Corruption | None = None
     at: int | None = None
     types: Ids | None = None
-    whole: bool = False
+    reads_whole: bool = False
 
     @property
     def first(self) -> int:
         """The first position whose values can differ; 0 for an ablation, a spec, or a text that is read whole."""
-        alone = self.other is None or self.corruption is not None or self.whole
+        alone = self.other is None or self.corruption is not None or self.reads_whole
         # Interventions may change every position, and without a second run any position may be ablated.
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 
