@@ -94,6 +94,11 @@ def refuse(config: Any, head: TaskHead = DECODER) -> None:
         raise ExportError(f"a {config.model_type!r} model {INTEGERS}: its config says quant_mode; set it to false")
     if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
+    if head.kind != NEXT_TOKEN and _carries_state(config):
+        raise ExportError(
+            f"a {config.model_type!r} model with {head.architecture}: of models whose layers carry a state mionnx "
+            "takes those that write tokens"
+        )
     listed = config.model_type in FAMILIES  # with all that its layers carry: no model is made to look
     why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
     if why is not None:

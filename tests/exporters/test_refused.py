@@ -22,6 +22,14 @@ def test_layers_that_carry_a_state_are_recognised_by_their_modules(family):
         refuse(AutoConfig.for_model(family, **tiny_config(family)))
 
 
+def test_other_heads_of_models_with_states_are_refused():
+    config = AutoConfig.for_model("jamba", **tiny_config("jamba"), architectures=["JambaForSequenceClassification"])
+    with pytest.raises(ExportError, match="'jamba' model with JambaForSequenceClassification: of models whose layers"):
+        refuse(config, head_of(config))
+    config = AutoConfig.for_model("llama", **tiny_config("llama"), architectures=["LlamaForSequenceClassification"])
+    refuse(config, head_of(config))
+
+
 def test_layers_with_different_numbers_of_heads_are_refused():
     with pytest.raises(ExportError, match=r"'laguna' model has layers with different numbers of heads \(4, 8\)"):
         refuse(AutoConfig.for_model("laguna", **{**tiny_config("laguna"), "num_attention_heads_per_layer": [4, 8]}))
