@@ -68,7 +68,8 @@ class Encoder(Decoder):
             block, parts = f"blocks.{i}", [f"{blocks}.{i}.{name}" for name in names]
             x = see(f"{block}.hook_resid_pre", x)
             q, k, v = (self._cut(self._linear(x, part)) for part in parts[:3])
-            q, k, v = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
+            # in the order of the graph, where a splice may read what stands before it
+            k, v, q = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("kvq", (k, v, q), strict=True))
             mixed = self._shares(block, self._attend(i, q, k, v, see), parts[3], see)
             x = see(f"{block}.hook_resid_mid_sum", x + see(f"{block}.hook_attn_out", mixed))
             x = see(f"{block}.hook_resid_mid", self._layer_norm(x, parts[4]))
