@@ -101,9 +101,9 @@ class Patchscope(Shown):
         else:
             columns = np.where(self.top_ids == tokens[0], self.top, 0).sum(axis=1)[None]
         series = [Series(self.names[token], values) for token, values in zip(tokens, columns, strict=True)]
-        curves = Lines(
-            [*map(str, self.layers)], series, "source layer", "probability as the first token", low=0, high=1
-        )
+        of = f" of {self.names[tokens[0]]!r}" if len(tokens) == 1 else ""  # one curve has no legend
+        label = f"probability{of} as the first token"
+        curves = Lines([*map(str, self.layers)], series, "source layer", label, low=0, high=1)
         facts = f"Without a patch: {self.plain!r}"
         about = f"{self.token!r} of {self.source!r} in place of {self.replaced!r} of {self.target!r}"
         return View("Patchscope", [curves, self.table()], about, facts)
