@@ -10,8 +10,8 @@ the entry is.
    not what the manifest says (`mionnx cache verify` hashes all). A damaged entry is removed, built again, and said.
 4. A process that uses an entry leaves a mark in `{key}.pins/`; what a live process uses is never removed.
 5. When the store is larger than `MIONNX_CACHE_LIMIT` (20 GiB), the entries used longest ago go. A file that has a name
-   outside of the store too, as the weights of a checkpoint, takes no room of it. Entries are counted once a minute, as
-   that takes 0.2 ms each, and where what was built since may pass the limit.
+   outside of the store too, as the weights of a checkpoint, takes no room of it. For graphs and bases, entries are
+   counted once a minute, as that takes 0.2 ms each, and where what was built since may pass the limit.
 6. What an interrupted sweep has computed is one file, `{root}/sweeps/{key}.safetensors`, an entry without a manifest:
    it is checked when the sweep goes on, and a sweep that runs writes it again if it is removed.
 7. An exported model, `{root}/models/{name}-{key}/`, is an entry without a manifest: its graph has hashes of its files.
@@ -124,7 +124,7 @@ class DiskCache:
             self.say_unusable(error, "what is in it is used as it is" if there else otherwise)
             return entry.path if there else None
         if is_new:
-            self._limit_growth(entry)
+            self.prune()
         return entry.path
 
     def use(self, folder: Path) -> None:
