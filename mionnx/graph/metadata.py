@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import starmap, zip_longest
 from typing import Any
 
 from mionnx.errors import ModelError
@@ -126,10 +127,9 @@ class Metadata:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """What each layer is: attention, a recurrence, or both."""
-        count = self.sizes.num_layers
         if self.attention or self.recurrence:
-            none = [None] * count
-            return tuple(map(Layer, self.attention or none, self.recurrence or none))
+            return tuple(starmap(Layer, zip_longest(self.attention, self.recurrence)))
+        count = min(self.sizes.num_layers, len(self.hooks))  # a damaged number is refused later, and takes no memory
         size, removes = self.sizes.head_dim, HookPoint.RwkvA(0).name in self.hooks
         gates = [term for term in TERMS if removes or term != "erase"]
         rule = "delta" if removes else "gated"

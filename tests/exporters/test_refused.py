@@ -54,5 +54,5 @@ def test_each_family_of_the_table_is_refused_by_its_reason(family):
 
 def test_a_head_of_a_family_that_is_not_taken_is_refused_by_the_family():
     config = AutoConfig.for_model("mamba2", **tiny_config("mamba2"), architectures=["OtherForSequenceClassification"])
-    with pytest.raises(ExportError, match="'mamba2' model with OtherFor.*whose layers carry a state"):
+    with pytest.raises(ExportError, match=r"'mamba2' model with OtherFor.*whose layers carry a state"):
         refuse(config, head_of(config))

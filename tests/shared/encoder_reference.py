@@ -88,13 +88,13 @@ class Encoder(Decoder):
             x = see(f"{block}.hook_resid_pre", x)
             fused = self._linear(self._layer_norm(x, f"{at}.attn_norm") if i else x, f"{at}.attn.Wqkv")
             q, k, v = (self._cut(one) for one in fused.chunk(3, -1))
-            q, k, v = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
+            q, k = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qk", (q, k), strict=True))
             kind = self.config["layer_types"][i]
             self.theta = self.config["rope_parameters"][kind]["rope_theta"]
             q, k = (
                 see(f"{block}.attn.hook_rot_{name}", self._rotated(one)) for name, one in zip("qk", (q, k), strict=True)
             )
-            z = self._attend(i, q, k, v, see)
+            z = self._attend(i, q, k, see(f"{block}.attn.hook_v", v), see)  # in the order of the graph
             x = x + see(f"{block}.hook_attn_out", self._shares(block, z, f"{at}.attn.Wo", see))
             x = see(f"{block}.hook_resid_mid", x)
             inner = see(f"{block}.mlp.hook_pre", self._layer_norm(x, f"{at}.mlp_norm"))
