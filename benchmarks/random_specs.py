@@ -7,7 +7,7 @@ or the rewriter, and runs each row's text alone and whole: decoders and masked l
 (`tests/shared/decoder_reference.py`, `encoder_reference.py`), RWKV in numpy (`tests/shared/rwkv_loop.py`). Logits and
 captures are compared, and RWKV's states. What mionnx refuses must be an MIError, and is counted; a difference prints
 the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not run
-again. `--save` writes benchmarks/results/random_specs.md.
+again. `--save` writes benchmarks/results/random_specs.md, of encoders alone random_specs_encoders.md.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def main() -> None:
     refusals = sum((counts.refusals for counts in found), Counter())
     named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
     present(
-        "random_specs",
+        "random_specs_encoders" if {*families} <= {*ENCODERS} else "random_specs",
         "Random specs beside references in float64",
         f"{len(found) * len(seeds)} specs on random small models, fp32, seed {options.seed}; {platform.machine()}",
         [(COLUMNS, [counts.row() for counts in found])],
