@@ -23,6 +23,7 @@ from mionnx.graph.hook_points import layer_of
 
 RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
 GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
+TOKENS = "input_ids"  # [batch, seq]
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
 GATE_AXES = ("batch", "seq", "n_heads")
 # Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
@@ -39,7 +40,9 @@ def expand(model: ir.Model) -> None:
     marked = [Marked.of(node) for node in nodes]
     op = OpWriter(graph)
     op.prefix = "recurrence.constant"
-    length = Length.of(op, op.Shape(marked[0].v, start=1, end=2))
+    # counted at an input: what a graph is cut into carries arrays over rows, and no conditions
+    tokens = next((value for value in graph.inputs if value.name == TOKENS), marked[0].v)
+    length = Length.of(op, op.Shape(tokens, start=1, end=2))
     gates = _gates(op, marked)
     graph.insert_before(nodes[0], _named_apart(op.nodes, "recurrence"))
     for node, one, gate in zip(nodes, marked, gates, strict=True):

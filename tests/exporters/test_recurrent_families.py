@@ -43,16 +43,20 @@ def ids_of(seed: int, seq: int = sum(WIDTHS)) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, VOCAB, (2, seq))
 
 
-def plain_logits(reference: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+def plainly(reference: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
     """Transformers in eager mode without taps, without a cache, which forgets in some families."""
     before = reference.config._attn_implementation
     reference.config._attn_implementation = "eager"
     reference.config._experts_implementation = "eager"
     try:
-        with torch.no_grad():
-            return reference(torch.from_numpy(ids), use_cache=False).logits.numpy()
+        return reference(torch.from_numpy(ids), use_cache=False).logits
     finally:
         reference.config._attn_implementation = before
+
+
+def plain_logits(reference: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return plainly(reference, ids).numpy()
 
 
 def mask_of(kind: str, seq: int) -> np.ndarray:
@@ -172,3 +176,43 @@ def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
     expected = run(reference, inputs, silent).logits
     assert np.abs(expected - run(reference, inputs).logits).max() > 1e-3
     assert off(model.forward(ids, spec).output(), expected) < TOLERANCE
+
+
+three = pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "qwen3_5_text"))]
+)
+
+
+@three
+def test_a_cell_of_a_sweep_is_the_same_patch_in_torch(family, made):
+    """Longer than a chunk of a recurrence; a patched state reaches all later tokens."""
+    model, reference = made(family)
+    clean, corrupted = ids_of(6, 20)
+    swept = model.patch_sweep(clean, corrupted, "resid_pre", answer=5, versus=6)
+    ones = np.ones((1, 20), np.int64)
+    streams = run(reference, Inputs(clean[None], ones)).values
+    for layer, position in ((0, 4), (1, 4), (model.num_layers - 1, 17)):
+        point = HookPoint.ResidPre(layer)
+        patch = Intervention.Replace(streams[str(point)], positions=[position])
+        logits = run(reference, Inputs(corrupted[None], ones), [(point, patch)]).logits[0, -1]
+        assert abs(swept.values[layer, position] - (logits[5] - logits[6])) < TOLERANCE
+
+
+@three
+def test_gradients_go_through_the_recurrence_as_in_autograd(family, made):
+    model, reference = made(family)
+    ids, streams = ids_of(7, 20), []
+    blocks = next(module for name, module in reference.named_modules() if name.endswith(".layers"))
+
+    def keep(_module, _inputs, output):
+        streams.append(output[0] if isinstance(output, tuple) else output)
+        streams[-1].retain_grad()
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    plainly(reference, ids)[:, -1, 5].sum().backward()
+    for handle in handles:
+        handle.remove()
+    found = model.gradients(ids, "blocks.*.hook_resid_post", answer=5).grad
+    for layer, stream in enumerate(streams):
+        expected = stream.grad.numpy()
+        assert np.abs(found[HookPoint.ResidPost(layer)] - expected).max() < 2e-5 * np.abs(expected).max(), layer
