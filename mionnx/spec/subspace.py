@@ -17,12 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief
+from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.spec.intervention import Intervention, with_limits
 from mionnx.spec.limits import ExpertLimits
 
 Numbers = NDArray[np.float64]
 PARALLEL = 0.999  # cosine from which two directions cannot be swapped: the exchange would divide by next to nothing
+MOST_NUMBERS = 2**28  # of a subspace: 2 GiB of float64
 ORTHONORMAL = 1e-4  # of the products of the rows with each other
 
 
@@ -68,6 +70,8 @@ class Subspace(Brief):
         """An orthonormal basis of a random subspace, uniform over all of its dimension; equal seeds give equal ones."""
         if not 0 < k <= width:
             raise InterventionError(f"a random subspace of {k} dimensions; from 1 to {width} are possible")
+        _check_size(k, width)
+        at_least("seed", seed, 0, InterventionError)
         return Subspace(_orthonormal(np.random.default_rng(seed).normal(size=(k, width))), orthonormal=True)
 
     @staticmethod
@@ -76,7 +80,10 @@ class Subspace(Brief):
         chosen = np.atleast_1d(np.asarray(neurons))
         if chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= width:
             raise InterventionError(f"neurons are counted from 0 to {width - 1}, got {neurons!r:.60}")
-        return Subspace(np.eye(width)[chosen], orthonormal=True)
+        _check_size(len(chosen), width)
+        vectors = np.zeros((len(chosen), width))
+        vectors[np.arange(len(chosen)), chosen] = 1
+        return Subspace(vectors, orthonormal=True)
 
     @staticmethod
     def mean_differences(activations: ArrayLike, labels: ArrayLike) -> Subspace:
@@ -91,7 +98,10 @@ class Subspace(Brief):
             classes = to_array(labels)
         except ValueError as error:
             raise InterventionError(f"labels are no array: {error}") from None
-        names, first = np.unique(classes, return_index=True)
+        try:
+            names, first = np.unique(classes, return_index=True)
+        except TypeError as error:
+            raise InterventionError(f"labels are of several types: {error}") from None
         if rows.ndim != 2 or classes.shape != rows.shape[:1] or len(first) < 2:
             raise InterventionError(
                 f"activations [n, width] and labels [n] of two classes or more, got {list(rows.shape)} and "
@@ -190,6 +200,11 @@ class Subspace(Brief):
         if (size == 0).any():
             raise InterventionError("base and source are equal, so that an interchange moves nothing")
         return Intervention.Add(strength * move * (far / size), **limits)
+
+
+def _check_size(k: int, width: int) -> None:
+    if k * width > MOST_NUMBERS:
+        raise InterventionError(f"a subspace of {k} directions of {width:,} numbers is larger than any model's")
 
 
 def _orthonormal(vectors: Numbers) -> Numbers:
