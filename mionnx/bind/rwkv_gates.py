@@ -81,8 +81,8 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     if state.terms == ["erase"] and "erase" not in gates:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     absent = [term for term in TERMS if term in state.terms and term not in gates]
-    # all terms mean whatever there is
-    if absent and not (gates and {*TERMS} <= {*state.terms}):
+    # all terms mean whatever there is; of other models than RWKV convolutions and attention would still read the token
+    if absent and not (metadata.shifts_tokens and {*TERMS} <= {*state.terms}):
         has = f"it has {', '.join(gates)}" if gates else "no term of it can be turned"
         what = "removal term (erase)" if absent == ["erase"] else f"term {absent[0]}"
         raise InterventionError(f"{state.title}: {metadata.family} has no {what}; {has}")

@@ -10,7 +10,7 @@ from recurrent_families import CONFIGS, VOCAB, make_recurrent
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
+from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
 WIDTHS = (30, 1, 1, 1, 2, 5, 1)
@@ -216,3 +216,16 @@ def test_gradients_go_through_the_recurrence_as_in_autograd(family, made):
     for layer, stream in enumerate(streams):
         expected = stream.grad.numpy()
         assert np.abs(found[HookPoint.ResidPost(layer)] - expected).max() < 2e-5 * np.abs(expected).max(), layer
+
+
+def test_what_would_hide_a_token_in_part_is_refused(made):
+    model, _ = made("lfm2")
+    with pytest.raises(InterventionError, match="no recurrent state"):
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
+
+
+@pytest.mark.slow
+def test_a_convolution_would_still_read_an_invisible_token(made):
+    model, _ = made("mamba2")
+    with pytest.raises(InterventionError, match=r"has no .*; it has write, decay"):
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
