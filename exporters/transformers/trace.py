@@ -99,7 +99,10 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
             tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, attending[0]))
         if mixers := [mixer for _, mixer in run if mixer is not None]:
             tap_recurrences(stack, taps, mixers[0])
-        replace_for(stack, model.config, "_attn_implementation", ATTENTION_FUNCTION)
+        # an encoder of T5's kind has a copy of the model's config
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        for config in configs.values():
+            replace_for(stack, config, "_attn_implementation", ATTENTION_FUNCTION)
         yield
 
 

@@ -169,7 +169,7 @@ def test_a_file_a_dose_is_the_spec_of_that_strength(text_encoder, tmp_path):
 def test_an_export_that_leaves_at_once_refuses_an_encoder(text_encoder, tmp_path):
     model, _ = text_encoder("embedding")
     source = model.hooked.folder.parent / "checkpoint"
-    with pytest.raises(InputError, match=r"is an encoder.*--plain --layout optimum"):
+    with pytest.raises(InputError, match=r"reads each text whole.*--plain --layout optimum"):
         export_plain(source, tmp_path / "out", "optimum", "float32", lambda *_: None)
     assert not [*tmp_path.iterdir()]
 

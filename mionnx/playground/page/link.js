@@ -42,7 +42,7 @@ async function through(bytes, stream, most) {
     if (done) break;
     size += value.length;
     if (size > most) {
-      await reader.cancel();
+      reader.cancel().catch(() => {}); // not awaited: the stream may still be unpacking
       refuse("This link is too long to be one of this page.");
     }
     parts.push(value);

@@ -99,10 +99,10 @@ function remember() {
   }, 120);
 }
 
-async function readAddress() {
-  if (location.hash.length < 2 || location.hash === written) return false;
+async function readAddress(hash) {
+  if (hash.length < 2 || hash === written) return false;
   try {
-    change({ ...(await readLink(location.hash.slice(1), theEngine().manifest)), lesson: null, side: "after", picked: true });
+    change({ ...(await readLink(hash.slice(1), theEngine().manifest)), lesson: null, side: "after", picked: true });
     clearNotice("link");
     return true;
   } catch (error) {
@@ -156,7 +156,7 @@ async function start() {
 async function begin({ examples, manifest }) {
   const first = await showStarts(examples.length);
   ready = true;
-  if (await readAddress()) return forgetPast();
+  if (await readAddress(location.hash)) return forgetPast();
   if (examples.length && !manifest.spec.length) {
     openLesson(0);
     return forgetPast();
@@ -168,7 +168,8 @@ async function begin({ examples, manifest }) {
 find("prompt").addEventListener("input", () => whenTyped("prompt", 200, () => change({ prompt: asPrompt(find("prompt").value) })));
 find("tabs").addEventListener("keydown", tabKeys);
 for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
-addEventListener("hashchange", () => { if (theEngine()) readAddress(); });
+// The event's own address: by now `remember` may have written another over it.
+addEventListener("hashchange", (event) => { if (theEngine()) readAddress(new URL(event.newURL).hash); });
 listenTheme(() => { if (theEngine()) drawView(); });
 listenChanges();
 listenGeneration();
