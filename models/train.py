@@ -1,4 +1,4 @@
-"""Train a small model on the world: ``python models/train.py llama|gpt2|rwkv7 [--steps N] [--seed S] [--out DIR]``.
+"""Train a small model on the world: ``python models/train.py llama|gpt2|rwkv7|hybrid [--steps N] [--seed S]``.
 
 Writes a Hugging Face checkpoint folder (weights, configuration, tokenizer, ``training.json``, model card), by default
 ``models/world-ARCHITECTURE``.
@@ -25,6 +25,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 from transformers import __version__ as transformers_version
 from word_tokenizer import save_tokenizer
@@ -100,8 +102,40 @@ def build_rwkv7(world: World) -> RWKV7:
     return RWKV7({**CONFIG, "vocab_size": len(world.vocabulary), **special_ids(world)})
 
 
+def build_hybrid(world: World) -> PreTrainedModel:
+    """Return an untrained Qwen3.5: three layers of gated DeltaNet, then one of gated attention."""
+    model = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=len(world.vocabulary),
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            max_position_embeddings=LONGEST,
+            rms_norm_eps=1e-5,
+            **special_ids(world),
+        )
+    )
+    for name, bias in model.named_parameters():
+        if name.endswith("dt_bias"):  # softplus gives steps of 0.001 to 0.1, as flash-linear-attention begins
+            step = torch.exp(torch.rand_like(bias) * math.log(100) + math.log(0.001))
+            bias.data = step + torch.log(-torch.expm1(-step))
+    return model
+
+
 Model = PreTrainedModel | RWKV7
-ARCHITECTURES: dict[str, Callable[[World], Model]] = {"llama": build_llama, "gpt2": build_gpt2, "rwkv7": build_rwkv7}
+ARCHITECTURES: dict[str, Callable[[World], Model]] = {
+    "llama": build_llama,
+    "gpt2": build_gpt2,
+    "rwkv7": build_rwkv7,
+    "hybrid": build_hybrid,
+}
 
 
 def special_ids(world: World) -> dict[str, int]:
@@ -190,6 +224,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, in a new learning rate cycle")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="checkpoint folder (default: models/world-ARCHITECTURE)")
     return parser.parse_args()
 
@@ -197,7 +232,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train the architecture named on the command line and write its folder."""
     options = arguments()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     world = World()
     model = ARCHITECTURES[options.architecture](world)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from oracle import Inputs, run
@@ -10,6 +11,7 @@ from recurrent_families import CONFIGS, VOCAB, make_recurrent
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
+from exporters.transformers.trace import run_eagerly
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
@@ -218,14 +220,117 @@ def test_gradients_go_through_the_recurrence_as_in_autograd(family, made):
         assert np.abs(found[HookPoint.ResidPost(layer)] - expected).max() < 2e-5 * np.abs(expected).max(), layer
 
 
-def test_what_would_hide_a_token_in_part_is_refused(made):
+@three
+def test_an_invisible_token_might_not_be_there(family, made):
+    """The first tokens hidden: distances between the others are as before, and the text as if it began behind them."""
+    model, reference = made(family)
+    ids, hidden = ids_of(8, 20), [0, 1]
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().positions(hidden).invisible())
+    alone = plain_logits(reference, ids[:, 2:])
+    assert np.abs(plain_logits(reference, ids)[:, 2:] - alone).max() > 1e-3
+    assert off(model.forward(ids, spec).output()[:, 2:], alone) < TOLERANCE
+    mask = mask_of("left", 20)
+    padded = model.forward(ids, spec, attention_mask=mask).output()
+    for row, start in enumerate((7, 3)):  # five and one columns of padding, and two hidden tokens
+        assert off(padded[row, start:], plain_logits(reference, ids[row : row + 1, start:])[0]) < TOLERANCE
+    found = model.generate(ids, spec, max_new_tokens=4, eos_token_id=[])
+    assert found.new_ids.tolist() == model.generate(ids[:, 2:], max_new_tokens=4, eos_token_id=[]).new_ids.tolist()
+
+
+@three
+def test_an_invisible_token_between_others_keeps_its_place(family, made):
+    model, reference = made(family)
+    ids, mask = ids_of(8, 20), np.ones((2, 20), np.int64)
+    mask[:, 7] = 0
+    arrays = (torch.from_numpy(one) for one in (ids, mask, np.tile(np.arange(20), (2, 1))))
+    expected = run_eagerly(reference, lambda _name, value, _stream: value, *arrays, [])[0].numpy()
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(7).invisible())
+    assert off(np.delete(model.forward(ids, spec).output(), 7, 1), np.delete(expected, 7, 1)) < TOLERANCE
+
+
+def test_a_compiled_graph_hides_an_invisible_token(made, tmp_path):
+    model, reference = made("lfm2")
+    ids, spec = ids_of(8, 12), HookSpec().set_state_knockout(StateKnockoutSpec().position(0).invisible())
+    folder = model.compile(spec, tmp_path / "out")
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    logits, past = [], None
+    for start, stop in ((0, 6), (6, 11), (11, 12)):
+        feeds = dict(model.hooked.metadata.past_shapes(2, 0)) if past is None else past
+        feeds = {name: np.zeros(one, np.float32) if isinstance(one, tuple) else one for name, one in feeds.items()}
+        feeds |= {"input_ids": ids[:, start:stop], "attention_mask": np.ones((2, stop), np.int64)}
+        feeds |= {"position_ids": np.tile(np.arange(start, stop), (2, 1))}
+        wanted = {one.name for one in session.get_inputs()}
+        found = dict(
+            zip(
+                [one.name for one in session.get_outputs()],
+                session.run(None, {k: feeds[k] for k in wanted}),
+                strict=True,
+            )
+        )
+        logits.append(found["logits"])
+        past = {port.past: found[port.present] for port in model.hooked.metadata.ports}
+    assert off(np.concatenate(logits, 1)[:, 1:], plain_logits(reference, ids[:, 1:])) < TOLERANCE
+    with pytest.raises(InterventionError, match="does not remember where a prompt ended"):
+        model.compile(HookSpec().set_state_knockout(StateKnockoutSpec().position(-1).invisible()), tmp_path / "again")
+
+
+def test_a_token_is_not_hidden_in_part(made):
     model, _ = made("lfm2")
+    with pytest.raises(InterventionError, match="of all layers of this lfm2 model at once: name no layers"):
+        model.forward(
+            ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().layer(0).position(3).invisible())
+        )
     with pytest.raises(InterventionError, match="no recurrent state"):
-        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
 
 
 @pytest.mark.slow
-def test_a_convolution_would_still_read_an_invisible_token(made):
+def test_a_convolution_alone_hides_no_token(made):
     model, _ = made("mamba2")
-    with pytest.raises(InterventionError, match=r"has no .*; it has write, decay"):
-        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
+    with pytest.raises(InterventionError, match=r"no term token_shift; it has write, decay; .invisible\(\) hides"):
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "kimi_linear", "recurrent_gemma"])
+def test_effective_attention_and_states_are_a_loop_of_what_the_recurrence_reads(family, made):
+    model, _ = made(family)
+    ids, mask = ids_of(9, 20), mask_of("between", 20)
+    names = ("q", "k", "v", "log_decay", "y", "state", "states", "effective_attn", "effective_attn_raw")
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(4))
+    delta = "blocks.0.ssm.hook_write" in model.hook_points()
+    for name in (*names, *(["write"] if delta else [])):
+        spec.capture(f"blocks.0.ssm.hook_{name}")
+    found = model.forward(ids, spec, attention_mask=mask)
+    value = {name: np.asarray(found[f"blocks.0.ssm.hook_{name}"], np.float64) for name in names}
+    seen = mask * (mask.cumsum(1) - 1 != 4)
+    write = np.asarray(found["blocks.0.ssm.hook_write"], np.float64) if delta else np.ones((2, 20, 1, 1))
+    state, states = np.zeros(value["state"].shape), []
+    for t in range(20):
+        real, here = mask[:, t, None, None, None], seen[:, t, None, None]
+        decay = np.clip(value["log_decay"][:, t], -1e4, 0)
+        whole = decay.shape[-1] == state.shape[2] * state.shape[3] > state.shape[2]
+        decay = decay.reshape(*decay.shape[:2], *state.shape[2:]) if whole else decay[..., None]
+        state = np.exp(decay * real) * state
+        key, written = value["k"][:, t], value["v"][:, t] * here
+        if delta:
+            written = write[:, t] * mask[:, t, None, None] * (written - np.einsum("bhk,bhkv->bhv", key, state))
+        state = state + key[..., None] * written[:, :, None]
+        states.append(state)
+    states = np.stack(states, 1)
+    assert off(value["states"], states) < TOLERANCE
+    assert np.array_equal(value["states"][:, -1].astype(np.float32), found["blocks.0.ssm.hook_state"]) or (
+        off(value["states"][:, -1], value["state"]) < TOLERANCE
+    )
+    raw, v = value["effective_attn_raw"], value["v"]
+    # of Mamba and Griffin each channel has its own weights
+    y = (
+        np.einsum("bcij,bjc->bic", raw, v[:, :, 0])[:, :, None]
+        if raw.shape[1] != v.shape[2]
+        else (np.einsum("bhij,bjhv->bihv", raw, v))
+    )
+    assert off(y[mask.astype(bool)], value["y"][mask.astype(bool)]) < TOLERANCE
+    assert not raw.swapaxes(1, 3)[:, :, :, :][~seen.astype(bool)].any()  # columns of silenced tokens and of padding
+    positive = np.maximum(raw, 0)
+    total = positive.sum(-1, keepdims=True)
+    assert off(value["effective_attn"] * total, positive) < TOLERANCE
