@@ -5,9 +5,9 @@
 Each spec is run by mionnx in float32 and by a reference that was written on its own, shares no code with the exporter
 or the rewriter, and runs each row's text alone and whole: decoders, hybrids and masked language models in torch
 (`tests/shared/decoder_reference.py`, `hybrid_reference.py`, `encoder_reference.py`), RWKV in numpy (`rwkv_loop.py`).
-Logits and captures are compared, and states. What mionnx refuses must be an MIError, and is counted; a difference prints
-the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not run
-again. `--save` writes benchmarks/results/random_specs.md, of encoders or hybrids alone random_specs_encoders.md and
+Logits, captures and states are compared. What mionnx refuses must be an MIError, and is counted; a difference
+prints the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not
+run again. `--save` writes benchmarks/results/random_specs.md, of encoders or hybrids alone random_specs_encoders.md and
 random_specs_hybrids.md.
 """
 

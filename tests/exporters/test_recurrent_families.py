@@ -1,5 +1,6 @@
 """Families with recurrent layers: transformers' own numbers in one call and in many, padded anywhere, and edited."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from exporters.transformers import export
 from exporters.transformers.trace import run_eagerly
-from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
+from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
 WIDTHS = (30, 1, 1, 1, 2, 5, 1)
@@ -218,6 +219,36 @@ def test_gradients_go_through_the_recurrence_as_in_autograd(family, made):
     for layer, stream in enumerate(streams):
         expected = stream.grad.numpy()
         assert np.abs(found[HookPoint.ResidPost(layer)] - expected).max() < 2e-5 * np.abs(expected).max(), layer
+
+
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("jamba", "olmo_hybrid"))]
+)
+def test_mixers_are_nodes_of_circuits(family, made):
+    """All edges but one are path patching of that one; to first order it is the edge's score."""
+    model, _ = made(family)
+    clean, corrupted = ids_of(10, 14)
+    tokens = {"answer": 5, "versus": 9}
+    ranking = model.edge_attribution(clean, corrupted, **tokens)
+    assert {"r0", "r2", "a1.h0", "m1"} <= {*ranking.senders}
+    assert {"r0", "r2", "a1.h0<q>", "m1", "logits"} <= {*ranking.receivers}
+    for sender, receiver in (("r0", "m1"), ("a1.h2", "r2"), ("embed", "r0"), ("r2", "logits")):
+        at = ranking.senders.index(sender), ranking.receivers.index(receiver)
+        scores = np.ones(ranking.scores.shape)
+        scores[at] = 0
+        found = model.circuit(clean, corrupted, ranking.count - 1, scores=replace(ranking, scores=scores), **tokens)
+        (hook, head), (read, _) = ranking.hooks[at[0]], ranking.receiving[at[1]]
+        hook = "blocks.0.hook_resid_pre" if sender == "embed" else hook
+        exact = model.path_patch(clean, corrupted, [read], hook, patching="noising", layers=None, **tokens)
+        assert found.values[0] == pytest.approx(float(exact.values[0, head or 0]), abs=TOLERANCE)
+    ends = model.circuit(clean, corrupted, [0, ranking.count], scores=ranking, **tokens)
+    assert ends.values == pytest.approx([ends.corrupted, ends.clean], abs=TOLERANCE)
+
+
+def test_a_sender_that_is_none_is_answered_with_those_that_are(made):
+    model, _ = made("lfm2")
+    with pytest.raises(HookError, match=r"senders are hook_embed, attn.hook_z .* or hook_attn_out \(a mixer\)"):
+        model.edge_attribution(*ids_of(10, 14), senders="blocks.0.ssm.hook_y", answer=5, versus=9)
 
 
 @three

