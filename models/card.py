@@ -63,7 +63,7 @@ may stand at the front of a prompt but need not; `<pad>` is {pad}; `<unk>` is {u
 
 ## Training
 
-{steps} steps of 3,072 tokens (AdamW; one cycle of the learning rate, up to 2e-3, per command under "Remake"), seed
+{steps} steps of {tokens:,} tokens (AdamW; one cycle of the learning rate, up to 2e-3, per command under "Remake"), seed
 {seed}, {minutes:.1f} minutes on two CPU cores that other work shared, torch {torch}, transformers {transformers}; last
 training loss {loss:.3f}.  Accuracy on the way, for at most a hundred
 bare prompts of each kind:
@@ -163,6 +163,7 @@ def training_facts(folder: Path) -> dict[str, Any]:
     """Return what ``training.json`` tells of the run, under the names that ``CARD`` uses."""
     run = json.loads((folder / "training.json").read_text())
     facts = {name: run[name] for name in ("command", "steps", "seed", "loss")}
+    facts["tokens"] = run.get("tokens", 3072)
     return facts | run["versions"] | {"minutes": run["seconds"] / 60, "curve": curve_table(run["accuracy"])}
 
 

@@ -47,7 +47,7 @@ REPORT_EVERY = 250
 class Training:
     """What a run was, and what it reached: the contents of ``training.json``.
 
-    ``steps`` counts all steps, ``begun`` those of earlier runs that this one went on from.
+    ``steps`` counts all steps, ``begun`` those of earlier runs that this one went on from; ``tokens`` are of a step.
     ``accuracy[step][kind]`` is measured on bare held-out prompts.
     """
 
@@ -55,6 +55,7 @@ class Training:
     steps: int
     seed: int
     begun: int = 0
+    tokens: int = TOKENS_PER_STEP
     seconds: float = 0.0
     loss: float = math.nan
     accuracy: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -108,7 +109,7 @@ def build_hybrid(world: World) -> PreTrainedModel:
         Qwen3_5TextConfig(
             vocab_size=len(world.vocabulary),
             hidden_size=128,
-            intermediate_size=352,
+            intermediate_size=256,
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -143,12 +144,12 @@ def special_ids(world: World) -> dict[str, int]:
     return {"bos_token_id": world.id_of[EOS], "eos_token_id": world.id_of[EOS], "pad_token_id": world.id_of[PAD]}
 
 
-def batches(world: World, steps: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(world: World, steps: int, seed: int, tokens: int) -> Iterator[torch.Tensor]:
     """Yield ids [row, position] for each step: always as many tokens, in rows of ``ROW_LENGTHS`` by turns."""
     rng = np.random.default_rng(seed)
     for step in range(steps):
         length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
-        yield torch.from_numpy(world.rows(rng, TOKENS_PER_STEP // length, length))
+        yield torch.from_numpy(world.rows(rng, tokens // length, length))
 
 
 def optimiser(model: torch.nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -182,7 +183,7 @@ def train(model: Model, world: World, run: Training) -> None:
     begin = time.monotonic() - run.seconds
     cycle = run.steps - run.begun
     adam, schedule = optimiser(model, cycle)
-    for step, ids in enumerate(batches(world, cycle, run.seed + run.begun), start=run.begun + 1):
+    for step, ids in enumerate(batches(world, cycle, run.seed + run.begun, run.tokens), start=run.begun + 1):
         loss = next_word_loss(model(input_ids=ids).logits, ids)
         adam.zero_grad()
         loss.backward()
@@ -224,6 +225,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, in a new learning rate cycle")
+    parser.add_argument("--tokens", type=int, default=TOKENS_PER_STEP, help="of a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="checkpoint folder (default: models/world-ARCHITECTURE)")
     return parser.parse_args()
@@ -238,7 +240,8 @@ def main() -> None:
     model = ARCHITECTURES[options.architecture](world)
     folder = options.out or HERE / f"world-{options.architecture}"
     command = f"python models/train.py {options.architecture} --steps {options.steps} --seed {options.seed}"
-    run = Training(command, options.steps, options.seed)
+    command += f" --tokens {options.tokens}" * (options.tokens != TOKENS_PER_STEP)
+    run = Training(command, options.steps, options.seed, tokens=options.tokens)
     if options.resume:
         model, run = resume(folder, run)
     train(model, world, run)

@@ -169,7 +169,13 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "kimi_linear": KIMI,
     "bailing_hybrid": replace(KIMI, rotation="part", z="projection"),
     "olmo_hybrid": replace(POST_NORMS_ONLY, recurrent="linear_attn", mixer_output="o_proj", mixer_norms="before"),
-    "lfm3": replace(LFM2, attention_added="post_operator_norm", mlp_added="post_ffn_norm", z="projection"),
+    "lfm3": replace(
+        LFM2,
+        attention_added="post_operator_norm",
+        mlp_added="post_ffn_norm",
+        output_projection="o_proj",
+        z="projection",
+    ),
     "recurrent_gemma": replace(
         LLAMA,
         attention="temporal_block",

@@ -239,8 +239,11 @@ def test_mixers_are_nodes_of_circuits(family, made):
         found = model.circuit(clean, corrupted, ranking.count - 1, scores=replace(ranking, scores=scores), **tokens)
         (hook, head), (read, _) = ranking.hooks[at[0]], ranking.receiving[at[1]]
         hook = "blocks.0.hook_resid_pre" if sender == "embed" else hook
-        exact = model.path_patch(clean, corrupted, [read], hook, patching="noising", layers=None, **tokens)
-        assert found.values[0] == pytest.approx(float(exact.values[0, head or 0]), abs=TOLERANCE)
+        over, layer = ("layer",) if head is None else ("layer", "head"), HookPoint.parse(hook).layer
+        exact = model.path_patch(
+            clean, corrupted, [read], hook, over=over, patching="noising", layers=[layer], **tokens
+        )
+        assert found.values[0] == pytest.approx(float(exact.values.ravel()[head or 0]), abs=TOLERANCE)
     ends = model.circuit(clean, corrupted, [0, ranking.count], scores=ranking, **tokens)
     assert ends.values == pytest.approx([ends.corrupted, ends.clean], abs=TOLERANCE)
 
@@ -265,7 +268,8 @@ def test_an_invisible_token_might_not_be_there(family, made):
     for row, start in enumerate((7, 3)):  # five and one columns of padding, and two hidden tokens
         assert off(padded[row, start:], plain_logits(reference, ids[row : row + 1, start:])[0]) < TOLERANCE
     found = model.generate(ids, spec, max_new_tokens=4, eos_token_id=[])
-    assert found.new_ids.tolist() == model.generate(ids[:, 2:], max_new_tokens=4, eos_token_id=[]).new_ids.tolist()
+    again = model.generate(ids[:, 2:], max_new_tokens=4, eos_token_id=[])
+    assert [*map(list, found.new_ids)] == [*map(list, again.new_ids)]
 
 
 @three

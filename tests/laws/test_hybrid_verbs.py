@@ -70,7 +70,7 @@ def test_moments_and_shards_are_those_of_forward(model, tmp_path):
 
 def test_the_best_receivers_of_a_path_may_be_mixers(model):
     found = model.path_patch(
-        CLEAN, CORRUPTED, ["blocks.2.ssm.hook_pre"], "resid_pre", layers=[0], patching="noising", **TOKENS
+        CLEAN, CORRUPTED, ["blocks.2.ssm.hook_pre"], "resid_pre", over="layer", layers=[0], patching="noising", **TOKENS
     )
     assert np.isfinite(found.values).all()
     with pytest.raises(InputError, match=r"edges: 'qwen3_5_text', blocks.3.attn.hook_z depends on the tokens by"):
