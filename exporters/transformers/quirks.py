@@ -291,7 +291,7 @@ class LinearUnits(Attachment):
             written = x * gate(x, unit.input_gate_weight, unit.input_gate_bias) * size.type_as(x)
             log_decay = torch.where(first, LEAST, log_decay)
             one = torch.ones_like(written[..., None, :1])
-            y, _ = recur(taps, one, one, written[:, :, None], log_decay[:, :, None, None])
+            y = recur(taps, one, one, written[:, :, None], log_decay[:, :, None, None])[0]
             return mixer.linear_out(y[:, :, 0] * mixer.act_fn(mixer.linear_y(stream))), None
 
         replace_for(self.stack, mixer, "forward", forward)

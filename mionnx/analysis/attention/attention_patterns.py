@@ -150,7 +150,7 @@ def attention(
         what = "state" if effective else "attention"
         raise InputError(f"attention(effective={effective}): no layer of the model has {what}")
     chosen = _checked("layer", layers, having)
-    counts = {model.hooked.axes(point(layer))[1] for layer in chosen}
+    counts = {int(model.hooked.axes(point(layer))[1]) for layer in chosen}
     if len(counts) > 1:
         raise InputError(f"layers {chosen} have {', '.join(map(str, sorted(counts)))} heads: name layers of one kind")
     shown = _checked("head", heads, range(counts.pop()))
