@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from exporters.transformers.attention import Calls, replace_for
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
-from exporters.transformers.recurrent import LEAST, convolved, recur
+from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
@@ -289,7 +289,7 @@ class LinearUnits(Attachment):
             log_decay = -8.0 * forget * nn.functional.softplus(unit.recurrent_param)
             size = torch.where(first, 1.0, torch.sqrt(1 - torch.exp(2 * log_decay)))
             written = x * gate(x, unit.input_gate_weight, unit.input_gate_bias) * size.type_as(x)
-            log_decay = torch.where(first, LEAST, log_decay)
+            log_decay = torch.where(first, FORGETS_ALL, log_decay)
             one = torch.ones_like(written[..., None, :1])
             y = recur(taps, one, one, written[:, :, None], log_decay[:, :, None, None])[0]
             return mixer.linear_out(y[:, :, 0] * mixer.act_fn(mixer.linear_y(stream))), None
