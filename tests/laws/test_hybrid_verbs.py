@@ -40,7 +40,7 @@ def test_moments_and_shards_are_those_of_forward(model, tmp_path):
 
 
 def test_attribution_patching_is_a_change_times_its_gradient(model):
-    scores = model.attribute_patch(CLEAN, CORRUPTED, "resid_pre", over=("layer", "position"), **TOKENS).values
+    scores = model.attribute_patch(CLEAN, CORRUPTED, "resid_pre", over=("layer", "position"), **TOKENS).effect
     grad = model.gradients(CORRUPTED, "blocks.*.hook_resid_pre", "logit_diff", **TOKENS).grad
     clean, corrupted = (model.forward(ids, HookSpec().capture("blocks.*.hook_resid_pre")) for ids in (CLEAN, CORRUPTED))
     for layer in range(3):
