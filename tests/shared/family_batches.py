@@ -101,7 +101,7 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
         ]
         if point.variant == "MlpRouterLogits" and "experts" not in limit:
             made.pop()  # equal logits: which experts are chosen then is nobody's business
-        if point.axes[-1] != "seq_k":
+        if point.axes[-1] != "seq_k" and shape[-1] > 1:
             made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
             read, write = rng.normal(0, 0.1, (2, 2, shape[-1]))
             made.append(Intervention.LowRank(read, write, rng.normal(0, 0.3, 2), **limit))
