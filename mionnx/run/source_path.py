@@ -124,15 +124,19 @@ def is_hooked(path: Path) -> bool:
     return not properties.keys().isdisjoint(OWN_METADATA)
 
 
+def compiled_graphs(folder: Path) -> list[Path]:
+    """The first graph of a folder in each place that a layout has for it."""
+    return [path for pattern in COMPILED_GRAPHS for path in sorted(folder.glob(pattern))[:1]]
+
+
 def refuse_compiled(folder: Path) -> None:
     """Refuse a compiled folder of any layout, and say what it is made of.
 
     Raises:
         ModelError: one of its graphs names itself compiled.
     """
-    for pattern in COMPILED_GRAPHS:
-        for path in sorted(folder.glob(pattern))[:1]:
-            is_hooked(path)
+    for path in compiled_graphs(folder):
+        is_hooked(path)
 
 
 def _compiled(path: Path, facts: str) -> str:
@@ -145,10 +149,10 @@ def _compiled(path: Path, facts: str) -> str:
     done, of = content.get("interventions"), content.get("model")
     what = f" of {of}" if isinstance(of, str) else ""
     what += f" ({'; '.join(map(str, done))[:LONGEST_WHAT]})" if isinstance(done, list) and done else ""
-    base = f"MIModel.from_pretrained({of!r})" if isinstance(of, str) else "the model that it was made of"
     return (
         f"{path} is a compiled graph{what}: its interventions are a part of it, and it has no hook points; run it as "
-        f"its README.md says, or open {base} and give it HookSpec.load of the spec beside it, spec.safetensors"
+        "its README.md says, or open the model that it was made of, with its spec (spec.safetensors): "
+        "model, spec = MIModel.from_compiled(FOLDER)"
     )
 
 
