@@ -3,9 +3,9 @@
 One process, one thread, processor time of a step of one token after 32 and 512 others; sessions run by turns, and a
 ratio is the median of those of neighbouring turns, the builder's file being 1. The builder quantises the numbers of the
 model's floats anew, symmetric blocks of 32, its head in 4 bits, or in 8 (`rtn_last`). Compiled files have the model's
-own blocks (SmolLM2's are Q4_1, with offsets, the head in 8 bits), or are quantised as the builder does: "the same bits".
-Of each: a node for each product and each step of attention, as files were until products were merged; as `compile`
-writes it; and with `fused="all"`, attention as one node.
+own blocks (SmolLM2's are Q4_1, with offsets, the head in 8 bits), or the builder's settings: "the same bits". Of each:
+a node a product, as files were before products of one value were merged; as `compile` writes it; and with
+`fused="all"`, attention as one node.
 
     python benchmarks/int4_decode.py [--model smollm2] [--environments DIR] [--repeats 15] [--save]
 """
@@ -54,9 +54,11 @@ def step(file: Path, past: int) -> Work:
     feeds = {one.name: feeds[one.name] for one in session.get_inputs() if one.name in feeds}
     random = np.random.default_rng(0)
     for one in session.get_inputs():
-        if one.name.startswith("past"):
+        if one.name.startswith("past_key"):
             shape = (1, one.shape[1], past, one.shape[3])
             feeds[one.name] = random.normal(size=shape).astype(np.float32) / 10
+        elif one.name.startswith("past"):  # a recurrent state
+            feeds[one.name] = np.zeros([1, *one.shape[1:]], np.float32)
 
     def run() -> None:
         for _ in range(STEPS):
@@ -67,6 +69,7 @@ def step(file: Path, past: int) -> Work:
 
 def compiled(model: MIModel, folder: Path) -> dict[str, Path]:
     """Title -> a compiled file."""
+    folder.mkdir()
     write = partial(model.compile, HookSpec(), plain=True)
     with patch("mionnx.compile.package.merge_blocks"):  # as files were written before
         write(folder / "before")
@@ -89,25 +92,22 @@ def main() -> None:
         floats = MIModel.from_pretrained(asked.model)
         build = partial(builders_file, environments=asked.environments.resolve(), model=floats.hooked.folder)
         builders = {name: build(folder / name, algorithm=name) for name in ("rtn", "rtn_last")}
-        head = [floats.hooked.metadata.unembedding] if hasattr(floats.hooked.metadata, "unembedding") else []
         models = {
-            "the model's own blocks": (MIModel.from_pretrained(asked.model, dtype="int4"), "rtn_last"),
+            "its own": (MIModel.from_pretrained(asked.model, dtype="int4"), "rtn_last"),
             "the same bits": (MIModel.from_pretrained(floats.quantise(folder / "blocks", bits=4)), "rtn"),
         }
-        del head
         rows = []
         for title, (model, builder) in models.items():
-            files = compiled(model, folder / title) | {f"the builder's, {builder}": builders[builder]}
-            times = {
-                past: alternate({name: step(file, past) for name, file in files.items()}, asked.repeats, process_time)
-                for past in PASTS
-            }
-            for name in files:
-                cells = [
-                    (f"{np.median(each[name]) / STEPS * 1e3:.2f}", ratio(each[name], [*each.values()][-1], 2))
-                    for each in times.values()
-                ]
-                rows.append([title, name, *(cell for pair in cells for cell in pair)])
+            files = compiled(model, folder / title.replace(" ", "-"))
+            files[f"the builder's, {builder}"] = builders[builder]
+            cells: dict[str, list[str]] = {name: [] for name in files}
+            for past in PASTS:
+                programs = {name: step(file, past) for name, file in files.items()}
+                times = alternate(programs, asked.repeats, process_time)
+                *_, last = times.values()
+                for name, each in times.items():
+                    cells[name] += [f"{np.median(each) / STEPS * 1e3:.2f}", ratio(each, last, 2)]
+            rows += [[title, name, *numbers] for name, numbers in cells.items()]
     columns = ["blocks", "file", *(text for past in PASTS for text in (f"ms a token after {past}", "ratio"))]
     title = f"{asked.model}, one thread, processor time, {asked.repeats} turns of {STEPS} tokens"
     present("int4_decode", "Decoding with weights of 4 bits", title, [(columns, rows)], asked.save)
