@@ -63,8 +63,8 @@ def fuse_attention(proto: onnx.ModelProto, model: HookedModel) -> tuple[onnx.Mod
 def _region(flow: Dataflow, layer: int) -> Region | None:
     """The attention of a layer; None where its nodes are others, or more is read of it."""
     past, present = KEYS_AND_VALUES.layer_inputs(layer), KEYS_AND_VALUES.layer_outputs(layer)
-    joins = [flow.producer(name) for name in present]
-    joins = [one for one in joins if one is not None and one.op_type == "Concat" and len(one.input) == 2]
+    makers = [flow.producer(name) for name in present]
+    joins = [one for one in makers if one is not None and one.op_type == "Concat" and len(one.input) == 2]
     if tuple(one.input[0] for one in joins) != past:
         return None
     keys, values = joins
@@ -211,7 +211,7 @@ class _Writer:
             )
         ]
         inputs = [*read, *past, f"{ATTENTION_PREFIX}.ends", f"{ATTENTION_PREFIX}.total", "", "", "", region.mask]
-        settings = {"num_heads": heads, "kv_num_heads": groups, "scale": region.scale}
+        settings: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": region.scale}
         outputs = [region.end, *present]
         return [*nodes, helper.make_node("GroupQueryAttention", inputs, outputs, at, domain=DOMAIN, **settings)]
 
