@@ -75,7 +75,9 @@ def _region(flow: Dataflow, layer: int) -> Region | None:
         return None
     queries = product.input[0]
     while (before := flow.producer(queries)) is not None and before.op_type == "Reshape":
-        walk.taken.append(before)
+        if walk.only(queries) is None:
+            return None
+        walk.taken[-1] = before
         queries = before.input[0]
     scores = walk.through(product.output[0])
     last = walk.only(scores) if scores else None
