@@ -24,6 +24,7 @@ from mionnx.graph.operator_table import DOMAIN
 PADDING_INPUT = "attention_mask"
 ATTENTION_PREFIX = "mionnx.attention"  # begins the names of what is added
 TURN = [0, 2, 1, 3]  # of heads
+HEAD_AXES = 3  # of heads side by side: batch, seq, heads * width
 FUSED_TOLERANCE = 2e-5  # of the largest number of a layer's output
 Shape = tuple[int | None, ...]  # behind the batch; None for the tokens
 TRIALS = ((2, 5, 0, 2), (2, 1, 6, 3))  # texts, tokens, past, padded on the left in the first text
@@ -39,7 +40,8 @@ class Region:
     values: str
     mask: str  # what is added to the scores
     scale: float
-    end: str  # [batch, seq, heads * width]
+    end: str  # [batch, seq, heads * width], or as the last node reshapes that
+    shape: str  # of the last node, where that is another one; else empty
     nodes: frozenset[int]
 
     @property
@@ -86,8 +88,9 @@ def _region(flow: Dataflow, layer: int) -> Region | None:
     end = walk.heads_end(last.output[0])
     if end is None or walk.only(present[1]) is None:
         return None
+    shape = "" if len(flow.facts.shapes.get(end, ())) == HEAD_AXES else flow.nodes[flow.producers[end]].input[1]
     nodes = {flow.producers[one.output[0]] for one in (*walk.taken, keys, values)}
-    return Region(layer, queries, keys.input[1], values.input[1], walk.mask, walk.scale, end, frozenset(nodes))
+    return Region(layer, queries, keys.input[1], values.input[1], walk.mask, walk.scale, end, shape, frozenset(nodes))
 
 
 class _Walk:
@@ -214,8 +217,11 @@ class _Writer:
         ]
         inputs = [*read, *past, f"{ATTENTION_PREFIX}.ends", f"{ATTENTION_PREFIX}.total", "", "", "", region.mask]
         settings: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": region.scale}
-        outputs = [region.end, *present]
-        return [*nodes, helper.make_node("GroupQueryAttention", inputs, outputs, at, domain=DOMAIN, **settings)]
+        outputs = [at if region.shape else region.end, *present]
+        nodes.append(helper.make_node("GroupQueryAttention", inputs, outputs, at, domain=DOMAIN, **settings))
+        if region.shape:
+            nodes.append(helper.make_node("Reshape", [at, region.shape], [region.end], f"{at}.reshaped"))
+        return nodes
 
     def _side_by_side(self, name: str, heads: int, width: int, to: str, nodes: list[onnx.NodeProto]) -> str:
         """Heads [batch, heads, seq, width] as [batch, seq, heads * width]; nodes that it takes are appended."""
@@ -243,9 +249,8 @@ class _Writer:
         if turn is None or turn.op_type != "Transpose" or [*attributes(turn).get("perm", [])] != TURN:
             return None
         split = self.flow.producer(turn.input[0])
-        if split is None or split.op_type != "Reshape" or len(self.flow.facts.shapes.get(split.input[0], ())) != 3:
-            return None
-        return split.input[0]
+        rank = 0 if split is None else len(self.flow.facts.shapes.get(split.input[0], ()))
+        return split.input[0] if split is not None and split.op_type == "Reshape" and rank == HEAD_AXES else None
 
 
 def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Region]:
@@ -264,9 +269,11 @@ def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Re
             hidden = 0 if trial[2] else trial[3]  # what a token of padding reads is nobody's concern
             for one in regions:
                 for name in one.results:
-                    right = nodes[name][:, hidden:] if name == one.end else nodes[name]
-                    off = np.abs(right - (fused[name][:, hidden:] if name == one.end else fused[name])).max()
-                    if not off <= FUSED_TOLERANCE * max(1.0, float(np.abs(right).max())):
+                    pair = (nodes[name], fused[name])
+                    if name == one.end:
+                        pair = tuple(value.reshape(*trial[:2], -1)[:, hidden:] for value in pair)
+                    off = np.abs(pair[0] - pair[1]).max()
+                    if not off <= FUSED_TOLERANCE * max(1.0, float(np.abs(pair[0]).max())):
                         wrong.add(one.layer)
     except ModelError:  # the operator does not take such heads
         return []
