@@ -269,11 +269,10 @@ def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Re
             hidden = 0 if trial[2] else trial[3]  # what a token of padding reads is nobody's concern
             for one in regions:
                 for name in one.results:
-                    pair = (nodes[name], fused[name])
+                    right, other = nodes[name], fused[name]
                     if name == one.end:
-                        pair = tuple(value.reshape(*trial[:2], -1)[:, hidden:] for value in pair)
-                    off = np.abs(pair[0] - pair[1]).max()
-                    if not off <= FUSED_TOLERANCE * max(1.0, float(np.abs(pair[0]).max())):
+                        right, other = (value.reshape(*trial[:2], -1)[:, hidden:] for value in (right, other))
+                    if not np.abs(right - other).max() <= FUSED_TOLERANCE * max(1.0, float(np.abs(right).max())):
                         wrong.add(one.layer)
     except ModelError:  # the operator does not take such heads
         return []
