@@ -145,7 +145,7 @@ def probe_rows(models: Sequence[str], repeats: int) -> list[list[str]]:
                 bare, probed = Path(scratch) / "bare", Path(scratch) / "probed"
                 model.compile(spec, bare, weights="referenced", plain=spec.is_empty())
                 model.compile(spec, probed, weights="referenced", monitors={"probe": (point, direction)})
-                programs = {each.name: step(each / "model.onnx", 32) for each in (bare, probed)}
+                programs = {each.name: step(each / "model.onnx", 32, model.head_dim) for each in (bare, probed)}
                 times = alternate(programs, repeats, process_time)
             each = f"{statistics.median(times['bare']) / STEPS * 1e3:.2f}"
             rows.append([f"{Path(name).name} {dtype}".strip(), title, each, ratio(times["probed"], times["bare"])])

@@ -41,8 +41,8 @@ def builders_file(folder: Path, environments: Path, model: Path, algorithm: str)
     return folder / "model.onnx"
 
 
-def step(file: Path, past: int) -> Work:
-    """A few steps of decoding after a past."""
+def step(file: Path, past: int, width: int) -> Work:
+    """A few steps of decoding after a past; `width` is that of a head."""
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(file, settings, providers=["CPUExecutionProvider"])
@@ -55,7 +55,7 @@ def step(file: Path, past: int) -> Work:
     random = np.random.default_rng(0)
     for one in session.get_inputs():
         if one.name.startswith("past_key"):
-            shape = (1, one.shape[1], past, one.shape[3])
+            shape = (1, one.shape[1], past, width)
             feeds[one.name] = random.normal(size=shape).astype(np.float32) / 10
         elif one.name.startswith("past"):  # a recurrent state
             feeds[one.name] = np.zeros([1, *one.shape[1:]], np.float32)
@@ -102,7 +102,7 @@ def main() -> None:
             files[f"the builder's, {builder}"] = builders[builder]
             cells: dict[str, list[str]] = {name: [] for name in files}
             for past in PASTS:
-                programs = {name: step(file, past) for name, file in files.items()}
+                programs = {name: step(file, past, model.head_dim) for name, file in files.items()}
                 times = alternate(programs, asked.repeats, process_time)
                 *_, last = times.values()
                 for name, each in times.items():
