@@ -30,6 +30,7 @@ from mionnx import (
     HookSpec,
     InputError,
     Intervention,
+    JacobianLens,
     KnockoutSpec,
     KVCache,
     LensResult,
@@ -43,6 +44,7 @@ from mionnx import (
     SpecFileError,
     StateAblationResult,
     StateKnockoutSpec,
+    Subspace,
     Verification,
     probe,
 )
@@ -114,6 +116,16 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "HookCache with gradients": lambda model: model.gradients(TEXT, POINT, answer="Paris"),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
     "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3, token_ids=["Paris"]),
+    "SubspaceEffect": lambda model: model.subspace_interchange(
+        TEXT, OTHER, Subspace(np.eye(2, 128)), POINT, placebos=2
+    ),
+    "DoseResponse with damage": lambda model: model.dose_response(
+        [TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0], damage_texts=[OTHER]
+    ),
+    "Circuit with controls": lambda model: model.circuit(TEXT, OTHER, "mib", steps=1, rank="score", controls=2),
+    "LensResult of a Jacobian lens": lambda model: model.logit_lens(
+        TEXT, k=3, lens=JacobianLens({1: np.eye(128)}), token_ids=["Tokyo"]
+    ),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "ProbeResult": probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
