@@ -6,8 +6,9 @@
 Tracr (Lindner et al. 2023, arXiv:2301.05062) makes transformers with learned positions, ReLU MLPs and no norms, whose
 stream has a named dimension for each variable of the program. GPT-2 holds them exactly:
 
-1. Norms become the identity: with epsilon 1e12 and weights 1e6, x / sqrt(var + 1e12) 1e6 is x to 1e-10. What LayerNorm
-   subtracts, the mean, is 0 by one more dimension, to which every writer gives minus the sum of what it writes.
+1. Norms become the identity: the stream is smaller by s = 2^-16, epsilon is 1 and weights are 1 / s, so that
+   s x / sqrt(s^2 var + 1) / s is x to 1e-9. What LayerNorm subtracts, the mean, is 0 by one more dimension, to which
+   every writer gives minus the sum of what it writes.
 2. A head is as wide as GPT-2's hidden size by its heads; queries are multiplied by sqrt(that width / Tracr's).
 3. The head is untied: its rows pick the dimensions of the output.
 
@@ -39,7 +40,7 @@ from tracr.craft import bases
 from tracr.rasp import rasp
 
 FOLDER = Path(__file__).parent / "tracr"
-BOS, PAD, EPSILON, PAIRS, TRIES = "BOS", "PAD", 1e12, 12, 400
+BOS, PAD, SCALE, PAIRS, TRIES = "BOS", "PAD", 2.0**-16, 12, 400
 SMALL, DIFFERENT = 1e-6, 1e-3  # what differs by rounding alone; outputs that differ
 PROGRAMS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
     "frac_prevs": (lambda: lib.make_frac_prevs(rasp.tokens == "x"), ("a", "b", "c", "x"), 6),
@@ -172,7 +173,7 @@ def write_checkpoint(weights: Weights, tokens: int, folder: Path) -> None:
     def written(matrix: np.ndarray) -> np.ndarray:
         wide = np.zeros((len(matrix), hidden))
         wide[:, :width], wide[:, width] = matrix, -matrix.sum(axis=1)
-        return wide
+        return wide * SCALE
 
     def read(matrix: np.ndarray) -> np.ndarray:
         wide = np.zeros((hidden, matrix.shape[1]))
@@ -187,7 +188,7 @@ def write_checkpoint(weights: Weights, tokens: int, folder: Path) -> None:
     table, head = np.zeros((vocab, hidden)), np.zeros((vocab, hidden))
     table[:tokens] = written(weights.embed[:tokens])
     head[np.arange(len(weights.output)), weights.output] = 1
-    one, zero = np.full(hidden, np.sqrt(EPSILON)), np.zeros(hidden)
+    one, zero = np.full(hidden, 1 / SCALE), np.zeros(hidden)
     state = {
         "transformer.wte.weight": table,
         "transformer.wpe.weight": written(weights.position),
@@ -214,7 +215,7 @@ def write_checkpoint(weights: Weights, tokens: int, folder: Path) -> None:
     config = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab, "n_layer": weights.layers,
         "n_positions": len(weights.position), "n_embd": hidden, "n_head": heads, "n_inner": weights.w_in[0].shape[1],
-        "activation_function": "relu", "layer_norm_epsilon": EPSILON, "tie_word_embeddings": False, "resid_pdrop": 0.0,
+        "activation_function": "relu", "layer_norm_epsilon": 1.0, "tie_word_embeddings": False, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32",
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def main(checkpoint: str, hooked: str, folder: str, layers: str = "") -> None:
     result = model.logit_lens(texts[0], k=5, lens=lens)
     for point, one in enumerate(readout.lens_logits):
         logs = torch.log_softmax(readout.lens_logits[one].double(), -1).numpy()
-        found[f"readout {one}"] = float(np.abs(-np.sort(-logs, axis=-1)[:, :5] - result.readout.top[point]).max())
+        found[f"readout {one}"] = apart(result.readout.top[point], -np.sort(-logs, axis=-1)[:, :5])
     atoms = lens.dictionary(model, layer)
     target = np.float32(atoms[5] / np.linalg.norm(atoms[5]) + random.normal(size=model.hidden_size) * 0.05)
     their, ours = (

@@ -85,7 +85,7 @@ def test_what_cannot_be_interchanged_is_refused(shipped, capitals):
         ({"hook": ""}, InputError, "say what is interchanged"),
         ({"hook": "blocks.2.attn.hook_z"}, InputError, "one vector a token"),
         ({"subspace": Subspace(np.eye(2, 64))}, InterventionError, "width 64"),
-        ({"corrupted": CLEAN[0]}, InterventionError, "equal within the subspace"),
+        ({"positions": 0}, InterventionError, "equal within the subspace"),
         ({"placebos": -1}, InputError, "placebos must be 0"),
     ):
         asked = {"clean": CLEAN[0], "corrupted": CORRUPTED[0], "subspace": capitals, "hook": HOOK} | arguments
