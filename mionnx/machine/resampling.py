@@ -20,7 +20,7 @@ from mionnx.machine.ranges import at_least, at_most
 Sample = NDArray[np.float64]
 EXACT = 12  # pairs up to which all patterns of signs are counted
 MOST_DRAWS = 10**6
-ROOM = 2**22  # numbers of draws that are held at once
+DRAWN_AT_ONCE = 2**22  # numbers of draws that are held at once
 TIE = 100 * float(np.finfo(np.float64).eps)  # of the mean: sums in another order
 
 
@@ -73,7 +73,7 @@ def _signs(pairs: int, resamples: int, seed: int) -> Iterator[Sample]:
     if pairs <= EXACT:
         yield np.array([*product((1.0, -1.0), repeat=pairs)])
         return
-    random, most = np.random.default_rng(seed), max(1, ROOM // pairs)
+    random, most = np.random.default_rng(seed), max(1, DRAWN_AT_ONCE // pairs)
     for begin in range(0, resamples, most):
         yield random.choice(np.array([-1.0, 1.0]), (min(most, resamples - begin), pairs))
 

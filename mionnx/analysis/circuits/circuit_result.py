@@ -106,10 +106,10 @@ class Circuit(Shown):
         if clean is None or corrupted is None:
             raise InputError("this circuit was saved without the metric of each pair's runs: compute it anew")
         shares = draws(len(self.by_pair), resamples, seed)
-        base, whole = shares @ corrupted, shares @ clean
-        if (base == whole).any():
+        base, end = shares @ corrupted, shares @ clean
+        if (base == end).any():
             raise InputError("pairs of which some draws have no difference between clean and corrupted")
-        return percentiles((shares @ self.by_pair - base[:, None]) / (whole - base)[:, None], confidence)
+        return percentiles((shares @ self.by_pair - base[:, None]) / (end - base)[:, None], confidence)
 
     @property
     def control_faithfulness(self) -> NDArray[np.float64]:
@@ -188,7 +188,8 @@ class Circuit(Shown):
                     f"mean of {len(self.control_faithfulness)} random circuits", self.control_faithfulness.mean(axis=0)
                 )
             )
-        axes = (self.sizes, series, "kept edges", "faithfulness", 0, 1)
+        ends = min(0.0, float(self.faithfulness.min())), max(1.0, float(self.faithfulness.max()))
+        axes = (self.sizes, series, "kept edges", "faithfulness", *ends)
         curve = Lines(*axes, spaced="log", levels=levels, chooses="points", legend=random)
         note = (
             "Red edges raise the metric by being kept, blue ones lower it, both to first order; the wider the more. "

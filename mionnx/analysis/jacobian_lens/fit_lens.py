@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.harvest.texts import Source
-from mionnx.analysis.jacobian_lens.jacobian_lens import OWN, JacobianLens, unembedding_rows
+from mionnx.analysis.jacobian_lens.jacobian_lens import FITTED_ON, JacobianLens, unembedding_rows
 from mionnx.analysis.jacobian_lens.lens_texts import Ids, LensTexts, source_layers
 from mionnx.analysis.jacobian_lens.pullback import Pullback, stream
 from mionnx.errors import InputError, ModelError
@@ -152,7 +152,7 @@ def _provenance(model: Runner, rules: str, corpus: str, texts: LensTexts) -> dic
     return {
         "model": hooked.name,
         "family": hooked.metadata.family,
-        OWN: hooked.weights_sha256,
+        FITTED_ON: hooked.weights_sha256,
         "fit_dtype": hooked.metadata.dtype,
         "estimator": ESTIMATORS.get(rules, f"jacobian_lens ({rules})"),
         "rules": rules,

@@ -27,7 +27,7 @@ from mionnx.run.runner import Runner
 
 Matrices = dict[int, NDArray[np.float32]]
 STREAMS = ("resid_post", "resid_pre")
-OWN = "weights_sha256"  # of the metadata: the model that a lens was fitted on
+FITTED_ON = "weights_sha256"  # of the metadata: the model that a lens was fitted on
 COUNTED = ("n_prompts",)  # facts that differ between parts of one fit
 
 
@@ -179,7 +179,7 @@ class JacobianLens(Brief, Stored):
                 f"the lens maps layers {self.layers[0]} to {self.layers[-1]} to layer {target}, and "
                 f"{model.hooked.name} has layers 0 to {last}: it belongs to another model"
             )
-        if self.metadata.get(OWN, model.hooked.weights_sha256) != model.hooked.weights_sha256:
+        if self.metadata.get(FITTED_ON, model.hooked.weights_sha256) != model.hooked.weights_sha256:
             raise InputError(
                 f"the lens was fitted on other weights than those of {model.hooked.name}: on "
                 f"{self.metadata.get('model', 'another model')}"

@@ -73,9 +73,9 @@ def _tuned(folder: Path) -> dict[str, Any]:
             raise SpecFileError(f"{folder / TUNED_PARAMS} has {name!r:.60}; a tuned lens has N.weight and N.bias")
         (matrices if match[2] == "weight" else biases)[int(match[1])] = np.asarray(array, np.float32)
     # the file has what is added to the stream
-    whole = {layer: one + np.eye(len(one), dtype=np.float32) for layer, one in matrices.items()}
+    complete = {layer: one + np.eye(len(one), dtype=np.float32) for layer, one in matrices.items()}
     metadata = {**_plain(config), "estimator": "tuned_lens"}
-    return {"matrices": whole, "biases": biases, "reads": "resid_pre", "metadata": metadata}
+    return {"matrices": complete, "biases": biases, "reads": "resid_pre", "metadata": metadata}
 
 
 def _mapping(value: Any, path: Path) -> dict[Any, Any]:

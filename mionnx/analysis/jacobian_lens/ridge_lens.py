@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mionnx.analysis.harvest.texts import Source
-from mionnx.analysis.jacobian_lens.jacobian_lens import OWN, JacobianLens
+from mionnx.analysis.jacobian_lens.jacobian_lens import FITTED_ON, JacobianLens
 from mionnx.analysis.jacobian_lens.lens_texts import LensTexts, source_layers
 from mionnx.analysis.jacobian_lens.pullback import stream
 from mionnx.errors import InputError
@@ -79,7 +79,7 @@ def ridge_lens(
         biases[layer] = moments.mean[0, width:] - matrices[layer] @ moments.mean[0, :width]
     metadata = {
         "model": model.hooked.name,
-        OWN: model.hooked.weights_sha256,
+        FITTED_ON: model.hooked.weights_sha256,
         "estimator": "ridge_lens",
         "penalty": penalty,
         "target_layer": model.num_layers - 1,

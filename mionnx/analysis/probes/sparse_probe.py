@@ -25,7 +25,7 @@ from mionnx.machine.typed import typed
 from mionnx.view import Columns, Lines, Series, Shown, Table, View, long_form
 
 SPARSE_SIZES = (1, 2, 4, 8, 16)
-SCORES = ("auc", "average_precision", "accuracy")
+SPARSE_SCORES = ("auc", "average_precision", "accuracy")
 MOST_CONTROLLED = 200
 Numbers = NDArray[np.float64]
 
@@ -173,7 +173,7 @@ def sparse_probe(
             leading[name] = _ranked(flat, labelled.targets)[: counts[-1]]
             show("sparse probes", number + 1, len(names))
     scores, others, mixed = (
-        {name: np.stack([one[kind][name] for one in results]) for name in SCORES} for kind in range(3)
+        {name: np.stack([one[kind][name] for one in results]) for name in SPARSE_SCORES} for kind in range(3)
     )
     texts = len(np.unique(np.asarray(activations.text_index)[labelled.tokens]))
     settings = {"folds": folds, "penalty": penalty, "controls": controls, "seed": seed}
@@ -209,7 +209,7 @@ def _of_point(
             own = _ranked(values[fit], labels)
             mixed.append([_scored(values[:, own[:size]], targets, fit, score, penalty, labels) for size in sizes])
     return tuple(
-        {name: np.array([[one[name] for one in row] for row in rows]).mean(axis=0) for name in SCORES}
+        {name: np.array([[one[name] for one in row] for row in rows]).mean(axis=0) for name in SPARSE_SCORES}
         for rows in (chosen, drawn, mixed)
     )
 

@@ -43,7 +43,7 @@ class SubspaceEffect(Shown):
 
     Attributes:
         hook, positions: where it was interchanged; positions count from each text's start, or end if negative.
-        dimensions: of the subspace.
+        dimensions: how many directions the subspace has.
         by_pair: change of the metric, float64 [pairs].
         placebos: the same of random subspaces, [placebos, pairs].
         clean, corrupted: the metric of both runs, [pairs].
