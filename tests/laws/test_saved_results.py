@@ -41,12 +41,14 @@ from mionnx import (
     ModelLosses,
     ProbeResult,
     RWKVState,
+    SparseProbes,
     SpecFileError,
     StateAblationResult,
     StateKnockoutSpec,
     Subspace,
     Verification,
     probe,
+    sparse_probe,
 )
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.analysis.similarity.token_pairs import TokenPairs
@@ -83,6 +85,13 @@ def probed(model: MIModel) -> ProbeResult:
     with TemporaryDirectory() as folder:
         made = model.harvest(texts, POINT, Path(folder) / "made", positions=-1)
         return probe(made, [number < 5 for number in range(10)], folds=2)
+
+
+def sparsely_probed(model: MIModel) -> SparseProbes:
+    texts = [f"The capital of {country} is" for country in ("France", "Spain", "Italy", "Japan", "Peru", "Kenya")]
+    with TemporaryDirectory() as folder:
+        made = model.harvest(texts, POINT, Path(folder) / "made", positions=-1)
+        return sparse_probe(made, [0, 0, 0, 1, 1, 1], [1, 2], folds=2, controls=1)
 
 
 ROW = HookDifference("blocks.1.hook_resid_post", 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
@@ -128,6 +137,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     ),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "ProbeResult": probed,
+    "SparseProbes": sparsely_probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "Saliency of a path": lambda model: model.integrated_gradients(TEXT, OTHER, answer="Paris", steps=2),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),

@@ -43,9 +43,9 @@ class SubspaceEffect(Shown):
 
     Attributes:
         hook, positions: where it was interchanged; positions count from each text's start, or end if negative.
-        dimensions: how many directions the subspace has.
+        dimensions: the number of directions that span the subspace.
         by_pair: change of the metric, float64 [pairs].
-        placebos: the same of random subspaces, [placebos, pairs].
+        placebos: change of the metric by moves in random subspaces, [placebos, pairs].
         clean, corrupted: the metric of both runs, [pairs].
         shares: share of the squared distance between both activations that the subspace has, [pairs].
     """
