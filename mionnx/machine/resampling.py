@@ -12,7 +12,6 @@ from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta
 
 from mionnx.errors import InputError
 from mionnx.machine.ranges import at_least, at_most
@@ -80,6 +79,8 @@ def _signs(pairs: int, resamples: int, seed: int) -> Iterator[Sample]:
 
 def success_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """The interval of Clopper and Pearson of a success rate."""
+    from scipy.stats import beta  # scipy takes half a second
+
     check_confidence(confidence)
     if not 0 <= successes <= trials or trials < 1:
         raise InputError(f"{successes} of {trials} trials have no success rate")

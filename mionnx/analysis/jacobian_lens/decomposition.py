@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from mionnx.errors import InputError
 from mionnx.machine.arrays import to_array
@@ -64,6 +63,8 @@ class Occupancy(Brief):
 
 def decompose(activation: ArrayLike, atoms: ArrayLike, k: int = 25) -> SparseDecomposition:
     """Choose at most k directions [n, d_model] for an activation [d_model], and fit nonnegative coefficients."""
+    from scipy.optimize import nnls  # scipy takes half a second
+
     target, rows, lengths = _checked(activation, atoms, k, "k")
     norm = float(np.linalg.norm(target))
     selected: list[int] = []
