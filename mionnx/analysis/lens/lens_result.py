@@ -26,7 +26,7 @@ MEANING = (
     "final norm, head and soft cap applied to it. Outlined: the first point from which on the answer stays the top "
     "token. Point at a cell for more; click one for the way through the layers."
 )
-MAPPED = "Before that a linear map of each layer takes the stream to where the last one would be."
+MAPPED = "A linear map of each layer first takes the stream to where the last one would be."
 CHART = (
     "The answer, the tokens asked for, and their likely rivals; rivals only where they are among a point's top tokens."
 )
@@ -237,7 +237,7 @@ class LensResult(Shown):
             chooses=True,
         )
         charts = Each([self._chart(column) for column in range(len(self.positions))], note=CHART)
-        meaning = MEANING if self.title == LOGIT_LENS else f"{MEANING} {MAPPED}"
+        meaning = MEANING if self.title == LOGIT_LENS else f"{MAPPED} {MEANING}"
         return View(self.title.capitalize(), [cells, charts], meaning=meaning, chosen=len(self.positions) - 1)
 
     def _chart(self, column: int) -> Lines:
