@@ -70,8 +70,9 @@ def forecast(
             a log; True at once, False for none.
 
     Returns:
-        KL(float32 || rounded) in nats, the largest difference of logits, the share of equal top tokens; the first value
-        that is not finite, infinities that are absorbed, and numbers that become 0.
+        KL(float32 || rounded) in nats, the largest difference of logits, the share of equal top tokens (of embeddings
+        and other vectors half the squared relative distance in the place of KL); the first value that is not finite,
+        infinities that are absorbed, and numbers that become 0.
 
     Raises:
         InputError: another dtype or choice.
@@ -182,7 +183,7 @@ def _row(
             yield run.predictions(outputs)
 
     count = sum(on(cell) for cell in rounding.values.values())
-    return ForecastRow(kind, name, count, Distance.of(first, logits()))
+    return ForecastRow(kind, name, count, Distance.of(first, logits(), vectors=run.vectors))
 
 
 def _alone(run: TextsRun, rounding: Rounding, first: FirstRun) -> Iterator[ForecastRow]:
