@@ -134,30 +134,19 @@ def compile_model(
     reads = {name: as_monitor(name, what, model.hooked) for name, what in (monitors or {}).items()}
     named = as_knobs(knobs or {})
     required = _required(named, required, packaging.layout)
-    if dtype is not None:  # what does not fit is refused before minutes of measuring
-        Binder(model.hooked).bind(spec, Outputs(last=last_logits), differentiated=True)
-    with in_dtype(model, dtype, texts, bound, folder) as written:
-        _write(written.hooked, spec, folder, packaging, named, required, reads, last_logits)
+
+    def baked(hooked: HookedModel) -> tuple[onnx.ModelProto, HookSpec]:
+        leveled = _at_level(hooked, packaging)
+        chosen = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
+        proto = _compiled(chosen, hooked, _turned(chosen, named), required, reads)
+        return _with_fused(proto, leveled, packaging.fused), _nameable(chosen.spec, chosen.plan)
+
+    if dtype is not None:
+        baked(model.hooked)  # what does not fit is refused before minutes of measuring
+    with in_dtype(model, dtype, texts, bound, folder) as written, shown() as progress:
+        proto, nameable = baked(written.hooked)
+        write_package(written.hooked, proto, nameable, folder, packaging, named, last_logits, progress)
     return folder
-
-
-def _write(
-    model: HookedModel,
-    spec: HookSpec,
-    folder: Path,
-    packaging: Packaging,
-    knobs: Mapping[str, Knob],
-    required: bool,
-    monitors: Mapping[str, Monitor],
-    last: bool,
-) -> None:
-    """Bake a spec into a model's graph, and write the folder."""
-    leveled = _at_level(model, packaging)
-    bound = Binder(leveled).bind(spec, Outputs(last=last), differentiated=True).sparing_padding()
-    proto = _compiled(bound, model, _turned(bound, knobs), required, monitors)
-    proto = _with_fused(proto, leveled, packaging.fused)
-    with shown() as progress:
-        write_package(model, proto, _nameable(bound.spec, bound.plan), folder, packaging, knobs, last, progress)
 
 
 def compile_plain(

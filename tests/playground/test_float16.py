@@ -10,7 +10,7 @@ from mionnx import HookSpec, InputError, Intervention
 from mionnx.playground import playground
 
 PROMPT = "The capital of France is"
-POINT, OUT = "blocks.2.hook_resid_post", "blocks.1.hook_attn_out"
+POINT, OUT = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z"
 RUN = """async ([prompt, interventions]) => {
   const tokens = await lab.encode(prompt);
   return Array.from((await lab.run({ tokens, interventions })).logits);

@@ -13,7 +13,7 @@ from mionnx import HookPoint, HookSpec, Intervention, MIModel
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 
 IDS = np.array([[3, 9, 4, 17, 30]])
-STREAM, ATTENTION = "blocks.2.hook_resid_post", "blocks.1.hook_attn_out"
+STREAM, ATTENTION = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z"
 
 
 def logits(model: MIModel, graph: PlaygroundGraph, changes: dict[str, np.ndarray]) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_in_float16_it_is_fed_float32_and_slots_are_of_true_values(cured: MIMode
     assert np.abs(logits(cured, graph, {}) - expected).max() < 0.02
     for hook, change in ((STREAM, 9e4), (ATTENTION, 1.0)):
         ((_, (scale, add)),) = graph.sites[hook].slots
-        ones = np.ones((1, 1, 1), np.float32)
+        ones = np.ones((1,) * len(graph.sites[hook].axes), np.float32)
         spec = HookSpec().intervene(hook, Intervention.Scale(0.5)).intervene(hook, Intervention.Add(change))
         expected = cured.forward(IDS, spec).output().astype(np.float32)
         assert np.abs(logits(cured, graph, {scale: 0.5 * ones, add: change * ones}) - expected).max() < 0.02

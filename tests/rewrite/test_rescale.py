@@ -13,9 +13,9 @@ from mionnx.rewrite.exponent_types import ExponentError, check_types
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.rescale import rescale
 
-law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-STREAM = ["hook_embed", *(f"blocks.{i}.hook_resid_{part}" for i in range(4) for part in ("pre", "mid", "post"))]
-POINTS = [*STREAM, "blocks.1.hook_mlp_out", "blocks.2.attn.hook_z", "blocks.0.attn.hook_scores", "hook_final_norm"]
+law = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# Hook points of an edit and of a capture: few, since each pair is a graph that is opened.
+PLACES = [("blocks.1.hook_resid_pre", "blocks.2.hook_mlp_out"), ("blocks.2.hook_resid_mid", "blocks.3.hook_resid_post")]
 
 
 def bits(array):
@@ -28,36 +28,24 @@ def pair(shipped, tmp_path_factory):
     return shipped, rescaled(shipped, -5, tmp_path_factory.mktemp("rescaled") / "m")
 
 
-def drawn_edit(draw, width):
-    """An intervention at values of the stream, and its name."""
-    vector = draw(st.lists(st.floats(-50, 50, width=32), min_size=width, max_size=width).map(np.float32))
-    positions = draw(st.sampled_from([None, 0, -1]))
-    return draw(
-        st.sampled_from(
-            [
-                Intervention.Add(vector, positions=positions),
-                Intervention.Replace(vector, positions=positions),
-                Intervention.Scale(float(vector[0]), positions=positions),
-                Intervention.Clamp(-abs(float(vector[1])), abs(float(vector[2])), positions=positions),
-                Intervention.Zero(positions=positions),
-            ]
-        )
-    )
-
-
 @law
 @given(data=st.data())
 def test_bits_are_the_same_in_batches_after_a_past_with_padding_captures_and_edits(pair, data):
     rows, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 8))
-    ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(3, pair[0].vocab_size, (rows, seq))
-    lengths = [data.draw(st.integers(1, seq)) for _ in range(rows)]
-    side = data.draw(st.sampled_from(["left", "right"]))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    ids = random.integers(3, pair[0].vocab_size, (rows, seq))
+    past, edited = data.draw(st.integers(0, seq - 1)), data.draw(st.booleans())
+    left = bool(past) or data.draw(st.booleans())
+    lengths = [data.draw(st.integers(seq - past + 1 if past else 1, seq)) for _ in range(rows)]
     real = [[1] * one + [0] * (seq - one) for one in lengths]
-    mask = np.array([one[::-1] if side == "left" else one for one in real])
-    past = data.draw(st.integers(0, seq - 1)) if side == "left" else 0
-    spec = HookSpec().capture(data.draw(st.sampled_from(POINTS)))
-    for _ in range(data.draw(st.integers(0, 2))):
-        spec.intervene(data.draw(st.sampled_from(STREAM)), drawn_edit(data.draw, pair[0].hidden_size))
+    mask = np.array([one[::-1] if left else one for one in real])
+    where, seen = data.draw(st.sampled_from(PLACES))
+    spec = HookSpec().capture(seen)
+    if edited:
+        vector = random.normal(scale=data.draw(st.sampled_from([1e-3, 1.0, 1e3])), size=pair[0].hidden_size)
+        spec.intervene(
+            where, Intervention.Add(vector.astype(np.float32), positions=data.draw(st.sampled_from([None, -1])))
+        )
     results = []
     for model in pair:
         cache = None
@@ -65,8 +53,7 @@ def test_bits_are_the_same_in_batches_after_a_past_with_padding_captures_and_edi
             cache = model.forward(ids[:, :past], attention_mask=mask[:, :past], use_cache=True).kv_cache
         results.append(model.forward(ids[:, past:], spec, attention_mask=mask, cache=cache))
     one, two = results
-    for name in one:
-        assert np.array_equal(bits(one[name]), bits(two[name])), name
+    assert np.array_equal(bits(one[seen]), bits(two[seen]))
     assert np.array_equal(bits(one.output()), bits(two.output()))
 
 

@@ -21,6 +21,7 @@ from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import DTYPES, GRAPH, KEPT, HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, shown
@@ -135,6 +136,7 @@ def write(
         stock={},
     )
     narrow_graph.describe(metadata.to_props())
+    onnx_file.rename(narrow_graph.proto, LOGITS, metadata.output)  # as files have it
     (folder / GRAPH).write_bytes(narrow_graph.proto.SerializeToString())
     for path in files_beside(hooked.folder, KEPT):
         shutil.copyfile(path, folder / path.name)

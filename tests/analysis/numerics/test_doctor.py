@@ -34,14 +34,15 @@ def test_an_encoder_whose_stream_overflows_is_cured(tmp_path):
     agree(model, tmp_path / "sound", "The capital of France is [MASK] .", 2e-2)
 
 
+@pytest.mark.slow
 def test_vectors_have_a_distance_of_their_own(text_encoder, tmp_path):
     model, _ = text_encoder("embedding")
-    result = model.doctor("a cat", folder=tmp_path / "sound")
+    result = model.doctor("a dog", folder=tmp_path / "sound")
     assert result.forecast.all.vectors
     assert 0 < result.forecast.kl < 1e-5
     assert "half the squared relative distance" in result.line()
     assert "half the squared relative distance" in result.page()
-    agree(model, tmp_path / "sound", "a cat", 1e-2)
+    agree(model, tmp_path / "sound", "a dog", 1e-2)
     assert MIModel.from_pretrained(tmp_path / "sound").hooked.metadata.narrowed["measure"].startswith("half the squ")
 
 
@@ -56,6 +57,7 @@ def loud_stock_file(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_decomposed_norms_of_a_stock_file_are_seen_though_no_logit_is_infinite(tmp_path):
     model = MIModel.from_pretrained(loud_stock_file(tmp_path / "stock"), threads=1)
     ids = [[5, 9, 2, 7, 11]]
