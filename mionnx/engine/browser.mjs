@@ -3,7 +3,7 @@
 //
 //     {"adapter": true}                                             -> {vendor, description, float16}, or {} without one
 //     {"open": true}, the model at "model"                          -> {log: lines of ONNX Runtime on where nodes run}
-//     {"feeds": [{name, type, dims, start, end}], "names": [..]}, their bytes at "feeds"   -> {found: the same}
+//     {"feeds": [{name, type, dims, start, end}], "names": [..]}, their bytes at "feeds"   -> {values: the same}
 //
 // What fails answers {"error": text}.
 const ARRAYS = {
@@ -33,7 +33,7 @@ async function open() {
   ort.env.logLevel = "verbose"; // it says which nodes run where
   log.length = 0;
   session = await ort.InferenceSession.create(new Uint8Array(await bytes("model")), { executionProviders: ["webgpu"], logSeverityLevel: 0 });
-  return { log: log.filter((line) => /placed on|^\s*\w+ \(.*\)\s*$/m.test(line)) };
+  return { log: log.filter((line) => line.includes("VerifyEachNodeIsAssignedToAnEp")) };
 }
 
 async function run({ feeds, names }) {
@@ -47,7 +47,7 @@ async function run({ feeds, names }) {
     found.push({ name, type, dims, start, end: start + own.byteLength });
     start += own.byteLength;
   }
-  return [{ found }, ...parts];
+  return [{ values: found }, ...parts];
 }
 
 async function answered(question) {

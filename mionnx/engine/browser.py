@@ -28,8 +28,8 @@ import onnx
 
 from mionnx.engine.engine import Arrays, Engine, Program, graph_of, inputs_of
 from mionnx.engine.options import Options
-from mionnx.engine.placement import named
-from mionnx.engine.web import PACKAGE, node_folder
+from mionnx.engine.placement import CPU_PROVIDER, named
+from mionnx.engine.web import WEB_PACKAGE, node_folder
 from mionnx.engine.webgpu import numbers_among
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -43,9 +43,9 @@ FLAGS = (
 SOFTWARE = ("--enable-features=Vulkan", "--use-webgpu-adapter=swiftshader", "--use-vulkan=swiftshader")
 STARTS_WITHIN = 60.0  # seconds
 POLL = 5.0  # seconds that the page waits for a question, before it asks again
-KINDS = {".mjs": "text/javascript", ".wasm": "application/wasm"}
-CPU_NODES = re.compile(r"placed on \[CPUExecutionProvider\]")
-ONE_NODE = re.compile(r"^\s*(\w+) \((.*)\)\s*$", re.MULTILINE)
+CONTENT_TYPES = {".mjs": "text/javascript", ".wasm": "application/wasm"}
+PLACED = re.compile(r"placed on \[(\w+)\]")  # in a line of ONNX Runtime's log; lines of nodes follow it
+ONE_NODE = re.compile(r"\]\s+(\w+) \((.*)\)\s*$")
 
 
 class Page:
@@ -92,7 +92,7 @@ def _end(browser: "subprocess.Popen[bytes]", server: ThreadingHTTPServer, profil
 
 
 def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
-    dist = (node_folder() or Path()) / PACKAGE.parent / "dist"
+    dist = (node_folder() or Path()) / WEB_PACKAGE.parent / "dist"
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -108,7 +108,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
             if name in page.files:
                 self._give(page.files[name], "application/octet-stream" if name else "text/html")
             elif file == SCRIPT or (file.parent == dist and file.is_file()):
-                self._give(file.read_bytes(), KINDS.get(file.suffix, "application/octet-stream"))
+                self._give(file.read_bytes(), CONTENT_TYPES.get(file.suffix, "application/octet-stream"))
             else:
                 self.send_error(404)
 
@@ -133,7 +133,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 
 
 def _browser() -> str | None:
-    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return next((program for name in BROWSERS if (program := shutil.which(name))), None)
 
 
 @cache
@@ -142,11 +142,11 @@ def adapter() -> tuple[tuple[str, ...], dict[str, Any]]:
     for flags in ((), SOFTWARE):
         page = Page(flags)
         try:
-            found, _ = page.ask({"adapter": True}, STARTS_WITHIN)
+            facts, _ = page.ask({"adapter": True}, STARTS_WITHIN)
         finally:
             page.close()
-        if found:
-            return flags, found
+        if facts:
+            return flags, facts
     return (), {}
 
 
@@ -160,6 +160,9 @@ class BrowserProgram(Program):
         self.native.files["model"] = model.SerializeToString()
         answer, _ = self.native.ask({"open": True})
         del self.native.files["model"]
+        if not any(PLACED.search(line) for line in answer["log"]):
+            self.close()
+            raise ModelError("this onnxruntime-web does not say which nodes run on WebGPU: it is no verdict")
         if nodes := numbers_among([*_on_cpu(answer["log"])], model):
             self.close()
             raise ModelError(f"WebGPU leaves {named(nodes)} to the CPU: its numbers would be no verdict on WebGPU")
@@ -181,7 +184,7 @@ class BrowserProgram(Program):
             answer, data = self.native.ask({"feeds": tensors, "names": list(outputs)})
         return {
             one["name"]: np.frombuffer(data[one["start"] : one["end"]], one["type"]).reshape(one["dims"])
-            for one in answer["found"]
+            for one in answer["values"]
         }
 
 
@@ -189,9 +192,9 @@ def _on_cpu(log: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Operator and name of the nodes that ONNX Runtime's log says are on the CPU."""
     here = False
     for line in log:
-        if "placed on" in line:
-            here = CPU_NODES.search(line) is not None
-        if here:
+        if provider := PLACED.search(line):
+            here = provider[1] == CPU_PROVIDER
+        elif here:
             yield from ONE_NODE.findall(line)
 
 
@@ -206,20 +209,20 @@ class Browser(Engine):
         if node_folder() is None:
             return "onnxruntime-web is not in the current folder's node_modules, nor in MIONNX_NODE's: npm install it"
         try:
-            found = adapter()[1]
+            facts = adapter()[1]
         except ModelError as error:
             return f"Chromium does not start here: {error}"
-        return None if found else "this Chromium has no WebGPU adapter, in software (SwiftShader) either"
+        return None if facts else "this Chromium has no WebGPU adapter, in software (SwiftShader) either"
 
     def lacks(self, options: Options) -> tuple[str, ...]:
         return ("bfloat16",) if adapter()[1].get("float16") else ("bfloat16", "float16")
 
     def facts(self, options: Options) -> dict[str, str]:
-        flags, found = adapter()
-        package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
+        flags, facts = adapter()
+        package = json.loads(((node_folder() or Path()) / WEB_PACKAGE).read_text())
         browser = subprocess.run([str(_browser()), "--version"], capture_output=True, text=True).stdout.strip()
-        named = " ".join(filter(None, (found.get("vendor"), found.get("description"))))
-        adapters = {"adapter": f"{named}, in software" if flags else named}
+        title = " ".join(filter(None, (facts.get("vendor"), facts.get("description"))))
+        adapters = {"adapter": f"{title}, in software" if flags or "swiftshader" in title.lower() else title}
         return {"onnxruntime-web": package["version"], "browser": browser, **adapters}
 
     def open(

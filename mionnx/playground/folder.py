@@ -42,7 +42,7 @@ RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
 LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt that a browser computes too; logits that are compared
-TOLERANCES = {"float32": 1e-3, "float16": 2e-2}  # of the largest of them
+CHECKED_TOLERANCES = {"float32": 1e-3, "float16": 2e-2}  # of the largest of them
 FORMAT = 1  # of the manifest
 MESSAGE = "Name the colour of the sky."
 
@@ -306,7 +306,7 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
         "tokens": tokens.tolist(),
         "ids": ids.tolist(),
         # Of logits near 0 the tolerance is absolute.
-        "tolerance": TOLERANCES[model.hooked.metadata.dtype] * max(largest, 1.0),
+        "tolerance": CHECKED_TOLERANCES[model.hooked.metadata.dtype] * max(largest, 1.0),
         "runs": [
             {"interventions": changes, "logits": [round(float(x), 6) for x in one]}
             for changes, one in zip(([], entries), logits, strict=True)

@@ -14,7 +14,7 @@ from mionnx.machine.softmax import log_softmax
 from mionnx.machine.stored import Storable
 
 AT_ONCE = 2**20  # numbers looked at together
-OF_VECTORS = "half the squared relative distance"
+VECTOR_MEASURE = "half the squared relative distance"
 
 
 @dataclass
@@ -90,13 +90,13 @@ class Distance(Storable):
         if not self.sound:
             return f"{self.not_finite} of {self.positions} positions not finite"
         if self.vectors:
-            return f"{OF_VECTORS} {self.kl:.2g} ({self.kl_max:.2g} at most)"
+            return f"{VECTOR_MEASURE} {self.kl:.2g} ({self.kl_max:.2g} at most)"
         return f"KL {self.kl:.2g} nats ({self.kl_max:.2g} at most), top-1 {self.top_1:.1%}"
 
     @property
     def measure(self) -> str:
         """What `kl` is."""
-        return OF_VECTORS if self.vectors else "KL in nats"
+        return VECTOR_MEASURE if self.vectors else "KL in nats"
 
     @property
     def sound(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.analysis.numerics.distance import OF_VECTORS, Distance
+from mionnx.analysis.numerics.distance import VECTOR_MEASURE, Distance
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.stored import Storable
@@ -19,7 +19,7 @@ NOT_MODELLED = (
 )
 
 DISTANCE_HEADS = ("KL, nats", "largest", "logit", "top-1", "not finite")  # of a distance in a table
-VECTOR_HEADS = (OF_VECTORS, "largest", "number", "top-1", "not finite")
+VECTOR_HEADS = (VECTOR_MEASURE, "largest", "number", "top-1", "not finite")
 
 
 @dataclass(frozen=True)
