@@ -138,18 +138,17 @@ def forecast_of(
     """Forecast a graph beside the logits of a first run; see `forecast`.
 
     Args:
-        islands: values that stay float32.
+        islands: values that stay float32, and are rounded for nodes outside.
     """
     graph, fused = graph_as(graph, norms)
-    islands |= fused
-    rounding = rounded(graph, dtype, weights=True, islands=islands)
+    rounding = rounded(graph, dtype, weights=True, islands=islands, inside=fused)
     flags = Flags(run, graph, rounding)
     with run.opened(flags.proto) as program:
         rows = [_row(run, program, rounding, first, EVERYTHING, EVERYTHING, lambda cell: True, flags)]
         if alone:
             rows.append(_row(run, program, rounding, first, "group", OF_WEIGHTS, lambda cell: False))
     if alone:
-        rows += _alone(run, rounded(graph, dtype, islands=islands), first)
+        rows += _alone(run, rounded(graph, dtype, islands=islands, inside=fused), first)
     if accumulate != IN_FLOAT32:
         with run.opened(accumulated(graph, rounding, dtype)) as program:
             name = f"all, sums in {accumulate}"

@@ -17,7 +17,7 @@ from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.brief import count
-from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, OF_WEIGHTS, FloatGraph
+from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, NORM_OUTPUTS, OF_STREAM, OF_WEIGHTS, FloatGraph
 from mionnx.rewrite.largest import PLAIN_VALUE
 from mionnx.rewrite.rescale import Classes, Rescaled, rescale
 
@@ -196,6 +196,8 @@ def _order(
     rows = forecast_of(run, graph, first, dtype, alone=True, islands=chosen).rows
     cost = {row.name: row.distance for row in rows if row.kind == "group" and row.name != OF_WEIGHTS}
     groups = {name: frozenset(values) for name, values in _groups(graph).items() if name in cost}
+    if OF_STREAM in groups:  # norms read it as it is, or it would overflow on the way to them
+        groups[OF_STREAM] |= groups.get(NORM_OUTPUTS, frozenset())
 
     def gain(name: str) -> tuple[bool, bool, float]:
         one = cost[name]

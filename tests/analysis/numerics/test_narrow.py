@@ -72,7 +72,7 @@ def test_without_a_remedy_the_bound_is_refused(loud, tmp_path):
     assert not (tmp_path / "m").exists()
     with pytest.raises(InputError, match="rescale='half'"):
         loud.narrow(tmp_path / "m", texts=TEXTS, rescale="half")
-    with pytest.raises(InputError, match="bound must be a number of nats above 0"):
+    with pytest.raises(InputError, match="bound must be a number above 0"):
         loud.narrow(tmp_path / "m", texts=TEXTS, bound=0.0)
 
 
