@@ -125,7 +125,7 @@ class FloatGraph:
             # ones and zeros times an activation, as of convolutions: nothing there is minus infinity
             gate = node.op_type == "Mul" and bool(activations) and reads.isdisjoint(self.carrying)
             if reads and not gate:
-                behind.update(name for name in node.output if name not in ends)
+                behind.update(name for name in node.output if self.is_float(name) and name not in ends)
         reaching = {name for at in self.flow.ancestors(ends) for name in self.flow.nodes[at].output}
         return behind & reaching
 
