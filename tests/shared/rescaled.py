@@ -9,7 +9,7 @@ import onnx
 from repository import REPOSITORY
 
 from mionnx import MIModel
-from mionnx.graph.onnx_file import external_files
+from mionnx.graph.onnx_file import external_files, rename
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.rescale import rescale
 
@@ -25,6 +25,7 @@ def rescaled(model: MIModel, exponent: int, folder: Path, prefix: str = "hook_re
     result = rescale(graph, {first: exponent})
     metadata = replace(hooked.metadata, exponents=dict(result.exponents), fused=[], stock={})
     proto = result.graph.proto
+    rename(proto, "logits", metadata.output)
     del proto.metadata_props[:]
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
