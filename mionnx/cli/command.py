@@ -33,8 +33,8 @@ class Command:
     verbs: Sequence[Verb]  # their parameters are the options
     examples: Sequence[str]
     more: str = ""  # words in the help below the verb's own
-    # (open, arguments, ...) -> result, where `open()` opens the model; by default it calls the first verb. Further
-    # parameters are options of the command.
+    # (open, arguments, ...) -> result, where `open`, an `Opening`, opens the model when it is called; by default it
+    # calls the first verb. Further parameters are options of the command.
     call: Callable[..., Any] | None = None
     # (result, ...) -> texts and tables to print; further parameters are options of the command.
     show: Callable[..., Iterable[Any]] = lambda result: [result.table()]
@@ -71,7 +71,7 @@ class Command:
             if self.before and not output.as_json:
                 arguments["before"] = self.before
             # A command without a model has no `opening`.
-            result = call(opening and (opening.once if self.once else opening.model), arguments, **of_call)
+            result = call(opening and (opening.once if self.once else opening), arguments, **of_call)
             output.deliver(result, self.facts(result), self.show(result, **of_show))
             if code := self.exit_code(result):
                 sys.exit(code)

@@ -16,7 +16,7 @@ from mionnx.analysis.probes.probe import probe
 from mionnx.bind.hook_index import index_hooks
 from mionnx.cli.command import Arguments, Command, Open
 from mionnx.cli.files import Prompts, PromptsFile, read_text, texts_of
-from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
+from mionnx.cli.injection import PRINTS, TEXTS_HELP, AnyFolder, Opening, Output, opening, with_groups
 from mionnx.cli.interventions import Captures, Interventions, intervention_group
 from mionnx.compile.packaging import Packaging
 from mionnx.errors import InputError
@@ -137,9 +137,9 @@ QUANTISE = Command(
 
 @with_groups(interventions=intervention_group(prompt=False))
 def _compile(
-    open: Open, arguments: Arguments, interventions: Interventions, capture: Captures = None
+    open: Opening, arguments: Arguments, interventions: Interventions, capture: Captures = None
 ) -> dict[str, Any]:
-    model = open()
+    model = open.to_be_narrowed(arguments)
     spec = interventions.spec(
         model.num_heads, None, model.bidirectional
     )  # no prompt: edges are between positions of any text
@@ -172,12 +172,14 @@ COMPILE = Command(
     [
         f'mionnx compile {LLAMA} -o no-attention --scale "blocks.2.hook_attn_out=0" --knobs strength',
         f"mionnx compile {LLAMA} -o watched --monitors lens=blocks.2.hook_resid_post@top3",
+        f"mionnx compile {LLAMA} -o half --plain --dtype float16 --text text.txt",
     ],
     "Interventions are written as for `mionnx run`, or come from a saved HookSpec. A knob without HOOK controls every "
-    "strength that can be one; HOOK may be a glob.",
+    "strength that can be one; HOOK may be a glob. With --texts the model is narrowed to --dtype, and what overflows "
+    "on them is rescaled exactly.",
     call=_compile,
     show=_baked,
-    without=("hooks", "captures"),
+    without=("hooks", "captures", "dtype"),
     settings=("dtype",),
     files=False,
 )
@@ -196,6 +198,7 @@ def playground(
     points: Annotated[
         list[str] | None, typer.Option("--points", metavar="HOOK", help="Also change this; globs allowed.")
     ] = None,
+    texts: Annotated[list[Path] | None, typer.Option("--texts", "--text", metavar="FILE", help=TEXTS_HELP)] = None,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
     port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
@@ -210,12 +213,15 @@ def playground(
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
     if port is not None and not (open_ or serve_):
         raise typer.BadParameter("--port is of the server, which --open or --serve starts")
-    model = opening.model()
+    narrowing: Arguments = {"texts": [read_text(path) for path in texts]} if texts else {}
+    model = opening.to_be_narrowed(narrowing)
     spec = None if hooks is None else HookSpec.load(hooks)
     with TemporaryDirectory() as scratch:
         # Without a folder the page is there as long as the server runs.
         site = folder or Path(scratch) / "site"
-        site = write_playground(model, site, hooks=spec, title=title, examples=examples, points=points or ())
+        site = write_playground(
+            model, site, hooks=spec, title=title, examples=examples, points=points or (), **narrowing
+        )
         facts, line = _summary(site)
         output.deliver(site, facts, [line])
         if open_ or serve_:

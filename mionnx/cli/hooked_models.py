@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.table import Column
 
 from mionnx.analysis.numerics.dtypes import NARROW_KINDS
 from mionnx.cli.files import read_text
-from mionnx.cli.injection import PRINTS, AnyFolder, Opening, Output, opening, with_groups
+from mionnx.cli.injection import PRINTS, TEXTS_HELP, AnyFolder, Opening, Output, opening, with_groups
 from mionnx.cli.parameters import NUMBERS, integers
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.errors import ExportError, ModelError
@@ -21,17 +20,13 @@ from mionnx.graph import onnx_file, weight_record
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.memory import format_bytes
-from mionnx.machine.progress import Progress, shown
-from mionnx.model import MIModel
+from mionnx.machine.progress import shown
 from mionnx.run import exporting, find_model, stock_calls
-from mionnx.verify.plain_model import export_plain
+from mionnx.verify.plain_model import export_narrowed, export_plain
 from mionnx.view import Table
 
 CHECKPOINT = opening("dtype", argument="source", help="Folder of a Hugging Face checkpoint, a GGUF file, or a Hub id.")
 ONNX = opening(argument="source", help="A folder with ONNX files, one of them, or a Hub id.")
-TEXTS_HELP = (
-    "With --dtype float16 or bfloat16: rescale what overflows on this text, as `mionnx narrow`. May be repeated."
-)
 Layers = Annotated[
     list[str] | None, typer.Option("--layers", "--layer", metavar="NUMBERS", help=f"Only these. {NUMBERS}")
 ]
@@ -71,24 +66,25 @@ def export(
     if layout is not None and layout not in CLIENT_LAYOUTS:
         raise typer.BadParameter(f"--layout {layout}: one of {', '.join(CLIENT_LAYOUTS)}")
     dtype, begin = opening.settings.get("dtype", exporting.DEFAULT), time.monotonic()
-    if texts and (dtype not in NARROW_KINDS or folder is None or copy or graph_only or layout is not None):
-        raise typer.BadParameter("--texts goes with --dtype float16 or bfloat16 and --folder FOLDER alone")
+    if texts and (dtype not in NARROW_KINDS or folder is None or copy or graph_only):
+        raise typer.BadParameter("--texts goes with --dtype float16 or bfloat16 and --folder FOLDER, and with --layout")
+    measured = [read_text(path) for path in texts or ()]
     with shown() as progress:
         checkpoint = find_model.checkpoint_folder(
             opening.source, file, opening.version, progress, weights=not graph_only
         )
         if folder is not None and layout is not None:
-            export_plain(checkpoint, folder, layout, dtype, progress)
+            export_plain(checkpoint, folder, layout, dtype, progress, measured)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             line = (
                 f"{folder}: a plain model for {CLIENT_LAYOUTS[layout].client}, {format_bytes(size)}; see its README.md"
             )
             output.deliver(folder, {"folder": str(folder), "layout": layout, "bytes": size}, [line])
             return
-        if texts:
-            _export_narrowed(checkpoint, folder, dtype, texts, progress)
-        elif folder is None:
+        if folder is None:
             exporting.export_in_place(checkpoint, dtype, progress)
+        elif measured:
+            export_narrowed(checkpoint, folder, dtype, measured, progress)
         else:
             exporting.export(checkpoint, folder, dtype, progress, copy, graph_only)
     hooked = HookedModel.open(folder or checkpoint)
@@ -102,17 +98,6 @@ def export(
     output.deliver(hooked, facts | {"hook_points": points}, [line])
     with shown() as progress:  # a folder that is given away has its hashes
         weight_record.complete(hooked.folder, metadata, progress)
-
-
-def _export_narrowed(checkpoint: Path, folder: Path | None, dtype: str, texts: list[Path], progress: Progress) -> None:
-    """Export in float32, and narrow that with the remedy that the texts ask for."""
-    assert folder is not None  # as the command has checked
-    if folder.exists():
-        raise ExportError(f"{folder} exists already")
-    with TemporaryDirectory(dir=folder.parent) as scratch:  # weights are linked: the same disk
-        exporting.export(checkpoint, Path(scratch) / "float32", "float32", progress)
-        model = MIModel.from_pretrained(Path(scratch) / "float32")
-        model.narrow(folder, dtype=dtype, texts=[read_text(path) for path in texts])
 
 
 @with_groups(opening=ONNX, output=PRINTS)

@@ -5,7 +5,7 @@ A command has one parameter for a group (`opening`, `output`), and on the comman
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from itertools import chain
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
+from mionnx.analysis.numerics.dtypes import NARROW_KINDS
 from mionnx.cli.parameters import Group, keyword, options_of
 from mionnx.machine.stored import ENDING
 from mionnx.model import MIModel
@@ -24,6 +25,9 @@ from mionnx.view.page import plain
 SOURCE = "Folder of a model, a .pth file, a shipped model's name, or a Hub id."
 VERSION = ("revision", "subfolder")  # of models of the Hub: in each command that opens a model
 RUNS = ("dtype", "accuracy_level", "provider", "threads")
+TEXTS_HELP = (
+    "With --dtype float16 or bfloat16: rescale what overflows on this text, as `mionnx narrow`. May be repeated."
+)
 Function = Callable[..., Any]
 Folder = Annotated[Path, typer.Option("--folder", "-o", help="Folder to create.")]
 AnyFolder = Annotated[Path | None, typer.Option("--folder", "-o", help="Folder to create.")]
@@ -65,8 +69,24 @@ class Opening:
     source: str
     settings: dict[str, Any]
 
+    def __call__(self) -> MIModel:
+        return self.model()
+
     def model(self, check: str = "sampled") -> MIModel:
         return MIModel.from_pretrained(self.source, check=check, **self.settings)
+
+    def to_be_narrowed(self, arguments: dict[str, Any]) -> MIModel:
+        """Open it; where there are texts as it is, and the verb's own arguments narrow it to the dtype."""
+        if not arguments.keys() & {"texts", "bound"}:
+            return self.model()
+        dtype = self.settings.get("dtype")
+        if "texts" not in arguments or dtype not in NARROW_KINDS:
+            names = " or ".join(NARROW_KINDS)
+            why = f"--texts goes with --dtype {names}: what overflows on them is rescaled; --bound goes with --texts"
+            raise typer.BadParameter(why)
+        arguments["dtype"] = dtype
+        settings = {name: value for name, value in self.settings.items() if name != "dtype"}
+        return replace(self, settings=settings).model()
 
     def once(self) -> MIModel:
         """Open it for graphs that run once each: weights are not packed, except blocks."""

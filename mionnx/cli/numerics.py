@@ -47,8 +47,9 @@ def _narrowed(facts: dict[str, Any]) -> Iterator[str]:
     islands = f"{facts['islands']} values in float32" if facts["islands"] else "no islands"
     before, after = facts["before"], facts["after"]
     yield f"{facts['folder']}: {facts['dtype']}, {powers}, {islands}"
-    kl = "not finite" if before["not_finite"] else f"{before['kl']:.2g} nats"
-    yield f"forecast KL {after['kl']:.2g} nats (without a remedy: {kl}), top-1 {after['top_1']:.1%}"
+    was = "not finite" if before["not_finite"] else f"{before['kl']:.2g}"
+    same = f", top-1 {after['top_1']:.1%}" if "top_1" in after else ""
+    yield f"forecast {facts.get('measure', 'KL in nats')} {after['kl']:.2g} (without a remedy: {was}){same}"
 
 
 NARROW = Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +17,12 @@ from mionnx.bind.metric_inputs import with_ids
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
 from mionnx.compile.fused_attention import fuse_attention
+from mionnx.compile.in_dtype import NarrowingModel, in_dtype
 from mionnx.compile.knobs import Knob, Knobs, as_knobs, check_strength, knob_facts
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
 from mionnx.compile.package import LIMIT, write_package
 from mionnx.compile.packaging import Packaging
-from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
@@ -42,12 +42,8 @@ from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
 
-class RunningModel(Protocol):
+class RunningModel(NarrowingModel, Protocol):
     """A model with a tokenizer; its class, `run.Runner`, stands on this floor too."""
-
-    hooked: HookedModel
-    options: Options
-    source: tuple[str, str | None] | None
 
     def token_id(self, text: str) -> int:
         """The id of a text that is one token."""
@@ -73,6 +69,9 @@ def compile_model(
     plain: bool = False,
     required: bool | None = None,
     monitors: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    texts: str | Sequence[str] | None = None,
+    bound: float | None = None,
 ) -> Path:
     """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
 
@@ -97,6 +96,9 @@ def compile_model(
         weights, target, layout, fused, accuracy_level: see `mionnx.compile.packaging.Packaging`; a level that the
             model was opened with is that of the file, which else is 4 where weights are blocks.
         plain: compile the model itself, of an empty spec, which is refused otherwise.
+        dtype: "float16" or "bfloat16", of a model of float32: it is narrowed first, with an exact remedy for what
+            overflows, and the card says what was done; the spec means the same. If left out, the model's own.
+        texts, bound: of a dtype, as for `narrow`.
 
     Returns:
         the folder.
@@ -119,27 +121,33 @@ def compile_model(
     packaging, folder = Packaging(weights, target, layout, fused, level), Path(folder)
     if folder.exists():
         raise ModelError(f"{folder} exists already")
-    if hooks.metric is not None:
-        # A compiled graph has no tokenizer: texts become ids.
-        hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
     spec = hooks if captures else _without_captures(hooks)
-    reads = {name: as_monitor(name, what, model.hooked) for name, what in (monitors or {}).items()}
-    if plain != (spec.is_empty() and not reads):
+    if plain != (spec.is_empty() and not monitors):
         raise InputError(
             "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
             if plain
             else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
             "or plain=True (--plain) for the model itself"
         )
-    leveled, named = _at_level(model.hooked, packaging), as_knobs(knobs or {})
+    if hooks.metric is not None:
+        # A compiled graph has no tokenizer: texts become ids.
+        spec = replace(spec, metric=with_ids(hooks.metric, model.token_id, model.check_token))
+    reads = {name: as_monitor(name, what, model.hooked) for name, what in (monitors or {}).items()}
+    named = as_knobs(knobs or {})
     required = _required(named, required, packaging.layout)
-    bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
     name = model.source[0] if model.source is not None and not Path(model.source[0]).expanduser().exists() else None
-    proto = _compiled(bound, model.hooked, name, _turned(bound, named), required, reads)
-    proto = _with_fused(proto, leveled, packaging.fused)
-    with shown() as progress:
-        spec = _nameable(bound.spec, bound.plan)
-        write_package(model.hooked, proto, spec, folder, packaging, named, last_logits, progress)
+
+    def baked(hooked: HookedModel) -> tuple[onnx.ModelProto, HookSpec]:
+        leveled = _at_level(hooked, packaging)
+        chosen = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
+        proto = _compiled(chosen, hooked, name, _turned(chosen, named), required, reads)
+        return _with_fused(proto, leveled, packaging.fused), _nameable(chosen.spec, chosen.plan)
+
+    if dtype is not None:
+        baked(model.hooked)  # what does not fit is refused before minutes of measuring
+    with in_dtype(model, dtype, texts, bound, folder) as written, shown() as progress:
+        proto, nameable = baked(written.hooked)
+        write_package(written.hooked, proto, nameable, folder, packaging, named, last_logits, progress)
     return folder
 
 
@@ -229,7 +237,7 @@ def _compiled(
 ) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files; `source` is the name that opens the model, if any."""
     model, plan, spec = bound.model, bound.plan, bound.spec
-    edited, report = apply_plan(model.proto, plan, model.metadata)
+    edited, report = apply_plan(model.proto, plan, model.metadata, {one.hook for one in monitors.values()})
     taken = {*edited.tensors()} & {*knobs}
     if taken:
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")

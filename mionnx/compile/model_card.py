@@ -57,7 +57,7 @@ def _narrowed(metadata: Metadata) -> str:
         return ""
     powers = ", ".join(f"`{value}` and what is added to it times 2^{one}" for value, one in facts["exponents"].items())
     islands = f", {facts['islands']} values kept in float32" if facts["islands"] else ""
-    cost = f"forecast KL(float32 || {facts['dtype']}) {facts['after'].get('kl', float('nan')):.1e} nats"
+    cost = f"forecast {facts.get('measure', 'KL in nats')} {facts['after'].get('kl', float('nan')):.1e}"
     done = f"{powers or 'nothing rescaled'}{islands}; {cost} over {facts['tokens']} tokens"
     return f"\nIt was narrowed from float32 to {facts['dtype']}: {done}.\n"
 

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+from mionnx.engine.browser import Browser
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.onnx_runtime import OnnxRuntime
 from mionnx.engine.openvino import OpenVino
@@ -13,7 +14,7 @@ from mionnx.engine.webgpu import WebGpu
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 
 ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), WebGpu(), Reference())
+    engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), Browser(), WebGpu(), Reference())
 }
 # What people deploy to -> how it is opened, and the dtype in which it adds up products of float16.
 DEPLOYMENTS = {"webgpu": (Options(engine=WebGpu.name), "float16"), "cuda": (Options("cuda"), "float32")}

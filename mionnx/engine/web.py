@@ -21,14 +21,14 @@ from mionnx.graph import onnx_file
 
 SERVER = Path(__file__).with_name("web.mjs")
 FOLDER = "MIONNX_NODE"  # an environment variable: the folder whose node_modules has onnxruntime-web
-PACKAGE = Path("node_modules") / "onnxruntime-web" / "package.json"
+WEB_PACKAGE = Path("node_modules") / "onnxruntime-web" / "package.json"
 
 
 def node_folder() -> Path | None:
     """Find the folder of onnxruntime-web: `MIONNX_NODE`, the current folder, or one above it."""
     chosen = os.environ.get(FOLDER)
     folders = [Path(chosen)] if chosen else [Path.cwd(), *Path.cwd().parents]
-    return next((folder for folder in folders if (folder / PACKAGE).is_file()), None)
+    return next((folder for folder in folders if (folder / WEB_PACKAGE).is_file()), None)
 
 
 class WebProgram(Program):
@@ -100,7 +100,7 @@ class Web(Engine):
 
     def facts(self, options: Options) -> dict[str, str]:
         node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()
-        package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
+        package = json.loads(((node_folder() or Path()) / WEB_PACKAGE).read_text())
         return {"onnxruntime-web": package["version"], "node": node, "threads": "1"}
 
     def open(

@@ -139,19 +139,24 @@ def _session(proto: onnx.ModelProto, folder: Path, device: str) -> onnxruntime.I
 
 def numbers_on_cpu(session: onnxruntime.InferenceSession, proto: onnx.ModelProto) -> list[tuple[str, str]]:
     """Nodes on the CPU that compute floats of the model's: not shapes, masks, positions."""
+    return numbers_among([(one.op_type, one.name) for one in providers_of(session).get(CPU_PROVIDER, [])], proto)
+
+
+def numbers_among(pairs: Sequence[tuple[str, str]], proto: onnx.ModelProto) -> list[tuple[str, str]]:
+    """Of nodes by operator and name, those that compute floats of the model's."""
     flow = Dataflow(onnx.shape_inference.infer_shapes(proto))
     types = flow.facts.types
     nodes = {node.name: node for node in flow.nodes if node.name}
     shapes = shape_values(proto.graph)
     sources = [one.name for one in proto.graph.input if types.get(one.name) in FLOATS]
     carrying = flow.descendants([*sources, *(node.output[0] for node in flow.nodes if node.op_type == "Gather")])
-    pairs = []
-    for one in providers_of(session).get(CPU_PROVIDER, []):
-        node = nodes.get(one.name)
-        floats = [name for name in node.output if types.get(name) in FLOATS] if node is not None else []
-        if floats and not shapes.issuperset(floats) and {*floats} & carrying and one.op_type != "Gather":
-            pairs.append((one.op_type, one.name))
-    return pairs
+    computing = []
+    for operator, name in pairs:
+        node = nodes.get(name)
+        floats = [one for one in node.output if types.get(one) in FLOATS] if node is not None else []
+        if floats and not shapes.issuperset(floats) and {*floats} & carrying and operator != "Gather":
+            computing.append((operator, name))
+    return computing
 
 
 def parts_of(proto: onnx.ModelProto) -> list[tuple[onnx.ModelProto, str]]:

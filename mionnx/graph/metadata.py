@@ -188,6 +188,11 @@ class Metadata:
         return self.head not in ("classes", "embedding")
 
     @property
+    def reference_dtype(self) -> str:
+        """The dtype that its checkpoint is run in for comparison: of a narrowed model that which it was made of."""
+        return "float32" if self.narrowed else self.dtype
+
+    @property
     def has_distribution(self) -> bool:
         """Whether its main output is logits of probabilities: no embedding, no stream, no number of a regression."""
         return self.output == "logits" and self.activation != "identity"

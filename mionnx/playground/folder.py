@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.errors import MIError, ModelError, SpecFileError
+from mionnx.compile.in_dtype import in_dtype
+from mionnx.errors import InputError, MIError, ModelError, SpecFileError, nearest
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
@@ -25,7 +26,7 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.playground.examples import read_examples
-from mionnx.playground.graph import PlaygroundGraph, build_graph
+from mionnx.playground.graph import COMPUTED, PlaygroundGraph, build_graph
 from mionnx.playground.npm_files import vendor
 from mionnx.run.source_path import shipped_models
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -41,7 +42,7 @@ RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
 LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt that a browser computes too; logits that are compared
-TOLERANCE = 1e-3  # of the largest of them
+CHECKED_TOLERANCES = {"float32": 1e-3, "float16": 2e-2}  # of the largest of them
 FORMAT = 1  # of the manifest
 MESSAGE = "Name the colour of the sky."
 
@@ -66,6 +67,9 @@ def playground(
     title: str | None = None,
     examples: str | Path | None = None,
     points: str | Sequence[str] = (),
+    dtype: str | None = None,
+    texts: str | Sequence[str] | None = None,
+    bound: float | None = None,
 ) -> Path:
     """Write a static folder in which a browser runs the model, looks inside, and changes it.
 
@@ -73,12 +77,15 @@ def playground(
     library are downloaded from npm's registry into the store, checked against pinned hashes.
 
     Args:
-        model: with a tokenizer.json, activations in float32; weights of 4 or 8 bits make the folder small.
+        model: with a tokenizer.json, activations in float32 or float16; weights of 4 or 8 bits make the folder small.
         folder: path of a folder that does not exist yet.
         hooks: interventions that the page lists from the start, each of which can be switched off.
         title: of the page; the model's name if left out.
         examples: a JSON file of prepared examples; see `mionnx.playground.examples`. A shipped model's own if left out.
         points: names or globs of hook points to be changed besides the usual ones.
+        dtype: "float16" for a model of float32 in half the bytes: it is narrowed with an exact remedy for what
+            overflows. If left out, the model's own.
+        texts, bound: of a dtype, as for `narrow`.
 
     Returns:
         the folder.
@@ -93,25 +100,32 @@ def playground(
         playground(MIModel.from_pretrained("models/world-llama"), "site", title="Capitals")
     """
     target, spec = Path(folder), hooks or HookSpec()
+    if dtype not in (None, *COMPUTED):
+        raise InputError(f"dtype={dtype!r}: a playground computes in {' or '.join(COMPUTED)}{nearest(dtype, COMPUTED)}")
     if target.exists():
         raise ModelError(f"{target} exists already")
     if spec.captures or spec.gradients or spec.metric is not None:
         warnings.warn("captures, gradients and metrics of a spec are no part of a playground", stacklevel=2)
-    graph = build_graph(model.hooked, spec, [points] if isinstance(points, str) else points)
-    _refuse_files(model, graph)  # before anything is downloaded
+    chosen = [points] if isinstance(points, str) else points
+    graph = build_graph(model.hooked, spec, chosen)
+    _refuse_files(model, graph, dtype)  # before anything is downloaded or measured
     shown = read_examples(lessons(model) if examples is None else examples, model, graph)
+    shipped = _shipped(model)
+    opened_as = model.source if shipped is None else (shipped, None)
     remove_leftovers(target.parent, holding=(MANIFEST_FILE,))
-    with new_folder(target, ModelError) as partial:
-        _write(partial, model, graph, spec, title or model.hooked.name, shown)
+    with in_dtype(model, dtype, texts, bound, target) as written, new_folder(target, ModelError) as partial:
+        graph = graph if written is model else build_graph(written.hooked, spec, chosen)
+        _write(partial, written, graph, spec, title or model.hooked.name, shown, opened_as)
     return target
 
 
-def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
+def _refuse_files(model: MIModel, graph: PlaygroundGraph, dtype: str | None) -> None:
     folder = model.hooked.folder
     files_beside(folder, KEPT)  # refuses files that lead out of the folder
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
-    size = sum(graph.weights.values())
+    halved = dtype is not None and model.hooked.metadata.dtype == "float32" and not model.hooked.in_blocks
+    size = sum(graph.weights.values()) // (2 if halved else 1)
     if size > LARGEST_WEIGHTS:
         raise ModelError(
             f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST_WEIGHTS // 2**30}: give them 4 bits by "
@@ -120,7 +134,13 @@ def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
 
 
 def _write(
-    at: Path, model: MIModel, graph: PlaygroundGraph, spec: HookSpec, title: str, examples: dict[str, Any]
+    at: Path,
+    model: MIModel,
+    graph: PlaygroundGraph,
+    spec: HookSpec,
+    title: str,
+    examples: dict[str, Any],
+    opened_as: tuple[str, str | None] | None,
 ) -> None:
     try:
         for source, target in ((PAGE, at), (ENGINE, at / "engine")):
@@ -134,8 +154,6 @@ def _write(
     if spec.interventions:
         spec.save(str(at / SPEC))
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
-    shipped = _shipped(model)
-    opened_as = model.source if shipped is None else (shipped, None)
     manifest = manifest_of(model.hooked, graph, spec, title, _reference(model, graph), opened_as, chat_of(model))
     if graph.floats is not None:
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
@@ -220,7 +238,10 @@ def manifest_of(
             "context": model.context_length,
             "end_tokens": model.end_tokens(),
         },
-        "hooks": {name: {"axes": list(site.dims), "kinds": list(site.kinds)} for name, site in graph.sites.items()},
+        "hooks": {
+            name: {"axes": list(site.dims), "kinds": list(site.kinds)} | ({"limit": site.limit} if site.limit else {})
+            for name, site in graph.sites.items()
+        },
         "hook_points": [str(point) for point in model.hook_points()],
         "patterns": list(graph.patterns),
         "spec": spec_entries(spec),
@@ -285,7 +306,7 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
         "tokens": tokens.tolist(),
         "ids": ids.tolist(),
         # Of logits near 0 the tolerance is absolute.
-        "tolerance": TOLERANCE * max(largest, 1.0),
+        "tolerance": CHECKED_TOLERANCES[model.hooked.metadata.dtype] * max(largest, 1.0),
         "runs": [
             {"interventions": changes, "logits": [round(float(x), 6) for x in one]}
             for changes, one in zip(([], entries), logits, strict=True)

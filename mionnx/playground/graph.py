@@ -8,6 +8,8 @@
 4. Keys and values of the past are inputs and outputs, for generation.
 5. Weights in blocks can be unpacked when the graph is opened, where there is memory for floats: a second graph of the
    same weight files, see `mionnx.rewrite.products_in_floats`.
+6. Of a model in float16 inputs and outputs are float32 all the same; see `mionnx.rewrite.float32_ports`. What is fed
+   must fit float16, except at hook points of a rescaled model that hold more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from mionnx.graph.dataflow import attributes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.rewrite.float32_ports import with_float32_ports
 from mionnx.rewrite.lens_rows import lens_rows
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
 from mionnx.rewrite.products_in_floats import products_in_floats
@@ -36,6 +39,7 @@ OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "ResidMid", "M
 AFFINE = ("add", "replace", "scale", "zero")
 MASK_KINDS = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")
+COMPUTED = ("float32", "float16")  # dtypes of activations that browsers compute in
 READS_BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
 AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
 SLOT_KINDS = {"affine": ("scale", "add"), "mask": ("knockout",)} | {kind: (kind,) for kind in EXTRA}
@@ -50,6 +54,7 @@ class EditSite:
     dims: tuple[str | int, ...]
     kinds: tuple[str, ...] = AFFINE
     slots: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)  # (kind of slot, its inputs) in their order
+    limit: float | None = None  # the largest number that it holds; None of float32
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
     graph, report = apply_plan(model.proto, plan, model.metadata)
     lens_rows(graph, streams, report)
     prune(graph, report)
-    proto = to_proto(graph, model.proto, {})
+    proto = with_float32_ports(to_proto(graph, model.proto, {}))
     unpacked, size = products_in_floats(proto)
     floats = unpacked.SerializeToString() if size else None
     bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in READS_BLOCKS})
@@ -96,8 +101,10 @@ def _refuse_model(model: HookedModel) -> None:
         raise ModelError(f"a playground shows attention, and this {meta.family} model is recurrent: it has none")
     if meta.carries_state:
         raise ModelError(f"a playground carries keys and values, and this {meta.family} model has recurrent layers too")
-    if meta.dtype != "float32":
-        raise ModelError(f"a playground computes in float32, and this model in {meta.dtype}: export it as float32")
+    if meta.dtype not in COMPUTED:
+        raise ModelError(
+            f"a playground computes in {' or '.join(COMPUTED)}, and this model in {meta.dtype}: open it so"
+        )
     missing = [
         layer for layer in range(meta.sizes.num_layers or 0) if str(HookPoint.ResidPost(layer)) not in model.order
     ]
@@ -121,7 +128,13 @@ def _sites(model: HookedModel, spec: HookSpec, points: Sequence[str]) -> dict[st
         point = HookPoint.parse(name)
         _refuse_point(point, model)
         scores = point.variant == "AttnScores"
-        sites[name] = EditSite(point.axes or (), tuple(model.axes(point)), MASK_KINDS if scores else AFFINE)
+        narrow = np.dtype(model.dtype(point)) == np.float16
+        sites[name] = EditSite(
+            point.axes or (),
+            tuple(model.axes(point)),
+            MASK_KINDS if scores else AFFINE,
+            limit=float(np.finfo(np.float16).max) if narrow else None,
+        )
     _chain(model, spec, sites)
     return sites
 
@@ -134,8 +147,8 @@ def _refuse_point(point: HookPoint, model: HookedModel) -> None:
             f"{point} lies behind the rows that a playground's lens chooses; the nearest that it can change is "
             f"{HookPoint.ResidPost((model.metadata.sizes.num_layers or 1) - 1)}"
         )
-    if np.dtype(model.dtype(point)) != np.float32:
-        raise HookError(f"{point} holds {np.dtype(model.dtype(point))}, and a playground changes float32 alone")
+    if np.dtype(model.dtype(point)).name not in COMPUTED:
+        raise HookError(f"{point} holds {np.dtype(model.dtype(point))}, and a playground changes floats alone")
 
 
 def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, EditSite]) -> None:

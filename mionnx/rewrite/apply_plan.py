@@ -1,6 +1,7 @@
 """Apply a plan: one rewrite after the other, on a copy of the graph."""
 
 import gc
+from collections.abc import Collection
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -50,8 +51,10 @@ def _rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
     return proto.SerializeToString(), report
 
 
-def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
-    """Apply a plan; the graph can be edited further."""
+def apply_plan(
+    origin: onnx.ModelProto, plan: Plan, metadata: Metadata, read: Collection[str] = ()
+) -> tuple[gs.Graph, Report]:
+    """Apply a plan; the graph can be edited further, at the hook points of the plan and those that are `read`."""
     graph, report = edit(extract(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
     intervene(graph, plan.edits, report)
     if plan.starts:
@@ -63,7 +66,7 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
     if plan.gradients is not None:
         add_metric(graph, plan.gradients, report)
     if metadata.exponents:
-        unscale_idle(graph, metadata.exponents, _touched(plan))
+        unscale_idle(graph, metadata.exponents, _touched(plan).union(read))
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report

@@ -118,7 +118,14 @@ class FloatGraph:
     def masked(self) -> set[str]:
         """Values between a mask and the softmax: some of their numbers are minus infinity by intention."""
         ends = [name for node in self.flow.nodes if node.op_type in ("Softmax", "LogSoftmax") for name in node.output]
-        behind = self.flow.descendants(self.masks, ends) - {*ends}
+        behind = {*self.masks}
+        for node in self.flow.nodes:
+            reads = behind.intersection(node.input)
+            activations = self.carrying.intersection(node.input) - behind
+            # ones and zeros times an activation, as of convolutions: nothing there is minus infinity
+            gate = node.op_type == "Mul" and bool(activations) and reads.isdisjoint(self.carrying)
+            if reads and not gate:
+                behind.update(name for name in node.output if self.is_float(name) and name not in ends)
         reaching = {name for at in self.flow.ancestors(ends) for name in self.flow.nodes[at].output}
         return behind & reaching
 

@@ -11,7 +11,7 @@
 6. `decomposed`: fused norms in their own nodes, as a runtime or file without the operator has them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ SWITCHES = "mionnx.rounded"
 NUMBER = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 NARROW_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 Cell = tuple[str, int | None]  # group, layer
+LEAVING = ":leaving"  # end of the names of islands' values as nodes outside read them
 
 
 @dataclass
@@ -48,11 +49,19 @@ class Rounding:
         return np.array([on(cell) for cell in self.cells] or [False], bool)
 
 
-def rounded(graph: FloatGraph, dtype: str, *, weights: bool = False, islands: frozenset[str] = frozenset()) -> Rounding:
+def rounded(
+    graph: FloatGraph,
+    dtype: str,
+    *,
+    weights: bool = False,
+    islands: frozenset[str] = frozenset(),
+    inside: frozenset[str] = frozenset(),
+) -> Rounding:
     """Round the values of a graph; weights too where asked for.
 
     Args:
-        islands: values that stay float32.
+        islands: values that stay float32, and are rounded for a node outside that reads them.
+        inside: values that stay float32, as inside one operator, whoever reads them.
     """
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.proto)
@@ -61,20 +70,25 @@ def rounded(graph: FloatGraph, dtype: str, *, weights: bool = False, islands: fr
     rounding.values = {
         name: (graph.group(node, name), layers.get(name))
         for node, name in graph.computed()
-        if name not in islands and (name in graph.carrying or node.op_type in ("Cos", "Sin"))
+        if name not in islands | inside and (name in graph.carrying or node.op_type in ("Cos", "Sin"))
     }
-    rounding.cells = [*dict.fromkeys(rounding.values.values())]
+    leaving = dict(_leaving(graph, islands, layers))
+    rounding.cells = [*dict.fromkeys([*rounding.values.values(), *leaving.values()])]
     named, casts = _rounded_weights(graph, proto, dtype) if weights else ({}, [])
     nodes = [*_switch_nodes(proto, rounding.cells), *casts]
     for node in graph.flow.nodes:
         copy = NodeProto.FromString(node.SerializeToString())
-        copy.input[:] = [named.get(name, name) for name in copy.input]
+        outside = islands.isdisjoint(node.output)
+        narrow = {name: f"{name}{LEAVING}" for name in leaving} if outside else {}
+        copy.input[:] = [narrow.get(name, named.get(name, name)) for name in copy.input]
         nodes.append(copy)
         table = weights and node.op_type in ("Gather", "GatherBlockQuantized") and node.input[0] not in graph.varying
         for at, name in enumerate(node.output):
             if name in rounding.values:
                 copy.output[at] = f"{name}:wide"
-                nodes += _pair(name, dtype, rounding.cells.index(rounding.values[name]), table)
+                nodes += _pair(name, f"{name}:wide", dtype, rounding.cells.index(rounding.values[name]), table)
+            if name in leaving:
+                nodes += _pair(f"{name}{LEAVING}", name, dtype, rounding.cells.index(leaving[name]), False)
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     del proto.graph.value_info[:]
@@ -102,9 +116,18 @@ def _switch_nodes(proto: onnx.ModelProto, cells: list[Cell]) -> Iterator[NodePro
         yield helper.make_node("Gather", [SWITCHES, f"{SWITCHES}.{number}"], [f"{SWITCHES}.on.{number}"], axis=0)
 
 
-def _pair(name: str, dtype: str, cell: int, always: bool) -> list[NodeProto]:
+def _leaving(
+    graph: FloatGraph, islands: frozenset[str], layers: Mapping[str, int | None]
+) -> Iterator[tuple[str, Cell]]:
+    """Values of islands that a node outside reads, with their cells."""
+    for node, name in graph.computed():
+        if name in islands and any(islands.isdisjoint(reader.output) for reader in graph.flow.readers(name)):
+            yield name, (graph.group(node, name), layers.get(name))
+
+
+def _pair(name: str, wide: str, dtype: str, cell: int, always: bool) -> list[NodeProto]:
     """A value rounded where its cell is switched on."""
-    wide, low, up = f"{name}:wide", f"{name}:low", f"{name}:up"
+    low, up = f"{name}:low", f"{name}:up"
     nodes = [
         helper.make_node("Cast", [wide], [low], low, to=NUMBER[dtype]),
         helper.make_node("Cast", [low], [name if always else up], up, to=TensorProto.FLOAT),

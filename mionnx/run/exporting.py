@@ -65,9 +65,11 @@ def refuse_other(hooked: HookedModel, dtype: str) -> None:
     """Refuse another dtype than a hooked model has; it is chosen when a checkpoint is exported."""
     own = hooked.metadata.weight_dtype
     if not isinstance(dtype, Unsaid) and dtype not in (AUTO_DTYPE, own):
+        narrower = own == "float32" and dtype in DTYPE_NAMES
+        narrows = f"; model.narrow(folder, dtype={dtype!r}) writes it so, sound" * narrower
         raise InputError(
             f"dtype={dtype!r}, but {hooked.folder} is a hooked model in {own} already: leave dtype out, or export its "
-            f"checkpoint with dtype={dtype!r}"
+            f"checkpoint with dtype={dtype!r}{narrows}"
         )
 
 

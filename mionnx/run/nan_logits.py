@@ -20,7 +20,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 # The bits of infinity of dtypes that numpy compares slowly; all larger ones, the sign left out, are NaN.
 INFINITY = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
-ON_NAN = "the weights are damaged (`mionnx check`), or too large for their dtype"
+ON_NAN = "the weights are damaged (`mionnx check`), or values are too large for the dtype (`mionnx doctor` cures that)"
 Again = Callable[[HookSpec], HookCache]
 
 

@@ -5,7 +5,7 @@ checkpoint in transformers' eager mode. A model of floats that differs is not wr
 much. Where transformers cannot run the checkpoint, the file is compared with the hooked model, and the card says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.numerics.narrow_model import narrow_model
 from mionnx.compile.compile_model import compile_plain
 from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
@@ -23,6 +24,7 @@ from mionnx.graph.io_names import PASTS, past_of
 from mionnx.machine.progress import Progress
 from mionnx.machine.softmax import log_softmax
 from mionnx.run import exporting
+from mionnx.run.runner import Runner
 
 PROMPT_TOKENS, DECODED_TOKENS = 9, 4
 # Largest difference of logits, of their largest: float32 as two runtimes sum, narrower types as they round.
@@ -30,12 +32,15 @@ LOGIT_TOLERANCES = {"float32": 5e-5, "float16": 2e-2, "bfloat16": 1e-1}
 Logits = NDArray[Any]
 
 
-def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progress: Progress) -> Path:
+def export_plain(
+    checkpoint: Path, folder: Path, layout: str, dtype: str, progress: Progress, texts: Sequence[str] = ()
+) -> Path:
     """Write a plain model of a checkpoint, without hook outputs.
 
     Args:
         layout: a name in `mionnx.compile.layouts.CLIENT_LAYOUTS`.
         dtype: "float32", "float16", "bfloat16", "int4", "int8" or "auto".
+        texts: with a dtype of 16 bits, what overflows on them is rescaled; without any, the weights are cast.
 
     Returns:
         the folder.
@@ -50,7 +55,10 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial") as scratch:
         hooked_folder = Path(scratch) / checkpoint.resolve().stem
-        exporting.export(checkpoint, hooked_folder, dtype, progress)
+        if texts:
+            export_narrowed(checkpoint, hooked_folder, dtype, texts, progress)
+        else:
+            exporting.export(checkpoint, hooked_folder, dtype, progress)
         hooked = HookedModel.open(hooked_folder)
         if hooked.metadata.reads_whole:
             raise InputError(
@@ -60,13 +68,32 @@ def export_plain(checkpoint: Path, folder: Path, layout: str, dtype: str, progre
         return compile_plain(hooked, folder, layout, lambda graph: _verify(graph, hooked, checkpoint), progress)
 
 
+def export_narrowed(checkpoint: Path, folder: Path, dtype: str, texts: Sequence[str], progress: Progress) -> Path:
+    """Export in float32, and narrow that with the remedy that the texts ask for; a hooked model."""
+    if folder.exists():
+        raise ExportError(f"{folder} exists already")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial") as scratch:
+        wide = Path(scratch) / "float32"  # weights are linked: the same disk
+        exporting.export(checkpoint, wide, "float32", progress)
+        return narrow_model(Runner(HookedModel.open(wide)), folder, dtype=dtype, texts=texts)
+
+
 def _verify(graph: Path, hooked: HookedModel, checkpoint: Path) -> dict[str, Any]:
     """Compare a graph with its checkpoint; what the card says of it."""
     ids = np.random.default_rng(0).integers(0, hooked.metadata.sizes.vocab_size, PROMPT_TOKENS + DECODED_TOKENS)
     logits = _logits(graph, ids, PROMPT_TOKENS)
     oracle, against = _oracle(hooked, checkpoint)
+    if hooked.metadata.dtype == "float16" and not hooked.metadata.narrowed:
+        against += (
+            " (on a CPU, which computes float16 in float32 mostly: what overflows elsewhere, `mionnx doctor` says)"
+        )
     expected = oracle(ids).astype(np.float32)
     scale, dtype = max(1.0, float(np.abs(expected).max())), hooked.metadata.weight_dtype
+    infinite = int((~np.isfinite(logits)).any(-1).sum())
+    if infinite:
+        cure = "; with --text what overflows on a text is rescaled" * (dtype in ("float16", "bfloat16"))
+        raise ExportError(f"logits of {infinite} of {len(logits)} tokens are not finite in {dtype}: not written{cure}")
     parts = {"prompt": slice(PROMPT_TOKENS), "decoding": slice(PROMPT_TOKENS, None)}
     rows = [[title, str(len(logits[part])), *_row(logits[part], expected[part])] for title, part in parts.items()]
     worst = float(np.abs(logits - expected).max()) / scale
@@ -94,7 +121,7 @@ def _oracle(hooked: HookedModel, checkpoint: Path) -> tuple[Callable[[Logits], L
         absent = exporter.missing_eagerly(checkpoint)
     if absent:
         return lambda ids: _logits(hooked.folder / GRAPH, ids, len(ids)), f"the hooked model ({absent})"
-    dtype = hooked.metadata.dtype
+    dtype = hooked.metadata.reference_dtype
     forward = exporter.open_eagerly(checkpoint, dtype, 1)
 
     def logits(ids: Logits) -> Logits:

@@ -175,7 +175,7 @@ class TorchEager(Runtime):
     def passes(self, graph: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
         exporter, folder = self._exporter(graph)
         with _as_model_errors():
-            forward = exporter.open_eagerly(folder, graph.model.metadata.dtype, self.threads)
+            forward = exporter.open_eagerly(folder, graph.model.metadata.reference_dtype, self.threads)
 
         def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():

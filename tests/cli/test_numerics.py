@@ -38,7 +38,7 @@ def test_range_says_what_overflows_by_its_exit_code(text, tmp_path):
 def test_narrow_writes_a_model_and_says_what_it_did(text, tmp_path):
     said = succeeded("narrow", LLAMA, "-o", tmp_path / "half", "--text", text, "--rescale", "4")
     assert "blocks.0.hook_resid_pre times 2^-4" in said
-    assert "forecast KL" in said
+    assert "forecast KL in nats" in said
     assert HookedModel.open(tmp_path / "half").metadata.dtype == "float16"
 
 

@@ -3,14 +3,17 @@
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from families import CONFIGS
+from rescaled import TEXTS, loud_model
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 
 IDS = np.array([[3, 9, 4, 17, 30]])
+STREAM, ATTENTION = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z"
 
 
 def logits(model: MIModel, graph: PlaygroundGraph, changes: dict[str, np.ndarray]) -> np.ndarray:
@@ -45,3 +48,28 @@ def test_left_alone_it_is_the_model_and_slots_change_it(models, family: str):
     spec = HookSpec().intervene(hook, Intervention.Scale(0.5, positions=[1, 4]))
     expected = model.forward(IDS, spec.intervene(hook, Intervention.Add(1.0, positions=[1, 4]))).output()
     assert np.abs(logits(model, graph, changes) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.fixture(scope="module")
+def cured(tmp_path_factory: pytest.TempPathFactory) -> MIModel:
+    """A model whose stream is past float16 from layer 2 on, narrowed."""
+    loud = loud_model(tmp_path_factory.mktemp("loud") / "m")
+    return MIModel.from_pretrained(loud.narrow(tmp_path_factory.mktemp("cured") / "m", texts=TEXTS), threads=1)
+
+
+def test_in_float16_it_is_fed_float32_and_slots_are_of_true_values(cured: MIModel):
+    graph = build_graph(cured.hooked, HookSpec())
+    proto = onnx.load_model_from_string(graph.model)
+    kinds = {one.name: one.type.tensor_type.elem_type for one in (*proto.graph.input, *proto.graph.output)}
+    assert onnx.TensorProto.FLOAT16 not in kinds.values()
+    assert graph.sites[STREAM].limit is None  # it holds what float16 does not
+    assert graph.sites[ATTENTION].limit == 65504
+    expected = cured.forward(IDS).output().astype(np.float32)
+    assert np.abs(logits(cured, graph, {}) - expected).max() < 0.02
+    for hook, change in ((STREAM, 9e4), (ATTENTION, 1.0)):
+        ((_, (scale, add)),) = graph.sites[hook].slots
+        ones = np.ones((1,) * len(graph.sites[hook].axes), np.float32)
+        spec = HookSpec().intervene(hook, Intervention.Scale(0.5)).intervene(hook, Intervention.Add(change))
+        expected = cured.forward(IDS, spec).output().astype(np.float32)
+        assert np.abs(logits(cured, graph, {scale: 0.5 * ones, add: change * ones}) - expected).max() < 0.02
+        assert np.abs(expected - cured.forward(IDS).output()).max() > 0.1

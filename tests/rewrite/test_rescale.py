@@ -3,6 +3,8 @@
 import numpy as np
 import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from rescaled import rescaled
 
@@ -11,11 +13,48 @@ from mionnx.rewrite.exponent_types import ExponentError, check_types
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.rescale import rescale
 
-PROMPTS = [[5, 9, 2, 7, 11], [3, 8]]
+law = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# Hook points of an edit and of a capture: few, since each pair is a graph that is opened.
+PLACES = [("blocks.1.hook_resid_pre", "blocks.2.hook_mlp_out"), ("blocks.2.hook_resid_mid", "blocks.3.hook_resid_post")]
 
 
 def bits(array):
     return np.asarray(array).view(np.int32)
+
+
+@pytest.fixture(scope="module")
+def pair(shipped, tmp_path_factory):
+    """A model, and the same with its stream times 2^-5."""
+    return shipped, rescaled(shipped, -5, tmp_path_factory.mktemp("rescaled") / "m")
+
+
+@law
+@given(data=st.data())
+def test_bits_are_the_same_in_batches_after_a_past_with_padding_captures_and_edits(pair, data):
+    rows, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 8))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    ids = random.integers(3, pair[0].vocab_size, (rows, seq))
+    past, edited = data.draw(st.integers(0, seq - 1)), data.draw(st.booleans())
+    left = bool(past) or data.draw(st.booleans())
+    lengths = [data.draw(st.integers(seq - past + 1 if past else 1, seq)) for _ in range(rows)]
+    real = [[1] * one + [0] * (seq - one) for one in lengths]
+    mask = np.array([one[::-1] if left else one for one in real])
+    where, seen = data.draw(st.sampled_from(PLACES))
+    spec = HookSpec().capture(seen)
+    if edited:
+        vector = random.normal(scale=data.draw(st.sampled_from([1e-3, 1.0, 1e3])), size=pair[0].hidden_size)
+        spec.intervene(
+            where, Intervention.Add(vector.astype(np.float32), positions=data.draw(st.sampled_from([None, -1])))
+        )
+    results = []
+    for model in pair:
+        cache = None
+        if past:
+            cache = model.forward(ids[:, :past], attention_mask=mask[:, :past], use_cache=True).kv_cache
+        results.append(model.forward(ids[:, past:], spec, attention_mask=mask, cache=cache))
+    one, two = results
+    assert np.array_equal(bits(one[seen]), bits(two[seen]))
+    assert np.array_equal(bits(one.output()), bits(two.output()))
 
 
 def test_edits_gradients_and_a_past_mean_the_same(shipped, tmp_path):

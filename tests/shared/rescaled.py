@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from repository import REPOSITORY
 
 from mionnx import MIModel
-from mionnx.graph.onnx_file import external_files
+from mionnx.graph.onnx_file import external_files, rename
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.rescale import rescale
+
+LLAMA = REPOSITORY / "models" / "world-llama"
+TEXTS = "The capital of France is Paris ."
 
 
 def rescaled(model: MIModel, exponent: int, folder: Path, prefix: str = "hook_resid") -> MIModel:
@@ -21,6 +25,7 @@ def rescaled(model: MIModel, exponent: int, folder: Path, prefix: str = "hook_re
     result = rescale(graph, {first: exponent})
     metadata = replace(hooked.metadata, exponents=dict(result.exponents), fused=[], stock={})
     proto = result.graph.proto
+    rename(proto, "logits", metadata.output)
     del proto.metadata_props[:]
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
@@ -46,3 +51,8 @@ def planted(source: Path, folder: Path, weight: str, factor: float) -> MIModel:
             entry.value = "{}" if entry.key.endswith("files") else '""'
     (folder / "model.onnx").write_bytes(proto.SerializeToString())
     return MIModel.from_pretrained(folder, threads=1, check="none")
+
+
+def loud_model(folder: Path) -> MIModel:
+    """The small trained Llama with a residual stream past float16 from layer 2 on."""
+    return planted(LLAMA, folder, "model.layers.2.mlp.down_proj.weight", 2.0**14)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mionnx.analysis.numerics.distance import Distance
-from mionnx.analysis.numerics.forecast_result import DISTANCE_HEADS, Forecast, cells, distance_text
+from mionnx.analysis.numerics.forecast_result import Forecast, cells, heads
 from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.errors import InputError
 from mionnx.machine.stored import Storable
@@ -32,7 +32,7 @@ class Diagnosis(Shown):
 
     Attributes:
         target: "float16", "webgpu", "cuda" or "int4".
-        bound: of KL in nats that counts as sound.
+        bound: of KL in nats, or of the distance of vectors, that counts as sound.
         range: magnitudes of float32.
         forecast: as the file is, with each group and layer alone; `decomposed` with norms in their own nodes.
         after: the forecast with the cure; None where there is none, and `why` says what stands against it.
@@ -73,9 +73,9 @@ class Diagnosis(Shown):
             line = f"float16: nothing overflows, {now_told(now)}"
         if self.sound:
             return f"{line}; {now_told(now)}." if first is not None else f"{line}."
-        state = "logits are NaN" if not now.all.compared else now_told(now)
+        state = f"{'vectors' if now.all.vectors else 'logits'} are NaN" if not now.all.compared else now_told(now)
         cure = f"Remedy: {self.cure[0]}" if self.cure else f"No remedy: {self.why}"
-        after = f". After it: {distance_text(self.after.all)}" if self.after else ""
+        after = f". After it: {self.after.all}" if self.after else ""
         return f"{line}; {state}. {cure}{after}."
 
     def _facts(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class Diagnosis(Shown):
 
     def table(self, k: int = 10) -> Table:
         """Forecasts without and with the cure, and what was measured."""
-        table = Table("", *DISTANCE_HEADS, title=self.line())
+        table = Table("", *heads(self.forecast.all), title=self.line())
         for what, one in self._rows()[:k]:
             table.add_row(what, *cells(one))
         return table
@@ -135,7 +135,7 @@ class Diagnosis(Shown):
         checks = Table("runtime", "what it gave", "versions", on_page={"heading": "Checked in a runtime"})
         for one in self.checks:
             facts = ", ".join(f"{name} {value}" for name, value in one.facts.items())
-            cells = (one.runtime, distance_text(one.distance) if one.distance else one.why, facts)
+            cells = (one.runtime, str(one.distance) if one.distance else one.why, facts)
             checks.add_row(*(cell.replace("[", r"\[") for cell in cells))
         panels = [table, cure, *([checks] if self.checks else [])]
         panels += [*self.range.view().panels, *self.forecast.view().panels]
@@ -144,10 +144,10 @@ class Diagnosis(Shown):
 
 
 def _told(check: Check) -> str:
-    return f"{check.runtime}: {distance_text(check.distance) if check.distance else check.why}"
+    return f"{check.runtime}: {check.distance if check.distance else check.why}"
 
 
 def now_told(forecast: Forecast) -> str:
     """A forecast's distance, and infinities that no output shows."""
     silent = f", {len(forecast.absorbed)} values infinite in silence" if forecast.absorbed else ""
-    return f"{distance_text(forecast.all)}{silent}"
+    return f"{forecast.all}{silent}"

@@ -14,15 +14,20 @@ from mionnx.machine.softmax import log_softmax
 from mionnx.machine.stored import Storable
 
 AT_ONCE = 2**20  # numbers looked at together
+VECTOR_MEASURE = "half the squared relative distance"
 
 
 @dataclass
 class Distance(Storable):
     """KL(first || other) in nats over positions, and what else tells two runs apart.
 
+    Of vectors, as embeddings are, half the squared relative distance stands in the place of KL: |a - b|^2 / 2|a|^2,
+    which of vectors of one length is 1 - cos(a, b).
+
     Attributes:
         positions: how many there were; `not_finite` of them have an infinity or NaN, and count in nothing else.
-        logit: the largest difference of two logits.
+        logit: the largest difference of two logits, or of two numbers of a vector.
+        vectors: whether rows are vectors, not logits.
     """
 
     positions: int = 0
@@ -31,11 +36,12 @@ class Distance(Storable):
     kl_max: float = 0.0
     logit: float = 0.0
     same: int = 0
+    vectors: bool = False
 
     @classmethod
-    def of(cls, firsts: Iterable[NDArray[Any]], others: Iterable[NDArray[Any]]) -> "Distance":
-        """Compare logits text by text, [..., vocab] each."""
-        distance = cls()
+    def of(cls, firsts: Iterable[NDArray[Any]], others: Iterable[NDArray[Any]], *, vectors: bool = False) -> "Distance":
+        """Compare logits text by text, [..., vocab] each, or vectors, [..., width]."""
+        distance = cls(vectors=vectors)
         for first, other in zip(firsts, others, strict=True):
             vocab = first.shape[-1]
             one, two, rows = first.reshape(-1, vocab), other.reshape(-1, vocab), max(1, AT_ONCE // vocab)
@@ -50,8 +56,11 @@ class Distance(Storable):
         if not finite.any():
             return
         one, two = first[finite].astype(np.float64), other[finite].astype(np.float64)
-        expected, actual = log_softmax(one, axis=-1), log_softmax(two, axis=-1)
-        kl = (np.exp(expected) * (expected - actual)).sum(-1).clip(min=0)
+        if self.vectors:
+            kl = np.square(one - two).sum(-1) / (2 * np.maximum(np.square(one).sum(-1), np.finfo(np.float64).tiny))
+        else:
+            expected, actual = log_softmax(one, axis=-1), log_softmax(two, axis=-1)
+            kl = (np.exp(expected) * (expected - actual)).sum(-1).clip(min=0)
         self.total += float(kl.sum())
         self.kl_max = max(self.kl_max, float(kl.max()))
         self.logit = max(self.logit, float(np.abs(one - two).max()))
@@ -64,18 +73,30 @@ class Distance(Storable):
 
     @property
     def kl(self) -> float:
-        """The mean over positions with finite logits; NaN without any."""
+        """The mean over positions with finite numbers; NaN without any."""
         return self.total / self.compared if self.compared else float("nan")
 
     @property
     def top_1(self) -> float:
-        """Share of positions with the same top token, those without finite logits being others."""
-        return self.same / self.positions if self.positions else float("nan")
+        """Share of positions with the same top token, those without finite logits being others; NaN of vectors."""
+        return self.same / self.positions if self.positions and not self.vectors else float("nan")
 
     def to_entry(self) -> dict[str, float | int]:
         """Its numbers by name."""
         names = ("kl", "kl_max", "logit", "top_1", "not_finite", "positions")
         return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        if not self.sound:
+            return f"{self.not_finite} of {self.positions} positions not finite"
+        if self.vectors:
+            return f"{VECTOR_MEASURE} {self.kl:.2g} ({self.kl_max:.2g} at most)"
+        return f"KL {self.kl:.2g} nats ({self.kl_max:.2g} at most), top-1 {self.top_1:.1%}"
+
+    @property
+    def measure(self) -> str:
+        """What `kl` is."""
+        return VECTOR_MEASURE if self.vectors else "KL in nats"
 
     @property
     def sound(self) -> bool:

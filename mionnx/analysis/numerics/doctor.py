@@ -44,7 +44,7 @@ def doctor(
         target: "float16"; "webgpu", whose products add up in float16, checked in ONNX Runtime's WebGPU plug-in where it
             runs; "cuda", checked there; or "int4": weights in blocks of 4 bits with scales of float16.
         folder: path of a folder that does not exist yet, for the sound model; if left out, none is kept.
-        bound: of KL(float32 || narrow) in nats that counts as sound.
+        bound: of KL(float32 || narrow) in nats that counts as sound; see `narrow`.
         progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
             a log; True at once, False for none.
 
@@ -131,7 +131,7 @@ def _checks(
         try:
             with run.opened(run.graph.proto, options) as program:
                 logits = (run.predictions(outputs) for _, outputs in run.run(program, [LOGITS], title))
-                distance = Distance.of(first, logits)
+                distance = Distance.of(first, logits, vectors=run.vectors)
         except ModelError as error:
             return [Check(title, None, str(error), engine.facts(options))]
     return [Check(title, distance, "", engine.facts(options))]

@@ -70,8 +70,9 @@ def forecast(
             a log; True at once, False for none.
 
     Returns:
-        KL(float32 || rounded) in nats, the largest difference of logits, the share of equal top tokens; the first value
-        that is not finite, infinities that are absorbed, and numbers that become 0.
+        KL(float32 || rounded) in nats, the largest difference of logits, the share of equal top tokens (of embeddings
+        and other vectors half the squared relative distance in the place of KL); the first value that is not finite,
+        infinities that are absorbed, and numbers that become 0.
 
     Raises:
         InputError: another dtype or choice.
@@ -137,18 +138,17 @@ def forecast_of(
     """Forecast a graph beside the logits of a first run; see `forecast`.
 
     Args:
-        islands: values that stay float32.
+        islands: values that stay float32, and are rounded for nodes outside.
     """
     graph, fused = graph_as(graph, norms)
-    islands |= fused
-    rounding = rounded(graph, dtype, weights=True, islands=islands)
+    rounding = rounded(graph, dtype, weights=True, islands=islands, inside=fused)
     flags = Flags(run, graph, rounding)
     with run.opened(flags.proto) as program:
         rows = [_row(run, program, rounding, first, EVERYTHING, EVERYTHING, lambda cell: True, flags)]
         if alone:
             rows.append(_row(run, program, rounding, first, "group", OF_WEIGHTS, lambda cell: False))
     if alone:
-        rows += _alone(run, rounded(graph, dtype, islands=islands), first)
+        rows += _alone(run, rounded(graph, dtype, islands=islands, inside=fused), first)
     if accumulate != IN_FLOAT32:
         with run.opened(accumulated(graph, rounding, dtype)) as program:
             name = f"all, sums in {accumulate}"
@@ -182,7 +182,7 @@ def _row(
             yield run.predictions(outputs)
 
     count = sum(on(cell) for cell in rounding.values.values())
-    return ForecastRow(kind, name, count, Distance.of(first, logits()))
+    return ForecastRow(kind, name, count, Distance.of(first, logits(), vectors=run.vectors))
 
 
 def _alone(run: TextsRun, rounding: Rounding, first: FirstRun) -> Iterator[ForecastRow]:

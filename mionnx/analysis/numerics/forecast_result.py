@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.analysis.numerics.distance import Distance
+from mionnx.analysis.numerics.distance import VECTOR_MEASURE, Distance
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.stored import Storable
@@ -19,6 +19,7 @@ NOT_MODELLED = (
 )
 
 DISTANCE_HEADS = ("KL, nats", "largest", "logit", "top-1", "not finite")  # of a distance in a table
+VECTOR_HEADS = (VECTOR_MEASURE, "largest", "number", "top-1", "not finite")
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,14 @@ class Forecast(Shown):
             where = f", first at {self.first.value}" if self.first else ""
             return f"{how}: logits of {self.all.not_finite} of {self.all.positions} positions are not finite{where}"
         silent = f"; {count(len(self.absorbed), 'value')} infinite in silence" if self.absorbed else ""
-        return f"{how}: KL {self.kl:.2g} nats ({self.all.kl_max:.2g} at most), top-1 {self.all.top_1:.1%}{silent}"
+        return f"{how}: {self.all}{silent}"
 
     def _facts(self) -> Iterator[str]:
         yield from (self.model, self.dtype, f"norms {self.norms}", count(self.texts, "text"))
 
     def _lines(self) -> Iterator[str]:
         yield self.line()
-        yield from (f"{row.kind} {row.name}: {distance_text(row.distance)}" for row in self.rows[1:])
+        yield from (f"{row.kind} {row.name}: {row.distance}" for row in self.rows[1:])
 
     def _columns(self) -> Columns:
         rows, distances = self.rows, [row.distance for row in self.rows]
@@ -129,7 +130,7 @@ class Forecast(Shown):
 
     def table(self, k: int = 40) -> Table:
         """The first k rows: KL, its largest, the largest difference of logits, top-1, positions not finite."""
-        table = Table("", "rounded", "values", *DISTANCE_HEADS, title=self.line())
+        table = Table("", "rounded", "values", *heads(self.all), title=self.line())
         for row in self.rows[:k]:
             table.add_row(row.kind, row.name, str(row.values), *cells(row.distance))
         return table
@@ -139,6 +140,7 @@ class Forecast(Shown):
         table = self.table(len(self.rows))
         table.title, table.on_page = None, {"heading": "Rounded alone", "most": 60}
         panels: list[object] = [table]
+        measure = heads(self.all)[0]
         kinds = [kind for kind in ("group", "layer") if any(row.kind == kind for row in self.rows)]
         for kind in kinds or ["all"]:
             rows = [row for row in self.rows if row.kind == kind]
@@ -148,8 +150,8 @@ class Forecast(Shown):
                     Bars(
                         [row.name for row in rows],
                         sizes,
-                        "KL, nats",
-                        heading=f"KL of {kind}" if kind == "all" else f"KL of each {kind} alone",
+                        measure,
+                        heading=f"{measure}, {kind}" if kind == "all" else f"{measure}, each {kind} alone",
                     )
                 )
         if self.not_finite:
@@ -162,15 +164,14 @@ class Forecast(Shown):
         return View(f"Forecast of {self.dtype}", panels, about, self.line(), f"Not modelled: {NOT_MODELLED}.")
 
 
+def heads(distance: Distance) -> tuple[str, ...]:
+    """What the cells of a distance are."""
+    return VECTOR_HEADS if distance.vectors else DISTANCE_HEADS
+
+
 def cells(distance: Distance) -> list[str]:
-    """A distance as cells of a table, below `DISTANCE_HEADS`."""
+    """A distance as cells of a table, below `heads`."""
     sizes = (distance.kl, distance.kl_max, distance.logit)
     finite = [readable(one if distance.compared else None) for one in sizes]
-    return [*finite, f"{distance.top_1:.1%}", f"{distance.not_finite} of {distance.positions}"]
-
-
-def distance_text(distance: Distance) -> str:
-    """A distance in few words."""
-    if not distance.sound:
-        return f"{distance.not_finite} of {distance.positions} positions not finite"
-    return f"KL {distance.kl:.2g} nats ({distance.kl_max:.2g} at most), top-1 {distance.top_1:.1%}"
+    top = "-" if distance.vectors else f"{distance.top_1:.1%}"
+    return [*finite, top, f"{distance.not_finite} of {distance.positions}"]

@@ -21,6 +21,7 @@ from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import DTYPES, GRAPH, KEPT, HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, shown
@@ -58,7 +59,8 @@ def narrow_model(
         folder: path of a folder that does not exist yet.
         dtype: "float16" or "bfloat16".
         texts: to measure on, in windows of 256 tokens; if left out, what the model writes by itself (1,024 tokens).
-        bound: of KL(float32 || narrow) in nats, the mean over the tokens of the texts, as forecast.
+        bound: of KL(float32 || narrow) in nats, the mean over the tokens of the texts, as forecast; of embeddings and
+            other vectors, of half the squared relative distance.
         rescale: "auto": classes of values that reach a quarter of the dtype's limit, the residual stream say, so that
             they reach no more; a number k: the stream times 2^-k; or "none".
         islands: "auto": groups of nodes in the order of what they cost, until the bound holds; "none"; or a glob of
@@ -80,7 +82,7 @@ def narrow_model(
     narrow_of(dtype)
     folder, hooked = Path(folder), model.hooked
     if not (np.isfinite(bound) and bound > 0):
-        raise InputError(f"bound must be a number of nats above 0, got {bound!r}")
+        raise InputError(f"bound must be a number above 0, nats of KL, got {bound!r}")
     refuse_narrowed(hooked)
     if folder.exists():  # at once: measuring takes minutes
         raise ModelError(f"{folder} exists already")
@@ -134,6 +136,7 @@ def write(
         stock={},
     )
     narrow_graph.describe(metadata.to_props())
+    onnx_file.rename(narrow_graph.proto, LOGITS, metadata.output)  # as files have it
     (folder / GRAPH).write_bytes(narrow_graph.proto.SerializeToString())
     for path in files_beside(hooked.folder, KEPT):
         shutil.copyfile(path, folder / path.name)

@@ -11,13 +11,13 @@ import numpy as np
 from mionnx.analysis.numerics.distance import FirstRun
 from mionnx.analysis.numerics.dtypes import narrow_of
 from mionnx.analysis.numerics.forecast import forecast_of
-from mionnx.analysis.numerics.forecast_result import Forecast, distance_text
+from mionnx.analysis.numerics.forecast_result import Forecast
 from mionnx.analysis.numerics.range import Measured
 from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.output_head import LOGITS
 from mionnx.machine.brief import count
-from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, OF_WEIGHTS, FloatGraph
+from mionnx.rewrite.float_graph import GROUPS, NORM_INSIDES, NORM_OUTPUTS, OF_STREAM, OF_WEIGHTS, FloatGraph
 from mionnx.rewrite.largest import PLAIN_VALUE
 from mionnx.rewrite.rescale import Classes, Rescaled, rescale
 
@@ -58,6 +58,7 @@ class Remedy:
             "exponents": dict(self.exponents),
             "islands": len(self.islands),
             "groups": self.groups,
+            "measure": self.after.all.measure,
             "before": _entry(self.before),
             "after": _entry(self.after),
         }
@@ -115,7 +116,7 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
 def check_bits(run: TextsRun, rescaled: FloatGraph, first: FirstRun) -> None:
     """Run one text through a rescaled graph in float32: the logits keep their bits."""
     with run.opened(rescaled.proto) as program:
-        logits = program.run([LOGITS], run.feeds(run.calls[0]))[LOGITS]
+        logits = run.predictions(program.run([LOGITS], run.feeds(run.calls[0])))
     expected = next(iter(first))
     if not np.array_equal(expected, logits, equal_nan=True):
         apart = float(np.nanmax(np.abs(expected - logits)))
@@ -159,7 +160,7 @@ def find_remedy(
             break
     if not _within(after, bound):
         where = f"; first not finite: {after.first.value}" if after.first else ""
-        raise ModelError(f"bound={bound:g} is not met in {dtype}: {distance_text(after.all)} at best{where}")
+        raise ModelError(f"bound={bound:g} is not met in {dtype}: {after.all} at best{where}")
     return Remedy(before, after, rescaled, exponents, chosen, groups)
 
 
@@ -195,6 +196,8 @@ def _order(
     rows = forecast_of(run, graph, first, dtype, alone=True, islands=chosen).rows
     cost = {row.name: row.distance for row in rows if row.kind == "group" and row.name != OF_WEIGHTS}
     groups = {name: frozenset(values) for name, values in _groups(graph).items() if name in cost}
+    if OF_STREAM in groups:  # norms read it as it is, or it would overflow on the way to them
+        groups[OF_STREAM] |= groups.get(NORM_OUTPUTS, frozenset())
 
     def gain(name: str) -> tuple[bool, bool, float]:
         one = cost[name]

@@ -16,7 +16,6 @@ from mionnx.engine.options import Options
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
-from mionnx.inputs.lacking import refuse_without_distribution
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.rewrite import rewrite
@@ -89,17 +88,17 @@ class TextsRun:
             self.progress(stage, number, len(self.calls))
             yield number, program.run(outputs, self.feeds(call) | more)
 
-    def need_distributions(self) -> None:
-        """Refuse what compares distributions, of a model that gives none."""
-        refuse_without_distribution(self.hooked, "what a dtype costs")
+    @property
+    def vectors(self) -> bool:
+        """Whether the model gives vectors or numbers, not logits of probabilities."""
+        return not self.hooked.metadata.has_distribution
 
     def predictions(self, outputs: Arrays) -> NDArray[Any]:
-        """The logits among the outputs of a window, [..., choices]."""
-        return distributions(outputs[LOGITS], self.hooked.metadata)
+        """The logits among the outputs of a window, [..., choices], or its vectors, [..., width]."""
+        return outputs[LOGITS] if self.vectors else distributions(outputs[LOGITS], self.hooked.metadata)
 
     def logits(self, proto: Any, stage: str) -> Iterator[NDArray[Any]]:
-        """The logits of every window's predictions, [..., choices]."""
-        self.need_distributions()
+        """The logits of every window's predictions, [..., choices], or its vectors."""
         with self.opened(proto) as program:
             for _, outputs in self.run(program, [LOGITS], stage):
                 yield self.predictions(outputs)

@@ -66,8 +66,10 @@ function affine(feeds, [scale, add], edit, value, full, call) {
   refuseInfinite(edit, offsets);
 }
 
-function refuseInfinite({ entry, hook }, numbers) {
-  if (!numbers.every(Number.isFinite)) refuse(entry, hook, "with those before it there a value is beyond the range of float32.");
+// limit: the largest number of a hook point in float16.
+function refuseInfinite({ entry, hook, limit }, numbers) {
+  const most = limit ?? Number.MAX_VALUE, dtype = limit ? "float16" : "float32";
+  if (!numbers.every((x) => Math.abs(x) <= most)) refuse(entry, hook, `with those before it there a value is beyond the range of ${dtype}.`);
 }
 
 function special(feeds, names, { entry }, value, rank) {

@@ -18,7 +18,7 @@ export function refuse(entry, hook, message) {
 // The hook points that a name or glob means, in execution order.
 export function matching(hook, names) { return isGlob(hook) ? names.filter(glob(hook)) : names.filter((name) => name === hook); }
 
-// One edit for each hook point of each entry that is on: {entry, number, hook, axes, dims}; see rule 1.
+// One edit for each hook point of each entry that is on: {entry, number, hook, axes, dims, limit}; see rule 1.
 export function edits(entries, manifest) {
   return entries.flatMap((entry, number) => (entry?.on === false ? [] : editsOf(entry, number, manifest)));
 }
@@ -38,10 +38,10 @@ function editsOf(entry, number, manifest) {
   const other = matching(entry.hook, manifest.hook_points).find((hook) => !names.includes(hook));
   if (other) refuse(entry, entry.hook, `it means ${other} too, which this page cannot change; it was written without it (--points).`);
   return hooks.map((hook) => {
-    const { kinds, axes: dims } = manifest.hooks[hook];
+    const { kinds, axes: dims, limit } = manifest.hooks[hook];
     if (!kinds.includes(entry.kind)) refuse(entry, hook, `this page has ${kinds.join(", ")} there.`);
     if (entry.rows != null) refuse(entry, hook, "a page runs one prompt; it has no rows to choose.");
-    const edit = { entry, number, hook, axes: manifest.engine.axes[hook], dims };
+    const edit = { entry, number, hook, axes: manifest.engine.axes[hook], dims, limit };
     check(edit);
     if (OWN_SLOTS.includes(entry.kind)) checkOfFile(edit, manifest.spec);
     return edit;

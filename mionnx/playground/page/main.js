@@ -120,7 +120,7 @@ function progress({ stage, loaded, total, cached }) {
 }
 
 function introduce({ manifest, backend }) {
-  const { model } = manifest, weights = model.bits.length ? `${model.bits.join("- and ")}-bit weights` : "float32";
+  const { model } = manifest, weights = model.bits.length ? `${model.bits.join("- and ")}-bit weights` : model.weights;
   find("title").textContent = document.title = manifest.title;
   find("facts").textContent = `${model.layers} layers, ${model.heads} heads, ${bytes(manifest.download)}, ${weights}; runs on this device`;
   const threads = backend.threads === 1 ? "1 thread" : backend.threads + " threads";

@@ -7,15 +7,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from repository import REPOSITORY
-from rescaled import planted
+from rescaled import TEXTS, loud_model
 
 from mionnx import Diagnosis, HookSpec, InputError, Intervention, MIModel, ModelError
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.rounded import decomposed
 
-LLAMA = REPOSITORY / "models" / "world-llama"
-TEXTS = "The capital of France is Paris ."
 PROMPT = "The capital of France is"
 POINT = "blocks.2.hook_resid_post"
 
@@ -23,7 +20,7 @@ POINT = "blocks.2.hook_resid_post"
 @pytest.fixture(scope="module")
 def loud(tmp_path_factory):
     """A model whose stream is past float16 from layer 2 on."""
-    return planted(LLAMA, tmp_path_factory.mktemp("loud") / "m", "model.layers.2.mlp.down_proj.weight", 2.0**14)
+    return loud_model(tmp_path_factory.mktemp("loud") / "m")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def test_without_a_remedy_the_bound_is_refused(loud, tmp_path):
     assert not (tmp_path / "m").exists()
     with pytest.raises(InputError, match="rescale='half'"):
         loud.narrow(tmp_path / "m", texts=TEXTS, rescale="half")
-    with pytest.raises(InputError, match="bound must be a number of nats above 0"):
+    with pytest.raises(InputError, match="bound must be a number above 0"):
         loud.narrow(tmp_path / "m", texts=TEXTS, bound=0.0)
 
 
