@@ -300,7 +300,9 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     A runtime whose logits are further from these than the tolerance is not used.
     """
     meta, layer = model.hooked.metadata, model.num_layers // 2
-    tokens = np.arange(3, 3 + 7 * LENGTH, 7) % model.vocab_size
+    # No token that parts a pair is among them: a page takes what is behind it for the second text.
+    special = {token for token, one in model.tokenizer.get_added_tokens_decoder().items() if one.special}
+    tokens = np.array([t for t in np.arange(3, 3 + 28 * LENGTH, 7) % model.vocab_size if t not in special][:LENGTH])
     ids = np.linspace(0, meta.columns - 1, min(CHECKED_LOGITS, meta.columns)).astype(int)
     spec, entries = _changes(model, layer, graph)
     # The plain run and a changed one: a runtime may compute the slots wrongly.
@@ -327,9 +329,12 @@ def _changes(model: MIModel, layer: int, graph: PlaygroundGraph) -> tuple[HookSp
         str(point(layer)) for point in (HookPoint.AttnScores, HookPoint.AttnOut, HookPoint.ResidPost)
     )
     if scores in graph.sites:
-        mask = create_knockout_mask(KnockoutSpec().edge(LENGTH - 1, 1), model.num_heads, LENGTH)
+        # An encoder's head may read the first token alone: an edge of it too, to a later one.
+        edges = [[LENGTH - 1, 1], *([[0, LENGTH - 2]] if model.bidirectional else [])]
+        cut = KnockoutSpec(edges=[(query, key) for query, key in edges])
+        mask = create_knockout_mask(cut, model.num_heads, LENGTH, both=model.bidirectional)
         spec.intervene(scores, Intervention.Knockout(mask))
-        entries.append({"hook": scores, "kind": "knockout", **limits, "value": {"edges": [[LENGTH - 1, 1]]}})
+        entries.append({"hook": scores, "kind": "knockout", **limits, "value": {"edges": edges}})
     if out in graph.sites:
         spec.intervene(out, Intervention.Scale(0.5))
         entries.append({"hook": out, "kind": "scale", **limits, "value": 0.5})

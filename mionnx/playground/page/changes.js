@@ -1,7 +1,7 @@
 // The list of interventions: switch, strength, place, removal; why one cannot apply.
 import { button, element, find, visible } from "./dom.js";
 import { describe, place, pointInWords } from "./entries.js";
-import { continues, inWords, readsBoth } from "./heads.js";
+import { continues, inWords, readsBoth, readsTokens } from "./heads.js";
 import { divergence } from "./next.js";
 import { tokenText } from "./runs.js";
 import { show, tryAll } from "./steering.js";
@@ -15,7 +15,7 @@ export function drawChanges() {
   find("clear").hidden = find("export").hidden = !state.entries.length;
   find("undo").hidden = !canUndo();
   if (!state.entries.length) {
-    box.replaceChildren(element("p", { class: "faint small" }, "None yet. Point at a cell of the lens, an edge of a pattern or a part of the model in the views, and choose what to do to it."));
+    box.replaceChildren(element("p", { class: "faint small" }, `None yet. Point at a cell of the ${readsTokens() ? "lens" : "stream"}, an edge of a pattern or a part of the model in the views, and choose what to do to it.`));
     return;
   }
   box.replaceChildren(...state.entries.map(line));

@@ -42,8 +42,9 @@ export function drawTyped() {
 
 // The texts that a model of this head may begin with, its own mask and its own sign between the texts of a pair in them.
 function texts() {
-  const { mask, pair } = theEngine().manifest.model;
-  const all = [...(pair ? PAIRS.map((text) => text.replace("{}", ` ${pair.between} `)) : []), ...TEXTS[head()]];
+  const { mask, pair, labels } = theEngine().manifest.model, pairs = pair ? PAIRS.map((text) => text.replace("{}", ` ${pair.between} `)) : [];
+  // A reranker has one number, and an entailment is of a pair: their texts come first.
+  const all = labels.length === 1 || /entail|contradict/i.test(labels.join()) ? [...pairs, ...TEXTS[head()]] : [...TEXTS[head()], ...pairs];
   return mask ? all.map((text) => text.replace("[MASK]", mask.text)) : all;
 }
 
