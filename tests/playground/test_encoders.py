@@ -133,7 +133,9 @@ def open_page(headless: Browser, served: Callable[..., str], tmp_path: Path):
 def shown(page: Page) -> dict[str, str]:
     """Choice -> its numbers on the card, before and after."""
     lines = page.locator(".next .line").all()
-    return {line.locator(".token").get_attribute("title").strip(): line.locator(".numbers").inner_text() for line in lines}
+    return {
+        line.locator(".token").get_attribute("title").strip(): line.locator(".numbers").inner_text() for line in lines
+    }
 
 
 def test_a_page_fills_masks_from_both_sides(open_page, bert: MIModel, tmp_path: Path):

@@ -69,9 +69,8 @@ class FrozenBert:
         for norm in self.model.modules():
             if isinstance(norm, torch.nn.LayerNorm):
                 norm.forward = MethodType(frozen_norm, norm)
-        self.model.cls.predictions.transform.transform_act_fn = lambda x: (
-            x * ((1 + torch.erf(x / sqrt(2))) / 2).detach()
-        )
+        curve = self.model.cls.predictions.transform.transform_act_fn
+        curve.forward = lambda x: x * ((1 + torch.erf(x / sqrt(2))) / 2).detach()
         self.leaf("embed", self.model.bert.embeddings.LayerNorm)
         for i, layer in enumerate(self.model.bert.encoder.layer):
             self.leaf(f"z{i}", layer.attention.self)
@@ -103,9 +102,9 @@ class FrozenBert:
             found[f"{name[1:]}_attn_bias"] = bias @ bias.grad
         layers = self.model.bert.encoder.layer
         biases = [norm.bias for layer in layers for norm in (layer.attention.output.LayerNorm, layer.output.LayerNorm)]
-        return {name: float(value) for name, value in found.items()} | {
-            "norm_bias": float(sum(bias @ bias.grad for bias in biases)),
-            "logit": float(logit),
+        return {name: value.item() for name, value in found.items()} | {
+            "norm_bias": sum(bias @ bias.grad for bias in biases).item(),
+            "logit": logit.item(),
         }
 
 
