@@ -39,7 +39,9 @@ def draw(pairs: TokenPairs, heads: np.ndarray, distances: np.ndarray) -> bytes:
     """Pairs, heads and distances side by side, as PNG."""
     figure = empty_figure(13, 3.8)
     left, middle, right = figure.subplots(1, 3, width_ratios=[6, 6, 4])
-    heat(left, pairs.pairs, "share of each pair of tokens in the similarity", list(pairs.tokens_a), list(pairs.tokens_b))
+    heat(
+        left, pairs.pairs, "share of each pair of tokens in the similarity", list(pairs.tokens_a), list(pairs.tokens_b)
+    )
     named = [str(i) for i in range(heads.shape[1])]
     heat(
         middle,

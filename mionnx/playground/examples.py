@@ -76,8 +76,8 @@ def _check_texts(where: str, example: dict[str, Any], model: MIModel) -> None:
         raise InputError(f"{where}: the page of this model has no view {example['view']!r}")
     if example.get("compare") and not all(isinstance(text, str) for text in example["compare"]):
         raise InputError(f"{where}: compare is a list of texts")
-    for text, given in (("compare", meta.head == "embedding"), ("generate", not meta.reads_whole)):
-        if example.get(text) is not None and not given:
+    for text, has_meaning in (("compare", meta.head == "embedding"), ("generate", not meta.reads_whole)):
+        if example.get(text) is not None and not has_meaning:
             raise InputError(f"{where}: {text} has no meaning for a model with the head {meta.head!r}")
     for name in ("prompt", "second"):
         if example.get(name) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,27 @@ def test_a_pair_is_one_text_with_its_separator_in_it(text_encoder, bert: MIModel
     assert [*pair.ids] == model.tokenizer.encode("where does ann live [SEP] rome").ids
     assert pair_of(bert) is None
     assert reading_of(bert)["mask"] == {"id": 471, "text": "<mask>"}
+
+
+def test_lessons_of_world_bert_show_what_their_texts_say(bert: MIModel):
+    """The lens at the mask, what its heads read, the edge, and the three patches."""
+    lessons = json.loads((REPOSITORY / "mionnx/playground/examples/world-bert.json").read_text())["examples"]
+    text, second = lessons[2]["prompt"], lessons[2]["second"]
+    tops = [bert.to_string(int(token)) for token in bert.logit_lens(text).top_ids[:, 3, 0]]
+    assert tops == ["Canada", "Japan", "Japan", "Japan"]
+    patterns = bert.forward(text, HookSpec().capture(HookPoint.AttnPattern(3)))["pattern", 3][0]
+    assert patterns[:, 3, 5].min() > 0.985
+    mask = create_knockout_mask(KnockoutSpec().edge(3, 5), 4, 7, both=True)
+    cuts = [HookSpec().intervene(entry["hook"], Intervention.Knockout(mask)) for entry in lessons[1]["interventions"]]
+    assert [bert.fill_mask(text, 1, hooks).top[0] for hooks in cuts] == ["Romania", "Japan"]
+    assert bert.fill_mask(text, 1, cuts[0]).probabilities[0, 0] < 0.6
+    other = bert.forward(second, HookSpec().capture("blocks.*.hook_resid_post"))
+    found = []
+    for entry in lessons[2]["interventions"]:
+        assert entry["positions"] == entry["value"]["positions"]
+        patch = Intervention.Replace(other[entry["hook"]][:, entry["positions"]], positions=entry["positions"])
+        found.append(bert.fill_mask(text, 1, HookSpec().intervene(entry["hook"], patch)).top[0])
+    assert found == ["Spain", "Japan", "Spain"]
 
 
 @pytest.fixture

@@ -56,11 +56,11 @@ class FrozenNorms:
     @cached_property
     def norms(self) -> list[tuple[Part, tuple[str, ...]]]:
         """Each norm of the stream, with the beginnings of the labels of what is added right before it."""
-        found = list[tuple[Part, tuple[str, ...]]]()
+        norms = list[tuple[Part, tuple[str, ...]]]()
         for i in range(self.model.num_layers):
-            found.append(((str(HookPoint.ResidMidSum(i)), str(HookPoint.ResidMid(i))), (f"L{i}H", f"{i}_attn")))
-            found.append(((str(HookPoint.ResidPostSum(i)), str(HookPoint.ResidPost(i))), (f"{i}_mlp",)))
-        return found
+            norms.append(((str(HookPoint.ResidMidSum(i)), str(HookPoint.ResidMid(i))), (f"L{i}H", f"{i}_attn")))
+            norms.append(((str(HookPoint.ResidPostSum(i)), str(HookPoint.ResidPost(i))), (f"{i}_mlp",)))
+        return norms
 
     @property
     def points(self) -> list[str]:
@@ -82,14 +82,14 @@ class FrozenNorms:
         """Labels and contributions [component] to a logit, or difference, at an index of a text."""
         direction = self._head(ids, index, tokens)
         head_bias = logit - float(cache[self.end][0, column].astype(np.float64) @ direction)
-        norm_bias, found = 0.0, dict[str, float]()
+        norm_bias, shares = 0.0, dict[str, float]()
         for part, begins in reversed(self.norms):
             norm = self._norm(part, cache[part[0]][0, [column]])
             norm_bias += float(norm.bias @ direction)
             direction = norm.turned(direction)[0]
-            found |= {label: float(parts[label] @ direction) for label in parts if label.startswith(begins)}
-        found["embed"] = float(parts["embed"] @ direction)
-        values = [*(found[label] for label in parts), norm_bias, head_bias]
+            shares |= {label: float(parts[label] @ direction) for label in parts if label.startswith(begins)}
+        shares["embed"] = float(parts["embed"] @ direction)
+        values = [*(shares[label] for label in parts), norm_bias, head_bias]
         return [*parts, "norm_bias", "head_bias"], np.array(values)
 
     def _norm(self, part: Part, stream: NDArray[np.floating]) -> LinearNorm:
@@ -102,5 +102,5 @@ class FrozenNorms:
         spec = HookSpec().extend(self.hooks or HookSpec()).gradient(self.end)
         name = "logit" if versus is None else "logit_diff"
         spec.set_metric(name, answer=answer, versus=versus, position=index, rules="relp")
-        found = self.model.forward(ids, spec, logits=Logits(positions=index))
-        return np.asarray(found.grad[self.end][0, index], np.float64)
+        cache = self.model.forward(ids, spec, logits=Logits(positions=index))
+        return np.asarray(cache.grad[self.end][0, index], np.float64)
