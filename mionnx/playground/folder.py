@@ -27,7 +27,7 @@ from mionnx.model import MIModel
 from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.npm_files import vendor
-from mionnx.playground.reading import chat_of, reading_of
+from mionnx.playground.reading import chat_of, reading_of, special_tokens
 from mionnx.run.source_path import shipped_models
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
@@ -301,8 +301,8 @@ def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
     """
     meta, layer = model.hooked.metadata, model.num_layers // 2
     # No token that parts a pair is among them: a page takes what is behind it for the second text.
-    special = {token for token, one in model.tokenizer.get_added_tokens_decoder().items() if one.special}
-    tokens = np.array([t for t in np.arange(3, 3 + 28 * LENGTH, 7) % model.vocab_size if t not in special][:LENGTH])
+    special, candidates = special_tokens(model), np.arange(3, 3 + 28 * LENGTH, 7) % model.vocab_size
+    tokens = np.array([token for token in candidates.tolist() if token not in special][:LENGTH])
     ids = np.linspace(0, meta.columns - 1, min(CHECKED_LOGITS, meta.columns)).astype(int)
     spec, entries = _changes(model, layer, graph)
     # The plain run and a changed one: a runtime may compute the slots wrongly.

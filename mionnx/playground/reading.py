@@ -8,6 +8,7 @@ from typing import Any
 from mionnx.errors import MIError
 from mionnx.inputs.chat_template import load_chat_template
 from mionnx.inputs.chat_tokens import tokenize_chat
+from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.model import MIModel
 from mionnx.run.embedding import prompt_before
 
@@ -26,9 +27,7 @@ def reading_of(model: MIModel) -> dict[str, Any]:
     return {
         "mask": None if mask is None else {"id": mask, "text": model.tokenizer.id_to_token(mask)},
         "unknown": model.unknown_words.token,
-        "special": sorted(
-            token for token, added in model.tokenizer.get_added_tokens_decoder().items() if added.special
-        ),
+        "special": special_tokens(model),
         "pair": pair_of(model) if meta.head == "classes" else None,
         "before": prompt_before(model, None) if pooling else "",
         "lower": bool(pooling.get("lower_case")),
@@ -36,18 +35,28 @@ def reading_of(model: MIModel) -> dict[str, Any]:
     }
 
 
+def special_tokens(model: MIModel) -> list[int]:
+    """The ids of the tokens that a tokenizer has for its own signs, [CLS] and masks among them."""
+    if isinstance(model.tokenizer, WorldTokenizer):
+        return []
+    return sorted(token for token, added in model.tokenizer.get_added_tokens_decoder().items() if added.special)
+
+
 def pair_of(model: MIModel) -> dict[str, Any] | None:
     """The special tokens between two texts that are read together: written between them they give the same ids.
 
     None where they do not, or where the token types of the pair are not 1 behind them.
     """
-    both = model.tokenizer.encode(*PAIR)
+    tokenizer = model.tokenizer
+    if isinstance(tokenizer, WorldTokenizer):
+        return None
+    both = tokenizer.encode(*PAIR)
     whose = both.sequence_ids
     if 1 not in whose:
         return None
     first, second = len(whose) - whose[::-1].index(0), whose.index(1)
     between = "".join(both.tokens[first:second])
-    if not between or model.tokenizer.encode(between.join(PAIR)).ids != both.ids:
+    if not between or tokenizer.encode(between.join(PAIR)).ids != both.ids:
         return None
     if model.hooked.has_token_types and both.type_ids != [int(at >= second) for at in range(len(both.ids))]:
         return None
