@@ -8,6 +8,7 @@ its scale. What is left of the logit is biases: of the norms, and of the head.
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,4 +104,4 @@ class FrozenNorms:
         name = "logit" if versus is None else "logit_diff"
         spec.set_metric(name, answer=answer, versus=versus, position=index, rules="relp")
         cache = self.model.forward(ids, spec, logits=Logits(positions=index))
-        return np.asarray(cache.grad[self.end][0, index], np.float64)
+        return np.asarray(cast(HookCache, cache.grad)[self.end][0, index], np.float64)
