@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
+import onnx.shape_inference
 import onnx.version_converter
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import DTypeLike, NDArray
@@ -36,6 +37,14 @@ def read(path: Path, largest: int = LARGEST_FILE) -> onnx.ModelProto:
     if not proto.graph.node or not proto.graph.output:
         raise ModelError(f"{path} is corrupt or truncated: it holds no graph")
     return proto
+
+
+def with_types(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, with the types of values that it does not say."""
+    typed = {value.name for value in (*proto.graph.value_info, *proto.graph.output)}
+    if all(name in typed for node in proto.graph.node for name in node.output if name):
+        return proto
+    return onnx.shape_inference.infer_shapes(proto)
 
 
 def check_texts(message: Message, where: str) -> None:

@@ -21,6 +21,7 @@ from mionnx.run import stock_calls
 from mionnx.run.batching import query_blocks
 from mionnx.run.every_layer import ALL_LAYERS
 from mionnx.run.open_graphs import OpenGraph, OpenGraphs
+from mionnx.run.pieces import PiecedGraph
 from mionnx.spec.hook_spec import HookSpec
 
 SHARED = (Outputs(), Outputs(last=True))
@@ -44,25 +45,50 @@ def open_call(
     continues: bool = False,
 ) -> OpenGraph:
     """The open graph of a bound spec in a call; of one text of several tokens without a batch."""
-    model, options = bound.model, graphs.options
-    plan = with_fused(bound.plan, model, options, batch, outputs, continues=continues)
-    tokens = 0 if batch is None or continues else batch.batch * batch.seq
+    plan, feeds = _plan_of(graphs, bound, batch, outputs, continues)
+    graph = _of_every_layer(graphs, bound, batch, plan)
+    if graph is None:
+        graph = graphs.get(plan, 0 if batch is None or continues else batch.batch * batch.seq)
+    return replace(graph, feeds={**graph.feeds, **feeds}) if feeds else graph
+
+
+def open_pass(
+    graphs: OpenGraphs, bound: BoundSpec, batch: TokenBatch, outputs: Sequence[str]
+) -> OpenGraph | PiecedGraph:
+    """The open graph of a bound spec in one pass, or those of its pieces, which open sooner."""
+    plan, feeds = _plan_of(graphs, bound, batch, outputs, False)
+    graph: OpenGraph | PiecedGraph | None = _of_every_layer(graphs, bound, batch, plan)
+    if graph is None and not feeds:
+        graph = graphs.pieces(plan, batch.batch * batch.seq)
+    return open_call(graphs, bound, batch, outputs) if graph is None else graph
+
+
+def _plan_of(
+    graphs: OpenGraphs, bound: BoundSpec, batch: TokenBatch | None, outputs: Sequence[str], continues: bool
+) -> tuple[Plan, dict[str, NDArray[Any]]]:
+    """The plan of a call, and inputs that its graph needs where calls of several kinds share it."""
+    model = bound.model
+    plan = with_fused(bound.plan, model, graphs.options, batch, outputs, continues=continues)
     feeds: dict[str, NDArray[Any]] = {}
-    if model.in_blocks and _shares(plan) and graphs.engine.packs(options):
+    if model.in_blocks and _shares(plan) and graphs.engine.packs(graphs.options):
         # The engine packs all blocks for each graph: passes and generations share one. An input says from which column
         # on there are logits; what comes before the head is not touched, so the bits are the same.
         feeds[LOGIT_BEGIN] = np.array([-1 if plan.outputs.last else 0])
         plan = replace(plan, outputs=replace(plan.outputs, last=False, begins=True))
     if batch is not None and not continues:
         plan = in_blocks(plan, graphs, batch.seq)
+    return plan, feeds
+
+
+def _of_every_layer(graphs: OpenGraphs, bound: BoundSpec, batch: TokenBatch | None, plan: Plan) -> OpenGraph | None:
+    """The open graph of every layer, if it serves a plan."""
     layers = None if batch is None else graphs.every_layer(plan)
-    if layers is not None and batch is not None:
-        captured = bound.estimate(batch.batch, batch.seq, batch.total).total
-        if captured * layers.copies <= ALL_LAYERS:
-            graph = graphs.get(layers.plan, tokens)
-            return replace(graph, feeds={**feeds, **layers.switches}, lent=layers.lent)
-    graph = graphs.get(plan, tokens)
-    return replace(graph, feeds=feeds) if feeds else graph
+    if layers is None or batch is None:
+        return None
+    if bound.estimate(batch.batch, batch.seq, batch.total).total * layers.copies > ALL_LAYERS:
+        return None
+    graph = graphs.get(layers.plan, batch.batch * batch.seq)
+    return replace(graph, feeds=dict(layers.switches), lent=layers.lent)
 
 
 def in_blocks(plan: Plan, graphs: OpenGraphs, tokens: int) -> Plan:

@@ -21,7 +21,7 @@ from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import METRIC_WEIGHTS
 from mionnx.run.batching import AUTO, PER_BATCH, BatchSize, fitting, in_batches, refuse_all, refuse_too_large
-from mionnx.run.call_graph import bind_pass, open_call
+from mionnx.run.call_graph import bind_pass, open_pass
 from mionnx.run.hook_cache import HookCache, collect, joined, rows_of
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.open_model import OpenModel
@@ -53,7 +53,7 @@ def run_pass(
     feeds = metric_feeds(model, bound, batch)
     inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
-    results = open_call(model.variants, bound, batch, names).run(names, inputs)
+    results = open_pass(model.variants, bound, batch, names).run(names, inputs)
     model.watch_memory()
     if logits:
         results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))

@@ -31,6 +31,7 @@ from mionnx.rewrite.plan import NONE, STOCK
 from mionnx.run import find_model, prepacked
 from mionnx.run.every_layer import EveryLayer, every_layer
 from mionnx.run.graph_memory import NODE, SESSION, SHARING, GraphMemory, MappedPages, count_use
+from mionnx.run.pieces import PIECES, PiecedGraph, Pieces
 from mionnx.run.segment_chain import GraphOpening, SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -96,6 +97,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         self._opening: KeyedLocks[Plan | Cut | str] = KeyedLocks()
         self._unbased = 0  # rewritten graphs that were opened without a base
         self._loops: dict[str, set[str]] | None = defaultdict(set)  # plan without the layer -> with it; None once said
+        self._pieces: Pieces | None = None
         self._layers: dict[Plan, EveryLayer | None] = {}
         self._structures: dict[Plan | Cut, Plan] = {}  # that of every layer -> the first plan that was asked for
 
@@ -136,6 +138,16 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         wide = _keyed(layers.plan, layers.cuts(cuts))
         first = self._structures.setdefault(wide, plan) == plan
         return None if first and wide not in self.open else layers
+
+    def pieces(self, plan: Plan, tokens: int) -> PiecedGraph | None:
+        """Pieces of the base that serve a plan; None where a graph of its own does, as for the first structure."""
+        base = self.base
+        if base is None or plan.empty or plan in self.open or tokens >= UNPACKED or self._limits[0] < 4 * PIECES:
+            return None
+        with self._opening.of("pieces"):
+            if self._pieces is None:
+                self._pieces = Pieces(base.proto, self.model.metadata)
+        return self._pieces.of(plan, self) if self.packs(tokens) else None
 
     def chain(self, plan: Plan, cuts: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open segments of a plan cut at hook points; opened on first use."""
@@ -297,7 +309,7 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
     def _warn_of_layer_loop(self, plan: Plan, cuts: tuple[str, ...]) -> None:
         """Warn of the fifth graph, opened by a user's own calls, that differs from others in the layer only."""
         structures = self._loops
-        if structures is None or not (plan.edits or plan.captures) or caller_verb() not in LAYER_VERBS:
+        if structures is None or not (plan.edits or plan.captures) or plan.starts or caller_verb() not in LAYER_VERBS:
             return
         structure = f"{plan} {cuts}"
         alike = structures[LAYER.sub("blocks.*.", structure)]

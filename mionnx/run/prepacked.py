@@ -47,7 +47,8 @@ class PrepackedModel:
     @once_property
     def proto(self) -> onnx_file.ModelProto:
         """The graph with the model's own outputs, without its weights."""
-        proto = onnx_file.read(self.folder / BASE_GRAPH)
+        # ONNX Runtime leaves out the types of what some of its fusions make; a graph that begins there needs them.
+        proto = onnx_file.with_types(onnx_file.read(self.folder / BASE_GRAPH))
         outputs = [output for output in proto.graph.output if output.name in self.outputs]
         del proto.graph.output[:]
         proto.graph.output.extend(outputs)
@@ -55,8 +56,9 @@ class PrepackedModel:
 
     @once_property
     def _values(self) -> set[str]:
-        outputs = {output for node in self.proto.graph.node for output in node.output}
-        return outputs | {tensor.name for tensor in self.proto.graph.initializer}
+        graph = self.proto.graph
+        outputs = {output for node in graph.node for output in node.output}
+        return outputs | {entry.name for entry in (*graph.initializer, *graph.input)}
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name."""

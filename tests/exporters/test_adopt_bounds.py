@@ -270,6 +270,7 @@ def test_ctrl_c_is_heard_while_a_file_is_adopted(tmp_path):
     assert seconds_until_heard(ADOPTING, written(tmp_path / "long", products_of_tokens)) < HEARD
 
 
+@pytest.mark.slow
 def test_the_longest_loop_is_adopted_in_seconds(tmp_path):
     begun = time.process_time()
     adopt(written(tmp_path / "long", counted(TRIPS - 1)), tmp_path / "out")

@@ -147,6 +147,7 @@ def _infer_last_axis(path: Path) -> None:
     onnx.save(proto, path)
 
 
+@pytest.mark.slow
 def test_keys_that_are_not_repeated_stay_so_behind_a_past(checkpoint, references, grouped, tmp_path):
     (tmp_path / "file").mkdir()
     _infer_last_axis(_export(checkpoint("mistral"), tmp_path / "file", True, grouped) / "model.onnx")
@@ -158,6 +159,7 @@ def test_keys_that_are_not_repeated_stay_so_behind_a_past(checkpoint, references
     assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_and_sweeps_are_those_of_the_checkpoints_export(family, adopted, models):
     model, own = adopted(family), models(family)
@@ -171,6 +173,7 @@ def test_generation_and_sweeps_are_those_of_the_checkpoints_export(family, adopt
         assert np.abs(mine.values - theirs.values).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_file_without_a_mask_gets_one(adopted, models):
     inputs = batch("left past")
     mine, theirs = (forward(one, inputs, HookSpec()) for one in (adopted("gemma2", masked=False), models("gemma2")))

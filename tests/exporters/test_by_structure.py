@@ -69,6 +69,7 @@ def masked(name: str, way: str, point: str, value: np.ndarray) -> np.ndarray:
     return np.maximum(value, -9000) if other else value
 
 
+@pytest.mark.slow
 @families(*FAST)
 def test_every_capture_equals_eager_torch(name, way, opened):
     model, reference = opened(name, way)

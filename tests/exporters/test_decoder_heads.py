@@ -158,6 +158,7 @@ def reader(tmp_path_factory):
     return MIModel.from_pretrained(folder / "hooked", threads=1), reference
 
 
+@pytest.mark.slow
 def test_texts_and_pairs_are_classified_as_transformers_does(reader):
     model, reference = reader
     texts = ["a man plays", "it rains on the guitar .", ("where does ann live ?", "ann lives in rome now")]

@@ -92,6 +92,7 @@ def seen(model, block):
         hook.remove()
 
 
+@pytest.mark.slow
 def test_hook_points_are_what_transformers_own_modules_compute(models, checkpoint):
     model, inputs = models("mixtral"), batch("left")
     plain = AutoModelForCausalLM.from_pretrained(

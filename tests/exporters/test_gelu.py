@@ -78,6 +78,7 @@ def written_out(cubic: str = "0.044715", scale: str = "0.7978845608", outputs: s
     return ir.from_onnx_text(WRITTEN_OUT.format(cubic=cubic, scale=scale, outputs=outputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_every_gelu_of_transformers_is_one_operator_and_keeps_its_numbers(name):
     model = exported(name)

@@ -124,6 +124,7 @@ def test_weights_and_metadata_are_those_of_the_file(opened, reference):
 STEERED = HookPoint.MlpExpertOut(0), Intervention.Add(np.linspace(-1, 1, 64, dtype=np.float32), experts=[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits", [(), (STEERED,)], ids=["plain", "an expert steered"])
 def test_every_hook_point_is_that_of_eager_transformers(edits, opened, reference):
     off = differences(opened, reference, batch("left past"), edits)

@@ -111,6 +111,7 @@ def test_auto_keeps_the_checkpoints_dtype_and_float32_widens_it(llama):
     assert np.abs(exported(llama).forward(IDS).output() - logits(llama)).max() < 5e-5
 
 
+@pytest.mark.slow
 def test_float16_runs_close_to_float32(llama):
     found = exported(llama, "float16").forward(IDS, HookSpec().capture("hook_final_norm"))
     assert found["hook_final_norm"].dtype == np.float16

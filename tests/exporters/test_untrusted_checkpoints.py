@@ -125,6 +125,7 @@ def snapshot(source: Path, cache: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_weight_of_fractions_whose_header_says_integers_is_refused(llama, tmp_path):
     """FINDINGS, part 4, 4: its bits were taken as integers."""
     data = (llama / "model.safetensors").read_bytes()

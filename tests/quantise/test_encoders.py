@@ -78,6 +78,7 @@ def test_embeddings_keep_their_angles(text_encoder, blocks):
     assert cosines[4] > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["masked_lm", "classes", "span"])
 def test_a_budget_bounds_the_kl_of_the_heads_predictions(head, text_encoder, tmp_path):
     whole, _ = text_encoder(head)

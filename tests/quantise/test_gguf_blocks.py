@@ -39,6 +39,7 @@ def kinds() -> list:
     return [quick, *(pytest.param(*one, id=f"{one[0]} {one[1]}", marks=slow) for one in given)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "bits", "sizes"), kinds())
 def test_blocks_of_a_file_are_kept_bit_for_bit(kind, dtype, bits, sizes, tmp_path):
     """Against the numbers that the gguf package makes of the file; 8-bit weights stay so in a model of 4 bits."""

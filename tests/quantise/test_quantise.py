@@ -219,6 +219,7 @@ def test_a_model_without_weights_is_refused(tmp_path):
         quantise(HookedModel.open(tmp_path / "graph"), Path(tmp_path / "made"), Quantisation())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_opens_in_blocks(checkpoint, tmp_path):
     """The export leaves nothing of its floats, and an open model in blocks is quantised only once."""
     export(checkpoint("llama"), tmp_path / "made", "int4", lambda *_: None)

@@ -305,6 +305,7 @@ def test_a_prefix_is_computed_once(name, models, rwkv):
     assert [*alone.new_ids[0], *again.new_ids[0]] == whole.new_ids[1].tolist()
 
 
+@pytest.mark.slow
 def test_positions_count_from_the_start_of_the_prefix(models):
     """An absolute position and the phase `prompt` mean the same with a cached prefix as without one."""
     model, ids = models("qwen3"), np.arange(10, 18)
@@ -317,6 +318,7 @@ def test_positions_count_from_the_start_of_the_prefix(models):
         )
 
 
+@pytest.mark.slow
 @law
 @given(past=st.integers(1, 4), rows=st.integers(1, 2), data=st.data())
 def test_positions_in_the_cached_past_are_refused_as_in_one_pass(shipped, world_rwkv, past, rows, data):

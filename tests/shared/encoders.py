@@ -84,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "splinter": {"question_token_id": 7},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},
 }
-REPRESENTATIVE = ("bert", "mpnet", "modernbert")  # the families of the default run
+REPRESENTATIVE = ("bert", "modernbert")  # the families of the default run
 PADDINGS = ("none", "right", "left")
 
 

@@ -155,6 +155,7 @@ def test_a_splice_is_compared_where_it_can_run(llama):
         llama.verify([PROMPT], points="blocks.1.hook_resid_post.hook_in", hooks=spec)
 
 
+@pytest.mark.slow
 def test_state_interventions_are_in_force(rwkv):
     model, ids = rwkv("6-pth"), np.arange(5, 17)[None]
     spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3).decay())
@@ -392,6 +393,7 @@ def test_differences_are_numpys():
     assert ulp_distance(np.float32([1]), np.float32([1.0078125]), "bfloat16") == 1
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_curve_a_runtime(llama, faulty, chromium, tmp_path):
     found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], other=faulty, repeat=True)
     page = chromium(found.save(tmp_path / "verify.html"))

@@ -31,6 +31,7 @@ def texts():
     return [torch.from_numpy(ids) for ids in (CLEAN, CORRUPTED)]
 
 
+@pytest.mark.slow
 def test_scores_of_edges_are_those_of_autograd_where_the_metric_reads(both, texts):
     model, oracle, reads = both
     for steps in (1, 3):

@@ -64,6 +64,7 @@ def test_attributions_to_the_token_of_a_mask(text_encoder):
     assert np.abs(found.scores() - expected).max() < 1e-6 + 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_the_log_probability_at_a_mask_is_the_masked_loss(text_encoder):
     model, reference = text_encoder("masked_lm")
     ids, types = inputs_of(model, TEXT)

@@ -27,6 +27,7 @@ def kl(floats: MIModel, blocks: MIModel, text: str, width: int = 256) -> float:
     return float(np.concatenate(found).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.05, 0.004, 2e-5])
 def test_the_written_model_is_within_the_bound_and_fewer_moves_are_not(bound, shipped, tmp_path):
     """0.05 is met by 4 bits for all, 0.004 by some in 8 bits, 2e-5 by some in floats."""

@@ -112,6 +112,7 @@ def test_a_tokens_result_does_not_depend_on_those_beside_it(pair):
     np.testing.assert_array_equal(one, changed)
 
 
+@pytest.mark.slow
 def test_stacks_stay_in_floats_where_they_are_kept(pair, tmp_path):
     _, floats, _ = pair("mixtral")
     made = HookedModel.open(quantise(floats, tmp_path / "made", Quantisation(keep=("*experts*",))))
