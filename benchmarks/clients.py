@@ -5,7 +5,8 @@ compiled for each client, which runs it in a process of its own on one thread (`
 at three doses, compared with `generate`; then the time of a token of decoding, processor time, beside the client's own
 file: for onnxruntime-genai that of its model builder, quantised anew to as many bits, for the others a plain model by
 `mionnx export --layout`, without interventions. The two run by turns; a ratio above 1 means that the compiled one is
-slower. `--environments` keeps virtual environments and node_modules between runs.
+slower. A second table has what one linear probe costs in plain onnxruntime. `--environments` keeps virtual environments
+and node_modules between runs: the first run installs them.
 """
 
 import argparse
@@ -17,12 +18,15 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
 from environments import python_of
+from int4_decode import STEPS, step
 from rich.progress import track
 from tables import present
+from turns import alternate, ratio
 
 from mionnx import HookPoint, HookSpec, Intervention, Knob, MIModel
 
@@ -33,6 +37,7 @@ CLIENTS = ("node", "genai", "transformers.js", "optimum")
 LAYOUTS = {"node": "plain"}
 DOSES = (0.0, 1.0, -1.0)
 NEW, TIMED = 28, 64
+PROBE_TURNS = 41
 PROMPT = "The capital of France is"
 JAVASCRIPT = "@huggingface/transformers@4.3.1"
 
@@ -126,6 +131,27 @@ def measured(name: str, source: str, dtype: str, repeats: int, environments: Pat
     return [*told, "-" if gap is None else f"{gap:.0e}", f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}"]
 
 
+def probe_rows(models: Sequence[str], repeats: int) -> list[list[str]]:
+    """What a linear probe costs a token of decoding in plain onnxruntime, steered and not."""
+    rows = []
+    for source in track(models, "measuring probes"):
+        name, _, dtype = source.partition(":")
+        model = MIModel.from_pretrained(name, threads=1, **({} if dtype in ("", "float32") else {"dtype": dtype}))
+        point = HookPoint.ResidPost(model.num_layers // 2)
+        direction = np.cos(np.arange(model.hidden_size)).astype(np.float32)
+        steered = HookSpec().intervene(point, Intervention.Add(direction))
+        for title, spec in (("steered", steered), ("not changed", HookSpec())):
+            with tempfile.TemporaryDirectory() as scratch:
+                bare, probed = Path(scratch) / "bare", Path(scratch) / "probed"
+                model.compile(spec, bare, weights="referenced", plain=spec.is_empty())
+                model.compile(spec, probed, weights="referenced", monitors={"probe": (point, direction)})
+                programs = {each.name: step(each / "model.onnx", 32, model.head_dim) for each in (bare, probed)}
+                times = alternate(programs, repeats, process_time)
+            each = f"{statistics.median(times['bare']) / STEPS * 1e3:.2f}"
+            rows.append([f"{Path(name).name} {dtype}".strip(), title, each, ratio(times["probed"], times["bare"])])
+    return rows
+
+
 def rows_of(models: Sequence[str], clients: Sequence[str], repeats: int, environments: Path) -> list[list[str]]:
     """A row for each client and model; where one does not run the other, why."""
     rows = []
@@ -153,8 +179,11 @@ def main() -> None:
     rows = rows_of(asked.models, asked.clients, asked.repeats, asked.environments.resolve())
     columns = ["client", "model", "doses with equal tokens", "knob obeyed", "monitor, relative gap"]
     columns += ["ms a token", "its own file", "ratio"]
+    probes = probe_rows(asked.models, PROBE_TURNS)
+    of_probes = ["model", "graph", "ms a token", "with a probe, ratio"]
     title = f"One thread, processor time, {asked.repeats} turns of {TIMED} tokens"
-    present("clients", "Compiled models in other people's clients", title, [(columns, rows)], asked.save)
+    tables = [(columns, rows), (of_probes, probes)]
+    present("clients", "Compiled models in other people's clients", title, tables, asked.save)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 from families import make_checkpoint, make_model  # noqa: E402
 from family_batches import KINDS, batch, difference, forward, interventions  # noqa: E402
 from oracle import Inputs, run  # noqa: E402
+from recurrent_families import CONFIGS as RECURRENT_FAMILIES  # noqa: E402
+from recurrent_families import make_recurrent  # noqa: E402
 from tiny_configs import tiny_config  # noqa: E402
 from unlisted_families import FAMILIES, make  # noqa: E402
 from unlisted_families import run as run_unlisted  # noqa: E402
@@ -75,6 +77,8 @@ NOTES = (
     "keeps (`keep_window_size`, `index_topk`), so that it keeps all; a longer one is refused.",
     "laguna: where all layers have as many heads; others are refused.",
     "longcat_flash: each of its blocks is two layers.",
+    "Recurrent layers: sizes, decays and norms of tests/shared/recurrent_families.py; logits beside each row alone, "
+    "without a cache.",
 )
 
 
@@ -104,6 +108,8 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     if family in FAMILIES:
         reference: Any = make(family)
         reference.save_pretrained(folder / "checkpoint")
+    elif family in RECURRENT_FAMILIES:
+        reference = make_recurrent(family, folder / "checkpoint")
     else:
         check_kind(family)
         reference = make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
@@ -117,8 +123,9 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
         run(reference, batch("plain"))
     oracles = [worst_capture, *([partial(worst_seen, family)] if family in FAMILIES else [])]
     captures = [max(worst(model, reference, batch(kind)) for worst in oracles) for kind in KINDS]
+    untapped = logits_alone if family in RECURRENT_FAMILIES else untapped_logits
     for place in (0, 1):  # transformers counts the tokens of windows otherwise in texts padded on the right
-        captures[place] = max(captures[place], untapped_logits(model, reference, batch(KINDS[place])))
+        captures[place] = max(captures[place], untapped(model, reference, batch(KINDS[place])))
     worst, count = worst_intervention(model, reference, batch("left past"))
     same = greedy(model, reference)
     shown = [f"{value:.1e}" for value in (*captures, worst)]
@@ -159,7 +166,7 @@ def worst_seen(family: str, model: MIModel, reference: Any, inputs: Inputs) -> f
     """The largest difference over the hook points that the family's own oracle shows."""
     reference.config._attn_implementation = "eager"
     expected = run_unlisted(family, reference, inputs).values
-    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result"))).values
+    found = forward(model, inputs, HookSpec().capture(lambda name: not HookPoint.parse(name).derived)).values
     return max(difference(HookPoint.parse(name), found[name], expected[name], inputs) for name in expected)
 
 
@@ -217,7 +224,7 @@ def worst_capture(model: MIModel, reference: torch.nn.Module, inputs: Inputs) ->
         MissingError: a hook point is on one side only.
     """
     expected = run(reference, inputs).values
-    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result"))).values
+    found = forward(model, inputs, HookSpec().capture(lambda name: not HookPoint.parse(name).derived)).values
     if {*found} != {*expected}:
         raise MissingError(f"hook points differ: {', '.join(sorted({*found} ^ {*expected})[:4])}")
     points = map(HookPoint.parse, found)
@@ -232,6 +239,18 @@ def untapped_logits(model: MIModel, reference: Any, inputs: Inputs) -> float:
     with torch.no_grad():
         logits = reference(**{name: torch.from_numpy(array) for name, array in tokens.items()}).logits.numpy()
     return float(np.abs(forward(model, inputs, HookSpec()).logits - logits)[inputs.real].max())
+
+
+def logits_alone(model: MIModel, reference: Any, inputs: Inputs) -> float:
+    """The same of each row alone and without a cache: padding and a cache are not for all of transformers' states."""
+    config = reference.config
+    config._attn_implementation = config._experts_implementation = "eager"
+    found, worst = forward(model, inputs, HookSpec()).logits, 0.0
+    for row, real in enumerate(inputs.real):
+        with torch.no_grad():
+            logits = reference(input_ids=torch.from_numpy(inputs.ids[row][real])[None], use_cache=False).logits[0]
+        worst = max(worst, float(np.abs(found[row, real] - logits.numpy()).max()))
+    return worst
 
 
 def worst_intervention(model: MIModel, reference: torch.nn.Module, inputs: Inputs) -> tuple[float, int]:

@@ -3,11 +3,12 @@
     python benchmarks/random_specs.py [--specs 1820] [--seed 0] [--families llama,rwkv7] [--pieces FOLDER] [--save]
 
 Each spec is run by mionnx in float32 and by a reference that was written on its own, shares no code with the exporter
-or the rewriter, and runs each row's text alone and whole: decoders and masked language models in torch
-(`tests/shared/decoder_reference.py`, `encoder_reference.py`), RWKV in numpy (`tests/shared/rwkv_loop.py`). Logits and
-captures are compared, and RWKV's states. What mionnx refuses must be an MIError, and is counted; a difference prints
-the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not run
-again. `--save` writes benchmarks/results/random_specs.md, of encoders alone random_specs_encoders.md.
+or the rewriter, and runs each row's text alone and whole: decoders, hybrids and masked language models in torch
+(`tests/shared/decoder_reference.py`, `hybrid_reference.py`, `encoder_reference.py`), RWKV in numpy (`rwkv_loop.py`).
+Logits, captures and states are compared. What mionnx refuses must be an MIError, and is counted; a difference
+prints the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not
+run again. `--save` writes benchmarks/results/random_specs.md, of encoders or hybrids alone random_specs_encoders.md and
+random_specs_hybrids.md.
 """
 
 import argparse
@@ -31,14 +32,17 @@ sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 from encoders import make_encoder  # noqa: E402
 from families import make_checkpoint  # noqa: E402
 from random_specs import VOCAB, draw  # noqa: E402
+from recurrent_families import make_recurrent  # noqa: E402
 from rwkv_checkpoints import write  # noqa: E402
-from spec_reference import TOLERANCE, Reference, check, decoder, encoder, recurrent  # noqa: E402
+from spec_reference import TOLERANCE, Reference, check, decoder, encoder, hybrid, recurrent  # noqa: E402
 
 from exporters import rwkv, transformers  # noqa: E402
 from mionnx import MIModel  # noqa: E402
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
+HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2")
+REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
 PIECE = 100  # specs of a piece
 COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")
 CONSOLE = Console(stderr=True)
@@ -83,13 +87,15 @@ def opened(family: str, folder: Path) -> tuple[MIModel, Reference]:
         rwkv.export(checkpoint, hooked)
         model = MIModel.from_pretrained(hooked, threads=1)
         return model, recurrent(version, tensors, model)
-    if family in ENCODERS:
+    if family in HYBRIDS:
+        make_recurrent(family, checkpoint)
+    elif family in ENCODERS:
         make_encoder(family, checkpoint, vocab_size=VOCAB)
     else:
         make_checkpoint(family, checkpoint)
     transformers.export(checkpoint, hooked)
     model = MIModel.from_pretrained(hooked, threads=1)
-    return model, (encoder if family in ENCODERS else decoder)(checkpoint, model)
+    return model, REFERENCES.get(family, decoder)(checkpoint, model)
 
 
 def measure(family: str, seeds: range, pieces: Path) -> Counts:
@@ -135,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--specs", type=int, default=1820, help="of each family")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--families", default=",".join((*FAMILIES, *ENCODERS)))
+    parser.add_argument("--families", default=",".join((*FAMILIES, *ENCODERS, *HYBRIDS)))
     parser.add_argument("--pieces", type=Path, help="the folder of those that ran, made if it is not there")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -146,8 +152,9 @@ def main() -> None:
         found = [measure(family, seeds, pieces) for family in families]
     refusals = sum((counts.refusals for counts in found), Counter())
     named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
+    kinds = {"random_specs_encoders": ENCODERS, "random_specs_hybrids": HYBRIDS}
     present(
-        "random_specs_encoders" if {*families} <= {*ENCODERS} else "random_specs",
+        next((name for name, kind in kinds.items() if {*families} <= {*kind}), "random_specs"),
         "Random specs beside references in float64",
         f"{len(found) * len(seeds)} specs on random small models, fp32, seed {options.seed}; {platform.machine()}",
         [(COLUMNS, [counts.row() for counts in found])],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from families import CONFIGS, REPRESENTATIVE, make_checkpoint, single_threaded
 from filelock import FileLock
+from recurrent_families import make_recurrent
 from repository import REPOSITORY, SHARED
 
 from mionnx import MIModel
@@ -150,6 +151,27 @@ def models(hooked: Callable[[str], Path]) -> Callable[[str], MIModel]:
     def find(family: str) -> MIModel:
         if family not in opened:
             opened[family] = MIModel.from_pretrained(hooked(family), threads=1)
+        return opened[family]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def hybrid(shared: Path) -> Callable[[str], MIModel]:
+    """Family with recurrent layers -> its hooked model, open."""
+    opened: dict[str, MIModel] = {}
+
+    def find(family: str) -> MIModel:
+        folder = shared / "hybrids" / family
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "hooked").exists():
+                from exporters.transformers import export
+
+                make_recurrent(family, folder / "checkpoint")
+                export(folder / "checkpoint", folder / "hooked")
+        if family not in opened:
+            opened[family] = MIModel.from_pretrained(folder / "hooked", threads=1)
         return opened[family]
 
     return find

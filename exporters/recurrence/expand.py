@@ -26,7 +26,7 @@ GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
 TOKENS = "input_ids"  # [batch, seq]
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]
 GATE_AXES = ("batch", "seq", "n_heads")
-# Names of what the recurrence reads after the gates, for values that are derived from it: v, g, and the gate of k.
+# Names of what the recurrence reads after the gates, for values that are derived from it: v, g, gates of v and k.
 GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 
 
@@ -123,8 +123,8 @@ def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
     def of_layer(term: str, place: int) -> ir.Value:
         heads, part = marked[place].sizes[0], parts[term][place]
         part = part if heads == widest else op.Slice(part, [0], [heads], [2])
-        if term == "erase":
-            part.name = GATED.format(layer=marked[place].layer, name="erase_gate")
+        if term in ("write", "erase"):
+            part.name = GATED.format(layer=marked[place].layer, name=f"{term}_gate")
         return part
 
     return [

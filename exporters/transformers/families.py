@@ -87,6 +87,7 @@ LFM2 = replace(
 JAMBA = replace(
     LLAMA, recurrent="mamba", mlp="feed_forward", final_norm="model.final_layernorm", middle="pre_ff_layernorm"
 )
+KIMI = replace(LLAMA, keys="latents", recurrent="self_attn", mixer_output="o_proj")
 DELTA_NET = replace(GATED_HEADS, recurrent="linear_attn")
 MLP_IN_BLOCK = replace(FC, output_projection="out_proj", middle="final_layer_norm", mlp="", mlp_output="fc2")
 
@@ -165,7 +166,25 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA_NET),
     "bamba": replace(JAMBA, rotation="part"),
-    "kimi_linear": replace(LLAMA, keys="latents", recurrent="self_attn", mixer_output="o_proj"),
+    "kimi_linear": KIMI,
+    "bailing_hybrid": replace(KIMI, rotation="part", z="projection"),
+    "olmo_hybrid": replace(POST_NORMS_ONLY, recurrent="linear_attn", mixer_output="o_proj", mixer_norms="before"),
+    "lfm3": replace(
+        LFM2,
+        attention_added="post_operator_norm",
+        mlp_added="post_ffn_norm",
+        output_projection="o_proj",
+        z="projection",
+    ),
+    "recurrent_gemma": replace(
+        LLAMA,
+        attention="temporal_block",
+        recurrent="temporal_block",
+        mixer_output="linear_out",
+        middle="channel_pre_norm",
+        mlp="mlp_block",
+        final_norm="model.final_norm",
+    ),
     "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z="projection"),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "axk2": replace(LATENTS, z="projection"),

@@ -36,7 +36,8 @@ class Layout:
         offset: the row of `positions` of a text's first token; None if it is the one behind the padding token's.
         shared: groups of layers that are run several times each (ALBERT), which the tracing writes out.
         recurrent: the mixer of blocks that carry a state; blocks without it attend. mixer_output: the part of it that
-            projects its output, from the mixer on.
+            projects its output, from the mixer on. mixer_norms: whether norms stand in their blocks as in those that
+            attend, or "before" each half as in Llama's.
         layers: how many a block holds, each with an attention and an MLP; `{number}` in a path is the number of one.
     """
 
@@ -67,12 +68,19 @@ class Layout:
     shared: str | None = None
     recurrent: str | None = None
     mixer_output: str = "out_proj"
+    mixer_norms: Literal["alike", "before"] = "alike"
 
     def layer(self, number: int) -> "Layout":
         """The layout of one of the layers that a block holds."""
         fields: dict[str, Any] = asdict(self)
         paths = {name: value for name, value in fields.items() if "{" in str(value)}
         return replace(self, **{name: path.format(number=number) for name, path in paths.items()})
+
+    def of_mixer(self) -> "Layout":
+        """The layout of a block with a recurrent mixer."""
+        if self.mixer_norms == "alike":
+            return self
+        return replace(self, attention_added=None, middle=Layout.middle, mlp_added=None)
 
     @property
     def projection(self) -> str | None:

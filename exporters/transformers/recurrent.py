@@ -23,7 +23,7 @@ from exporters.transformers.layout import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
-LEAST = -1e4  # log of a decay that leaves nothing: minus infinity times 0 is no number
+FORGETS_ALL = -1e4  # log of a decay that leaves nothing: minus infinity times 0 is no number
 LENGTH_EPSILON = 1e-6  # of the length of queries and keys in the delta rule
 Carried = tuple[Tensor, ...]
 Function = Callable[..., Any]
@@ -101,7 +101,7 @@ def recur(
     if strength is not None:
         strength = taps.at(HookPoint.SsmWrite(layer), strength)
     by_number = g.dim() == 5
-    decays = taps.at(HookPoint.SsmLogDecay(layer), g.flatten(3) if by_number else g).clamp(min=LEAST, max=0.0)
+    decays = taps.at(HookPoint.SsmLogDecay(layer), g.flatten(3) if by_number else g).clamp(min=FORGETS_ALL, max=0.0)
     g = decays.unflatten(3, g.shape[3:]) if by_number else decays
     wide = torch.promote_types(dtype, torch.float32)
     real = taps.mask[:, :, None, None].to(wide)

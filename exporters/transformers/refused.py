@@ -41,6 +41,8 @@ REASONS = {
     "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
     "deepseek_v4": STREAMS,
     "dots3_note_text": "has layers with different numbers of heads",
+    "falcon_h1": "has attention and a state-space mixer side by side in each block, so that a layer has two "
+    "outputs and carries both keys and a state",
     "flaubert": "keeps its layers as lists of parts, not as blocks",
     "fnet": "mixes tokens by Fourier transforms, and has no attention",
     "funnel": "pools its tokens between blocks, so that its streams have several lengths",
@@ -48,10 +50,14 @@ REASONS = {
     "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
     "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
     "hy_v4": STREAMS,
+    "inkling2_text": "has convolutions whose kernels each token makes, and attends to the residuals of earlier layers",
+    "inkling_text": "has four convolutions in each layer, of keys, values and both outputs, which carry states "
+    "beside the cache",
     "layoutlm": PLACES,
     "lilt": PLACES,
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
+    "minimax": "has linear attention and a cache in code of its own, and weighs the normed stream that it adds to",
     "mobilebert": "has bottlenecks and several MLPs in each layer",
     "mra": APPROXIMATE,
     "nemotron_h": "has blocks of one half each, a mixer, attention or an MLP, with no stream between attention and MLP",
@@ -66,9 +72,11 @@ REASONS = {
     "trocr": "is the decoder of an encoder for images, and attends to it",
     "xlm": "keeps its layers as lists of parts, not as blocks",
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
+    "xlstm": "has a matrix memory whose scale each token moves (mLSTM), in a cache of its own",
     "xmod": "has adapters of each language, and no input that says which",
     "yoso": APPROXIMATE,
     "zamba": "has state-space heads with a scan each, and attention blocks that layers share",
+    "zamba2": "has attention blocks that layers share, each with adapters of its own, in front of state-space blocks",
     "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 

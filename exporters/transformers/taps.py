@@ -19,7 +19,7 @@ from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.layout import IN_CODE, Layout
 from exporters.transformers.own_attention import tap_products
-from exporters.transformers.recurrent import mixer_of
+from exporters.transformers.recurrent import mixer_of, tap_recurrences
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -146,7 +146,8 @@ class Attachment:
         if products:
             self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
         else:
-            added = mixer or self.module(layout.attention_added or layout.attention, block)
+            own = layout.attention_added or (layout.recurrent if mixer else layout.attention)
+            added = self.module(str(own), block)
             self.after(added, partial(self.taps.at, HookPoint.AttnOut(i)))
             if layout.middle:
                 self.before(
@@ -160,6 +161,10 @@ class Attachment:
             )
             self.after(added, partial(self.taps.at, HookPoint.MlpOut(i)))
         self.stream_after(i, block)
+
+    def recurrences(self, mixer: nn.Module) -> None:
+        """Tap the functions by which a family's mixers compute."""
+        tap_recurrences(self.stack, self.taps, mixer)
 
     def mixer(self, i: int, mixer: nn.Module) -> None:
         """Tap what a recurrent mixer reads, and what its output projection reads; what is between is in functions."""

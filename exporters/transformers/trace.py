@@ -41,7 +41,7 @@ from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_o
 from exporters.transformers.layout import Layout
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
-from exporters.transformers.recurrent import columns_read, kernel_of, mixer_of, tap_recurrences
+from exporters.transformers.recurrent import columns_read, kernel_of, mixer_of
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -84,10 +84,12 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
     layout, attachment = taps.layout, attachment_of(model.config)
     with ExitStack() as stack:
         blocks = [*submodule(model, layout.blocks).children()]
-        attachment(model, layout, taps, stack).outside_blocks()
+        outside = attachment(model, layout, taps, stack)
+        outside.outside_blocks()
         layers = [(block, layout.layer(number)) for block in blocks for number in range(layout.layers)]
         for i, (block, own_layout) in enumerate(layers):
             if not isinstance(block, Passed):
+                own_layout = own_layout.of_mixer() if mixer_of(block, own_layout) else own_layout
                 attachment(model, own_layout, taps, stack).block(i, block)
         for module in [module for block in blocks for module in block.modules()]:
             vars(module)[TAPS] = taps
@@ -98,7 +100,7 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
         if attending := [block for block, mixer in run if mixer is None]:
             tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, attending[0]))
         if mixers := [mixer for _, mixer in run if mixer is not None]:
-            tap_recurrences(stack, taps, mixers[0])
+            outside.recurrences(mixers[0])
         # an encoder of T5's kind has a copy of the model's config
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         for config in configs.values():

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.knockout_mask import cut_edges, end_of
-from mionnx.bind.rwkv_gates import StateEdit, state_layers, states_of
+from mionnx.bind.rwkv_gates import StateEdit, hides, state_layers, states_of
 from mionnx.bind.selection import Selection
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
@@ -268,9 +268,11 @@ def refuse_idle_states(
 
 def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritten: frozenset[str]) -> bool:
     """Whether a value that is shown can depend on the state in one of the targeted layers."""
+    all_layers = hides(state, model.metadata)
+    layers = range(model.metadata.sizes.num_layers) if all_layers else state_layers(state, model.metadata)
     return any(
         view.source == begin or view.depends_on(begin, model.influence.of(begin, overwritten))
-        for layer in state_layers(state, model.metadata)
+        for layer in layers
         for begin in _begins(state, layer, model)
     )
 
@@ -280,6 +282,8 @@ def _begins(state: StateEdit, layer: int, model: HookedModel) -> list[str]:
     # the first hook points behind the state; token shifts also change what r, k, v and the channel mix read
     mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer), HookPoint.SsmY(layer), HookPoint.SsmState(layer)]
     shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
+    if hides(state, model.metadata):  # what reads other tokens first
+        shifted = [HookPoint.SsmConv(layer), HookPoint.AttnScores(layer)]
     begins = [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
     return [name for name in begins if name in model.metadata.hooks]
 

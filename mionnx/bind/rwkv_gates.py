@@ -7,6 +7,10 @@
 
 Layers without a state read none of them, and `n_heads` is that of the widest. All have defaults in the graph (ones),
 which leave the model as it is: a call feeds those that differ.
+
+Other recurrent models than RWKV go by the attention mask: a token that it leaves out neither writes nor decays, stands
+in no window of a convolution and is no key. So an invisible token of theirs is a 0 in the mask, in all layers at once,
+and keeps its place in the text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +40,7 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
     # padding needs gates too, where no mask hides it: without them it would write into the state and let it decay
     if not states and (batch.real.all() or not metadata.shifts_tokens):
         return {}
-    sizes, heads = metadata.sizes, metadata.state_heads
+    sizes, heads = metadata.sizes, max(metadata.state_heads, 1)
     for state in states:
         refuse_terms(state, metadata)
     reached = batch.lengths if batch.final_lengths is None else batch.final_lengths
@@ -47,7 +51,11 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
         for term in steering.terms:
             for index in _indices(steering, batch, metadata, steering.target_heads(heads)):
                 factors[term][index] *= np.float32(steering.scale)
+    mask = batch.attention_mask
     for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
+        if hides(knockout, metadata):
+            mask = _without(mask, knockout, batch)
+            continue
         for term in knockout.terms:
             for index in _indices(knockout, batch, metadata, range(heads)):
                 factors[term][index] = 0
@@ -56,7 +64,26 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
     if metadata.shifts_tokens:
         for factor in factors.values():  # padding is invisible: rows of unequal length run as they would alone
             factor[:, ~batch.real] = 0
-    return dict(_changed(factors, metadata))
+    hidden = {} if mask is batch.attention_mask else {"attention_mask": mask}
+    return hidden | dict(_changed(factors, metadata))
+
+
+def hides(state: StateEdit, metadata: Metadata) -> bool:
+    """Whether a state intervention hides its tokens from all layers at once, by the mask."""
+    return metadata.carries_state and not metadata.shifts_tokens and {*TERMS} <= {*state.terms}
+
+
+def _without(mask: NDArray[np.int64], state: StateEdit, batch: TokenBatch) -> NDArray[np.int64]:
+    """A mask [batch, total] without the tokens of a state intervention, those of earlier steps too."""
+    mask = mask.copy()
+    for row in range(batch.batch):
+        columns = np.flatnonzero(batch.attention_mask[row])
+        try:
+            positions = batch.so_far(state.positions_, row)
+        except LookupError as error:
+            raise InterventionError(f"{state.title}: {error}") from None
+        mask[row, columns[[at for at in positions if at < len(columns)]]] = 0
+    return mask
 
 
 def state_layers(state: StateEdit, metadata: Metadata) -> list[int]:
@@ -69,6 +96,13 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state]
     without_state = [i for i in state.target_layers(metadata.sizes.num_layers) if i not in with_state]
     knockout = "in attention, use a KnockoutSpec at blocks.{i}.attn.hook_scores"
+    if hides(state, metadata):
+        if state.layers_ is not None:
+            raise InterventionError(
+                f"{state.title}: an invisible token is hidden from states, convolutions and attention of all layers "
+                f"of this {metadata.family} model at once: name no layers, or knock out write and decay in some"
+            )
+        return
     if not with_state:
         raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state; {knockout}")
     if without_state and state.layers_ is not None:
@@ -81,10 +115,12 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     if state.terms == ["erase"] and "erase" not in gates:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     absent = [term for term in TERMS if term in state.terms and term not in gates]
-    # all terms mean whatever there is; of other models than RWKV convolutions and attention would still read the token
-    if absent and not (metadata.shifts_tokens and {*TERMS} <= {*state.terms}):
+    # all terms mean whatever there is
+    if absent and not {*TERMS} <= {*state.terms}:
         has = f"it has {', '.join(gates)}" if gates else "no term of it can be turned"
         what = "removal term (erase)" if absent == ["erase"] else f"term {absent[0]}"
+        if "token_shift" in absent:
+            has += "; .invisible() hides a token from convolutions, states and attention together"
         raise InterventionError(f"{state.title}: {metadata.family} has no {what}; {has}")
 
 

@@ -6,13 +6,13 @@ is invisible there too.
 
 import numpy as np
 
-from mionnx.bind.rwkv_gates import refuse_terms, state_layers
+from mionnx.bind.rwkv_gates import hides, refuse_terms, state_layers
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
-from mionnx.rewrite.intervene import among
+from mionnx.rewrite.intervene import TOKEN_POSITIONS, among
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
@@ -22,6 +22,7 @@ GATES = {
     "decay": "state_decay",
     "token_shift": "shift_distance",
 }
+OWN_NODES = ("mionnx.", TOKEN_POSITIONS)  # begin the names of nodes that count tokens
 State = StateKnockoutSpec | StateSteeringSpec
 
 
@@ -30,6 +31,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
     states: list[State] = [*spec.state_steerings, *spec.state_knockouts]  # knockouts after: they win
     for state in states:
         _check(state, metadata)
+    _hide(graph, [state for state in states if hides(state, metadata)], calls, report)
     for term, name in GATES.items() if states else ():
         if term not in metadata.state_gates:
             continue
@@ -37,7 +39,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])  # tokens that are no padding
         gate = op.Where(real, np.ones((metadata.sizes.num_layers, 1, 1, 1), np.float32), np.float32(0))
         for n, state in enumerate(states):
-            if term in state.terms:
+            if term in state.terms and not hides(state, metadata):
                 gate = op.Mul(gate, _factor(op, f"{n}", state, metadata, calls))
         # These gates are switches: a token is let through or not.
         if term in ("decay", "token_shift"):
@@ -46,6 +48,24 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         if name not in tensors:
             raise InterventionError(f"the graph has no gate {name}")
         replace_input(graph, tensors[name], _distances(op, gate) if term == "token_shift" else gate)
+
+
+def _hide(graph: Graph, states: list[State], calls: TokenFacts, report: Report) -> None:
+    """Let the model read a mask without invisible tokens; positions are counted on the mask as it comes."""
+    if not states:
+        return
+    positions = [position for state in states for position in state.positions_]
+    if any(isinstance(one, str) or one < 0 for one in positions):
+        raise InterventionError(
+            f"{states[0].title}: a compiled graph does not remember where a prompt ended, and hides tokens only by "
+            f"positions from the start, got {positions!r}"
+        )
+    mask, keys = graph.tensors()["attention_mask"], calls.keys
+    readers = [node for node in mask.outputs if not node.name.startswith(OWN_NODES)]
+    op = Builder(graph, "attention_mask", "mionnx.hidden", report)
+    shown = op.Where(among(op, keys, op.constant([positions])), op.constant(0), mask, dtype=mask.dtype)
+    for node in readers:
+        node.inputs = [shown if entry is mask else entry for entry in node.inputs]
 
 
 def _check(state: State, metadata: Metadata) -> None:

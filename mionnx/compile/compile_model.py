@@ -16,6 +16,7 @@ from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
+from mionnx.compile.fused_attention import fuse_attention
 from mionnx.compile.knobs import Knob, Knobs, as_knobs, check_strength, knob_facts
 from mionnx.compile.layouts import CLIENT_LAYOUTS
 from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_facts
@@ -46,6 +47,7 @@ class RunningModel(Protocol):
 
     hooked: HookedModel
     options: Options
+    source: tuple[str, str | None] | None
 
     def token_id(self, text: str) -> int:
         """The id of a text that is one token."""
@@ -132,7 +134,8 @@ def compile_model(
     leveled, named = _at_level(model.hooked, packaging), as_knobs(knobs or {})
     required = _required(named, required, packaging.layout)
     bound = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
-    proto = _compiled(bound, model.hooked, _turned(bound, named), required, reads)
+    name = model.source[0] if model.source is not None and not Path(model.source[0]).expanduser().exists() else None
+    proto = _compiled(bound, model.hooked, name, _turned(bound, named), required, reads)
     proto = _with_fused(proto, leveled, packaging.fused)
     with shown() as progress:
         spec = _nameable(bound.spec, bound.plan)
@@ -151,7 +154,7 @@ def compile_plain(
     packaging = Packaging(layout=layout, accuracy_level=ROUNDING_LEVEL if model.in_blocks else None)
     leveled = _at_level(model, packaging)
     bound = Binder(leveled).bind(HookSpec(), Outputs(), differentiated=True)
-    proto = _compiled(bound, model, {}, False, {})
+    proto = _compiled(bound, model, None, {}, False, {})
     write_package(model, proto, HookSpec(), folder, packaging, {}, False, progress, check)
     return folder
 
@@ -219,11 +222,12 @@ def _turned(bound: BoundSpec, knobs: Mapping[str, Knob]) -> dict[str, TurnedKnob
 def _compiled(
     bound: BoundSpec,
     original: HookedModel,
+    source: str | None,
     knobs: Mapping[str, TurnedKnob],
     required: bool,
     monitors: Mapping[str, Monitor],
 ) -> onnx.ModelProto:
-    """The graph, its weights still in the hooked model's files."""
+    """The graph, its weights still in the hooked model's files; `source` is the name that opens the model, if any."""
     model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
     taken = {*edited.tensors()} & {*knobs}
@@ -241,6 +245,8 @@ def _compiled(
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "model": original.name,
+        "source": source,
+        "dtype": model.metadata.weight_dtype,
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
         # Serialisation is not the same bytes each time unless asked for.
@@ -277,18 +283,22 @@ def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
 
 
 def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
-    """A compiled graph with fused operators of the model's file."""
+    """A compiled graph with fused operators: those of an adopted model's file, or attention as one node."""
     if fused == NONE:
         return proto
-    flow = Dataflow(model.proto)
-    restored, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
+    flow, adopted = Dataflow(model.proto), bool(model.metadata.fused)
+    if adopted:
+        result, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
+    else:
+        result, count = fuse_attention(proto, model)
     if not count:
-        has = f"{len(model.metadata.fused)} fused operators" if model.metadata.fused else "no fused operators"
+        has = f"{len(model.metadata.fused)} fused operators" if adopted else "no fused operators"
         raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
-    entry = next(entry for entry in restored.metadata_props if entry.key == COMPILED)
-    attends = any((node.domain, node.op_type) in UNPADDED for node in restored.graph.node)
-    entry.value = json.dumps({**json.loads(entry.value), "fused": count, "unpadded": attends})
-    return restored
+    entry = next(entry for entry in result.metadata_props if entry.key == COMPILED)
+    attends = any((node.domain, node.op_type) in UNPADDED for node in result.graph.node)
+    facts = {"fused": count, "adopted": adopted, "unpadded": adopted and attends, "one_row": attends}
+    entry.value = json.dumps(json.loads(entry.value) | facts)
+    return result
 
 
 def _refuse_large_fragments(spec: HookSpec) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mionnx.compile.interface import Port
 from mionnx.compile.knobs import sentence
 from mionnx.compile.layouts.layout import ClientLayout, Content
@@ -109,12 +112,13 @@ def _instrumented(facts: Mapping[str, Any]) -> bool:
 def _entries(content: Content, layout: ClientLayout) -> str:
     """The entries at the head of the card, as the Hugging Face Hub reads them."""
     own, tags = _own_entries(content.model.folder)
-    base = content.config.get("_name_or_path")
+    names = (content.config.get("_name_or_path"), content.facts["source"])
+    base = next((name for name in names if isinstance(name, str) and HUB_NAME.fullmatch(name)), None)
     lines = [
         f"library_name: {layout.client if layout.name != 'plain' else 'onnx'}",
         f"pipeline_tag: {TASKS[content.model.metadata.head]}",
     ]
-    if isinstance(base, str) and HUB_NAME.fullmatch(base):
+    if base is not None:
         lines.append(f"base_model: {base}")
     lines += own
     lines.append(f"tags: [{', '.join(dict.fromkeys((*OWN_TAGS, *tags)))}]")
@@ -211,10 +215,12 @@ def _blocks(facts: Mapping[str, Any]) -> str:
 def _fused(facts: Mapping[str, Any]) -> str:
     if not facts.get("fused"):
         return ""
-    padding = "; texts must not be padded, and calls of several tokens after a past have one row"
+    where = ", as in the file that the model was adopted from" if facts["adopted"] else ", attention of whole layers"
+    limits = ["texts must not be padded"] * facts["unpadded"]
+    limits += ["calls of several tokens after a past have one row"] * facts["one_row"]
     return (
-        f"- fused operators: {facts['fused']} of ONNX Runtime's own (com.microsoft), as in the file that the model was "
-        f"adopted from: the graph runs in ONNX Runtime only{padding * facts['unpadded']}\n"
+        f"- fused operators: {facts['fused']} of ONNX Runtime's own (com.microsoft){where}: the graph runs in ONNX "
+        f"Runtime only{'; ' * bool(limits)}{', and '.join(limits)}\n"
     )
 
 
@@ -262,8 +268,15 @@ def _value(edit: Intervention) -> str:
         return f"an ONNX fragment of {len(edit.fragment.structure.graph.node)} nodes"
     return ", ".join(
         ("" if name == "value" else f"{name} ")
-        + (f"{value.item():g}" if value.size == 1 else f"{value.dtype} {list(value.shape)}")
+        + (f"{value.item():g}" if value.size == 1 else f"{value.dtype} {list(value.shape)}{_norm(value)}")
         for name, value in zip(edit.rules.values, edit.values, strict=True)
+    )
+
+
+def _norm(value: NDArray[Any]) -> str:
+    """The length of a vector, which is its strength."""
+    return (
+        f", norm {np.linalg.norm(value.astype(np.float64)):.3g}" if value.ndim == 1 and value.dtype.kind == "f" else ""
     )
 
 

@@ -38,6 +38,7 @@ from mionnx.compile.monitors import document_monitors
 from mionnx.compile.packaging import PACKAGE_TARGETS, Packaging
 from mionnx.compile.stored_once import reshape_shared, store_once
 from mionnx.engine.engines import engine_of
+from mionnx.engine.merged_products import merge_blocks
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
@@ -91,6 +92,8 @@ def write_package(
         raise layout.refuse(f"{layout.client} runs encoders, and {model.name} is a decoder: use layout='plain'")
     layout.check(content)
     content = replace(content, proto=layout.adapt(content))
+    if packaging.target != "ort-cuda":  # as `forward` runs it on the CPU: the same bits, in fewer nodes
+        merge_blocks(content.proto)
     name_axes(content.proto.graph)
     document(content.proto, facts["knobs"])
     document_monitors(content.proto, facts["monitors"])

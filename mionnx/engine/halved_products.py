@@ -21,7 +21,7 @@ from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.packed_weight import LEVEL
 
 BLOCK_PRODUCT = "MatMulNBits"
-HALVES_PREFIX = "mionnx.halves."  # begins the names of constants in a graph that has halves
+FOLDED_PREFIX = "mionnx.folded."  # begins names in a graph that constant folding has to compute a part of, once
 WEIGHT, SCALE, ZERO, ORDER, BIAS = range(1, 6)  # inputs of a product
 END = np.iinfo(np.int64).max
 CONSTANTS: dict[str, NDArray[Any]] = {
@@ -77,7 +77,7 @@ def _inputs(node: onnx.NodeProto) -> list[str]:
 
 
 def _name(constant: str) -> str:
-    return HALVES_PREFIX + constant
+    return FOLDED_PREFIX + constant
 
 
 class _Halves:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mionnx.engine.device import Device, put
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.engine import graph_of
-from mionnx.engine.halved_products import HALVES_PREFIX
+from mionnx.engine.halved_products import FOLDED_PREFIX
 from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
@@ -74,7 +74,7 @@ def open_session(
     """Open a session."""
     if options.provider_name() == PROVIDERS["cpu"]:
         merged = model if options.level == "none" else with_merged(model)
-        if isinstance(merged, bytes) and HALVES_PREFIX.encode() in merged:  # which folding computes once
+        if isinstance(merged, bytes) and FOLDED_PREFIX.encode() in merged:  # computed once
             without = [one for one in without if one != FOLDING]
         return _session(merged if isinstance(merged, bytes) else str(merged), folder, settings, options, without)
     proto = graph_of(model)

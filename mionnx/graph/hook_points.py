@@ -167,6 +167,13 @@ class HookPoint:
     SsmLogDecay = Layered("blocks.{i}.ssm.hook_log_decay", ("batch", "seq", "n_heads", "n_decays"), "attention")
     SsmY = Layered("blocks.{i}.ssm.hook_y", MIXER_HEADS, "attention")
     SsmState = Layered("blocks.{i}.ssm.hook_state", STATE_SHAPE, "attention")
+    SsmStates = Layered("blocks.{i}.ssm.hook_states", STATES, "attention", "SsmState", instead="SsmV", on_request=True)
+    SsmEffectiveAttn = Layered(
+        "blocks.{i}.ssm.hook_effective_attn", EFFECTIVE, "attention", "SsmState", instead="SsmV", on_request=True
+    )
+    SsmEffectiveAttnRaw = Layered(
+        "blocks.{i}.ssm.hook_effective_attn_raw", EFFECTIVE, "attention", "SsmState", instead="SsmV", on_request=True
+    )
     SsmZ = Layered("blocks.{i}.ssm.hook_z", MIXER_HEADS, "attention")
     AttnOut = Layered("blocks.{i}.hook_attn_out", RESIDUAL, "attention")
     ResidMidSum = Layered("blocks.{i}.hook_resid_mid_sum", RESIDUAL, "stream")

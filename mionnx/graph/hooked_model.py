@@ -18,7 +18,7 @@ The format, on one page:
    `last_hidden_state` [batch, seq, hidden]) and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
    An RWKV model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6); other recurrences have
-   `blocks.{i}.ssm.written_v`, `.kept_log_decay` and, of the delta rule, `.erase_gate`.
+   `blocks.{i}.ssm.written_v`, `.write_gate`, `.kept_log_decay`, of the delta rule `.erase_gate`.
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, `recurrence` where layers have one (but
    of RWKV), and of an adopted file `fused` and `stock`, `hook_dtypes` where hook points have several, `quantised` of a

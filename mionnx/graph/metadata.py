@@ -43,6 +43,7 @@ OPTIONAL = (
 )
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"
+EFFECTIVE_ATTENTION = ("SsmEffectiveAttn", "SsmEffectiveAttnRaw")  # variants
 # What a model is for -> the graph's main output.
 MAIN_OUTPUTS = {
     **dict.fromkeys((NEXT_TOKEN, "masked_lm", "classes", "token_classes", "span"), "logits"),
@@ -236,7 +237,16 @@ class Metadata:
         """Axis name -> size, of the axes of a hook point that are as long in every pass."""
         layer = point.layer or 0
         recurrence = self.layers[layer].recurrence if layer < len(self.layers) else None
-        return axis_sizes(point, self.sizes, self.heads(layer), recurrence)
+        named = axis_sizes(point, self.sizes, self.heads(layer), recurrence)
+        if point.variant in EFFECTIVE_ATTENTION and self.decays_by_number(layer):
+            named["n_heads"] = named["value_dim"]  # weights differ from channel to channel
+        return named
+
+    def decays_by_number(self, layer: int) -> bool:
+        """Whether each number of a layer's state has a decay of its own (Mamba), not a head or a key."""
+        own = self.layers[layer].recurrence
+        decays = self.hooks.get(HookPoint.SsmLogDecay(layer).name, [0])[-1]
+        return own is not None and own.value_dim > 1 and decays == own.key_dim * own.value_dim
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""

@@ -149,6 +149,17 @@ class TokenBatch:
         end = here.max() + 1 if self.prompt_lengths is None else self.prompt_lengths[row]
         return [int(at) for at in here if at >= 0 and (at < end) == (phase == "prompt")]
 
+    def so_far(self, positions: Positions, row: int) -> list[int]:
+        """Positions of a row's text, counted from its start; of a phase, those of earlier steps of a generation too."""
+        first, length = self._first_computed(row), int(self.lengths[row])
+        end = length if self.prompt_lengths is None else int(self.prompt_lengths[row])
+        phases = {"prompt": range(first, end), "generated": range(max(first, end), length)}
+        places: list[int] = []
+        for position in [positions] if isinstance(positions, str) else positions:
+            named = phases.get(position) if isinstance(position, str) else None
+            places += [self.absolute(position, row)] if named is None else named
+        return places
+
     def columns(self, positions: Positions, row: int) -> list[int | None]:
         """The column of each position of a row's text; None for positions of another step."""
         return [self.column_of[row].get(at) for at in self.absolutes(positions, row)]

@@ -2,7 +2,7 @@
 
 1. A value of the graph that is wanted becomes an output under its own name; a part or a cast of it, under another.
 2. A value wanted before its interventions is the output `{hook}.before`.
-3. A derived value (`hook_result`, an RWKV's `hook_states`) is computed by nodes that only its capture brings in: the
+3. A derived value (`hook_result`, `hook_states`) is computed by nodes that only its capture brings in: the
    table `DERIVATIONS` has a rewrite for each.
 """
 
@@ -20,6 +20,7 @@ from mionnx.graph.report import Report
 from mionnx.rewrite.dequantise import dequantised
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import effective_attention, raw_effective_attention, states
+from mionnx.rewrite.ssm_derived import mixer_attention, mixer_states, raw_mixer_attention
 
 
 def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
@@ -47,6 +48,9 @@ def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], m
 # Variant of a derived hook point -> the rewrite that computes it.
 DERIVATIONS: dict[str, Callable[[Builder, HookPoint, Mapping[str, gs.Tensor], Metadata], gs.Variable]] = {
     "AttnResult": head_results,
+    "SsmStates": mixer_states,
+    "SsmEffectiveAttn": mixer_attention,
+    "SsmEffectiveAttnRaw": raw_mixer_attention,
     "RwkvStates": states,
     "RwkvEffectiveAttn": effective_attention,
     "RwkvEffectiveAttnRaw": raw_effective_attention,

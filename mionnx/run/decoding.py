@@ -157,7 +157,7 @@ class Rolling:
     def _others(self, inputs: Mapping[str, Any], batch: TokenBatch) -> dict[str, NDArray[Any]]:
         """The inputs besides the past, the mask padded as that is."""
         mask = np.zeros((batch.batch, self.columns), np.int64)
-        mask[:, self.columns - batch.total :] = batch.attention_mask
+        mask[:, self.columns - batch.total :] = inputs["attention_mask"]  # which may hide some tokens
         others = {name: np.asarray(value) for name, value in inputs.items() if name not in self.names}
         return {**others, "attention_mask": mask}
 

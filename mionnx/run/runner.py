@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from numpy.typing import ArrayLike
 
@@ -17,7 +17,7 @@ from mionnx.inputs.past import choose_past
 from mionnx.inputs.token_batch import Past
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.run import exporting, find_model, spec_graphs, tokenizing
+from mionnx.run import compiled_folder, exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
 from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
@@ -123,6 +123,32 @@ class Runner(OpenModel):
         model = cls(hooked, options)
         model.source = str(source), None if isinstance(dtype, exporting.Unsaid) else dtype
         return model
+
+    @classmethod
+    def from_compiled(
+        cls, folder: str | Path, *, base: str | Path | None = None, **settings: Any
+    ) -> tuple[Self, HookSpec]:
+        """Open the model that a compiled folder was made of, and the spec that was baked into it.
+
+        Args:
+            folder: what `compile` wrote, in any layout.
+            base: the model, as `from_pretrained` takes it; by default what the folder names: the name that it was
+                opened by, or that of its folder.
+            settings: of `from_pretrained`; dtype and accuracy level are those of the folder unless they are given.
+
+        Returns:
+            the model, unchanged, and the spec, which makes it what the folder is: knobs at their defaults, without
+            monitors. Nothing applies it by itself: give it to `forward` or `generate`.
+
+        Raises:
+            ModelError: no compiled folder, a damaged one, or no model of those weights.
+            SpecFileError: the spec cannot be read.
+
+        Example:
+            model, spec = MIModel.from_compiled("steered")
+            model.generate("The capital of France is", spec)
+        """
+        return compiled_folder.read_back(cls.from_pretrained, Path(folder), base, settings)
 
     @takes_encoding
     def forward(

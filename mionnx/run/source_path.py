@@ -12,17 +12,17 @@ from google.protobuf.message import DecodeError
 
 from mionnx.errors import InputError, MIError, ModelError, nearest
 from mionnx.graph.embedded_weights import read_properties
-from mionnx.graph.folder_file import parse_json, resolve
+from mionnx.graph.folder_file import resolve
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
 from mionnx.machine.brief import spelled
+from mionnx.run.compiled_folder import compiled_graphs, what_it_is
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the repository
 SUFFIXES = (".pth", ".gguf")  # files that are a model by themselves
 OWN_METADATA = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
-LONGEST_WHAT = 300  # characters of the interventions that an error names
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
 
@@ -76,10 +76,6 @@ def shipped_models(folders: tuple[Path, ...] = FOLDERS) -> dict[str, Path]:
     return {}
 
 
-# Graphs of compiled folders, by layout: plain, genai and optimum; transformers.js; Triton's repository.
-COMPILED_GRAPHS = (GRAPH, "onnx/model*.onnx", f"*/1/{GRAPH}")
-
-
 def local_path(source: str | Path) -> Path | None:
     """The folder or model file that a path means; None if nothing is there."""
     if not isinstance(source, str | os.PathLike):
@@ -120,7 +116,7 @@ def is_hooked(path: Path) -> bool:
     except (DecodeError, MIError):
         return True
     if COMPILED in properties:  # the weights beside it would open as a checkpoint, without its interventions
-        raise ModelError(_compiled(path, properties[COMPILED]))
+        raise ModelError(what_it_is(path, properties[COMPILED]))
     return not properties.keys().isdisjoint(OWN_METADATA)
 
 
@@ -130,26 +126,8 @@ def refuse_compiled(folder: Path) -> None:
     Raises:
         ModelError: one of its graphs names itself compiled.
     """
-    for pattern in COMPILED_GRAPHS:
-        for path in sorted(folder.glob(pattern))[:1]:
-            is_hooked(path)
-
-
-def _compiled(path: Path, facts: str) -> str:
-    """What a compiled graph says of itself, and how the model that it was made of is opened."""
-    try:
-        content = parse_json(facts)
-    except (ModelError, ValueError):
-        content = {}
-    content = content if isinstance(content, dict) else {}
-    done, of = content.get("interventions"), content.get("model")
-    what = f" of {of}" if isinstance(of, str) else ""
-    what += f" ({'; '.join(map(str, done))[:LONGEST_WHAT]})" if isinstance(done, list) and done else ""
-    base = f"MIModel.from_pretrained({of!r})" if isinstance(of, str) else "the model that it was made of"
-    return (
-        f"{path} is a compiled graph{what}: its interventions are a part of it, and it has no hook points; run it as "
-        f"its README.md says, or open {base} and give it HookSpec.load of the spec beside it, spec.safetensors"
-    )
+    for path in compiled_graphs(folder):
+        is_hooked(path)
 
 
 def file_in(folder: Path, file: str) -> Path:

@@ -1,14 +1,15 @@
-"""State interventions of RWKV: tokens' writes into the recurrent state, knocked out or scaled.
+"""State interventions: tokens' writes into the recurrent state, knocked out or scaled.
 
-What a token does to the state has four terms:
+What a token does to the state has up to four terms:
 
 write        it adds k (x) v
-erase        RWKV-7 only: it takes b (x) (a S) out
+erase        RWKV-7 and delta rules: it takes out what the state has at its key
 decay        it lets the state decay
-token_shift  the next token's projections are mixed with it
+token_shift  RWKV: the next token's projections are mixed with it
 
 A knockout turns off the write; `erase()`, `decay()` and `token_shift()` turn off more, `invisible()` everything: then
-later positions are what they would be had the token never been there.
+later positions are what they would be had the token never been there. In models with convolutions or attention beside
+the states it hides the token from these too, in all layers; only the positions of later tokens still count it.
 """
 
 from collections.abc import Iterable
@@ -51,7 +52,7 @@ class StateTargets(LayerTargets):
         return self
 
     def erase(self) -> Self:
-        """Apply to the removal term too (RWKV-7)."""
+        """Apply to the removal term too (RWKV-7, delta rules)."""
         return self._with("erase")
 
     def _with(self, *terms: str) -> Self:
@@ -121,7 +122,11 @@ class StateKnockoutSpec(StateTargets):
         return self._with("token_shift")
 
     def invisible(self) -> Self:
-        """Turn off every term: later positions cannot see these tokens in the targeted layers."""
+        """Turn off every term: later positions cannot see these tokens in the targeted layers.
+
+        Of other models than RWKV in all layers, their convolutions and attention included, in the calls that the spec
+        is given to (each step of a generation is one): keys in a cache are still there for calls without it.
+        """
         return self._with(*TERMS)
 
 

@@ -7,8 +7,11 @@ onnxruntime-node under Node, plain onnxruntime. A cheap test of each runs always
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -159,6 +162,37 @@ for (const knobs of [{ strength: 3 }, { strength: NaN }, { steer: 1 }])
         "RangeError: strength is NaN, and ranges from -2 to 2",
         "RangeError: no knob steer; strength",
     ]
+
+
+PAGE = """<script type="importmap">{"imports": {"@huggingface/transformers": "./DIST/transformers.min.js"}}</script>
+<script type="module">
+import { env } from "@huggingface/transformers";
+env.backends.onnx.wasm.wasmPaths = "/node_modules/onnxruntime-web/dist/"; // by default they come from elsewhere
+await import("./loop.mjs").catch((error) => console.error(`${error}`));
+document.title = "done";
+</script>""".replace("DIST", "node_modules/@huggingface/transformers/dist")
+
+
+@pytest.mark.slow
+def test_the_loop_on_the_card_runs_in_a_browser(shipped, javascript, headless, tmp_path):
+    """transformers.js in headless Chromium, in WASM, from a file server."""
+    knobs = {"strength": None}
+    folder = shipped.compile(steering(shipped), tmp_path / "out", layout="transformers.js", knobs=knobs)
+    (folder / "node_modules").symlink_to(javascript / "node_modules")
+    (folder / "loop.mjs").write_text(loop_of(folder / "README.md"))
+    (folder / "index.html").write_text(PAGE)
+    server = ThreadingHTTPServer(("localhost", 0), partial(SimpleHTTPRequestHandler, directory=folder))
+    Thread(target=server.serve_forever, daemon=True).start()
+    page, said = headless.new_page(), []
+    page.on("console", lambda line: said.append(line.text))
+    try:
+        page.goto(f"http://localhost:{server.server_address[1]}/index.html")
+        page.wait_for_function("document.title === 'done'", timeout=60_000)
+    finally:
+        page.close()
+        server.shutdown()
+        server.server_close()
+    assert said[-1].removeprefix(CARD_PROMPT).split()[:2] == ["Berlin", "."], said
 
 
 FAMILIES = [("gemma3_text", layout) for layout in ("plain", "genai", "transformers.js")]

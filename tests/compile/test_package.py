@@ -264,7 +264,7 @@ def test_every_packaging_runs_and_says_what_it_is(how, models, tmp_path):
     rest = folder / "steered" if "layout" in how else moved
     card = (rest / "README.md").read_text()
     assert "not the original model" in card
-    assert "| add | `blocks.0.hook_resid_post` | float32 [64] |" in card
+    assert "| add | `blocks.0.hook_resid_post` | float32 [64], norm " in card
     again = HookSpec.load(str(rest / "spec.safetensors"))
     assert np.array_equal(again.interventions[0][1].value, DIRECTION)
     if "target" not in how:

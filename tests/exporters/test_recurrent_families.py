@@ -1,8 +1,10 @@
 """Families with recurrent layers: transformers' own numbers in one call and in many, padded anywhere, and edited."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from oracle import Inputs, run
@@ -10,7 +12,8 @@ from recurrent_families import CONFIGS, VOCAB, make_recurrent
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
+from exporters.transformers.trace import run_eagerly
+from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
 WIDTHS = (30, 1, 1, 1, 2, 5, 1)
@@ -218,14 +221,151 @@ def test_gradients_go_through_the_recurrence_as_in_autograd(family, made):
         assert np.abs(found[HookPoint.ResidPost(layer)] - expected).max() < 2e-5 * np.abs(expected).max(), layer
 
 
-def test_what_would_hide_a_token_in_part_is_refused(made):
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("jamba", "olmo_hybrid"))]
+)
+def test_mixers_are_nodes_of_circuits(family, made):
+    """All edges but one are path patching of that one; to first order it is the edge's score."""
+    model, _ = made(family)
+    clean, corrupted = ids_of(10, 14)
+    tokens = {"answer": 5, "versus": 9}
+    ranking = model.edge_attribution(clean, corrupted, **tokens)
+    assert {"r0", "r2", "a1.h0", "m1"} <= {*ranking.senders}
+    assert {"r0", "r2", "a1.h0<q>", "m1", "logits"} <= {*ranking.receivers}
+    for sender, receiver in (("r0", "m1"), ("a1.h2", "r2"), ("embed", "r0"), ("r2", "logits")):
+        at = ranking.senders.index(sender), ranking.receivers.index(receiver)
+        scores = np.ones(ranking.scores.shape)
+        scores[at] = 0
+        found = model.circuit(clean, corrupted, ranking.count - 1, scores=replace(ranking, scores=scores), **tokens)
+        (hook, head), (read, _) = ranking.hooks[at[0]], ranking.receiving[at[1]]
+        hook = "blocks.0.hook_resid_pre" if sender == "embed" else hook
+        over, layer = ("layer",) if head is None else ("layer", "head"), HookPoint.parse(hook).layer
+        exact = model.path_patch(
+            clean, corrupted, [read], hook, over=over, patching="noising", layers=[layer], **tokens
+        )
+        assert found.values[0] == pytest.approx(float(exact.values.ravel()[head or 0]), abs=TOLERANCE)
+    ends = model.circuit(clean, corrupted, [0, ranking.count], scores=ranking, **tokens)
+    assert ends.values == pytest.approx([ends.corrupted, ends.clean], abs=TOLERANCE)
+
+
+def test_a_sender_that_is_none_is_answered_with_those_that_are(made):
     model, _ = made("lfm2")
+    with pytest.raises(HookError, match=r"senders are hook_embed, attn.hook_z .* or hook_attn_out \(a mixer\)"):
+        model.edge_attribution(*ids_of(10, 14), senders="blocks.0.ssm.hook_y", answer=5, versus=9)
+
+
+@three
+def test_an_invisible_token_might_not_be_there(family, made):
+    """The first tokens hidden: distances between the others are as before, and the text as if it began behind them."""
+    model, reference = made(family)
+    ids, hidden = ids_of(8, 20), [0, 1]
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().positions(hidden).invisible())
+    alone = plain_logits(reference, ids[:, 2:])
+    assert np.abs(plain_logits(reference, ids)[:, 2:] - alone).max() > 1e-3
+    assert off(model.forward(ids, spec).output()[:, 2:], alone) < TOLERANCE
+    mask = mask_of("left", 20)
+    padded = model.forward(ids, spec, attention_mask=mask).output()
+    for row, start in enumerate((7, 3)):  # five and one columns of padding, and two hidden tokens
+        assert off(padded[row, start:], plain_logits(reference, ids[row : row + 1, start:])[0]) < TOLERANCE
+    found = model.generate(ids, spec, max_new_tokens=4, eos_token_id=[])
+    again = model.generate(ids[:, 2:], max_new_tokens=4, eos_token_id=[])
+    assert [*map(list, found.new_ids)] == [*map(list, again.new_ids)]
+
+
+@three
+def test_an_invisible_token_between_others_keeps_its_place(family, made):
+    model, reference = made(family)
+    ids, mask = ids_of(8, 20), np.ones((2, 20), np.int64)
+    mask[:, 7] = 0
+    arrays = (torch.from_numpy(one) for one in (ids, mask, np.tile(np.arange(20), (2, 1))))
+    expected = run_eagerly(reference, lambda _name, value, _stream: value, *arrays, [])[0].numpy()
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(7).invisible())
+    assert off(np.delete(model.forward(ids, spec).output(), 7, 1), np.delete(expected, 7, 1)) < TOLERANCE
+
+
+def test_a_compiled_graph_hides_an_invisible_token(made, tmp_path):
+    model, reference = made("lfm2")
+    ids, spec = ids_of(8, 12), HookSpec().set_state_knockout(StateKnockoutSpec().position(0).invisible())
+    folder = model.compile(spec, tmp_path / "out")
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    logits, past = [], None
+    for start, stop in ((0, 6), (6, 11), (11, 12)):
+        feeds = dict(model.hooked.metadata.past_shapes(2, 0)) if past is None else past
+        feeds = {name: np.zeros(one, np.float32) if isinstance(one, tuple) else one for name, one in feeds.items()}
+        feeds |= {"input_ids": ids[:, start:stop], "attention_mask": np.ones((2, stop), np.int64)}
+        feeds |= {"position_ids": np.tile(np.arange(start, stop), (2, 1))}
+        wanted = {one.name for one in session.get_inputs()}
+        found = dict(
+            zip(
+                [one.name for one in session.get_outputs()],
+                session.run(None, {k: feeds[k] for k in wanted}),
+                strict=True,
+            )
+        )
+        logits.append(found["logits"])
+        past = {port.past: found[port.present] for port in model.hooked.metadata.ports}
+    assert off(np.concatenate(logits, 1)[:, 1:], plain_logits(reference, ids[:, 1:])) < TOLERANCE
+    with pytest.raises(InterventionError, match="does not remember where a prompt ended"):
+        model.compile(HookSpec().set_state_knockout(StateKnockoutSpec().position(-1).invisible()), tmp_path / "again")
+
+
+def test_a_token_is_not_hidden_in_part(made):
+    model, _ = made("lfm2")
+    with pytest.raises(InterventionError, match="of all layers of this lfm2 model at once: name no layers"):
+        model.forward(
+            ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().layer(0).position(3).invisible())
+        )
     with pytest.raises(InterventionError, match="no recurrent state"):
-        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
 
 
 @pytest.mark.slow
-def test_a_convolution_would_still_read_an_invisible_token(made):
+def test_a_convolution_alone_hides_no_token(made):
     model, _ = made("mamba2")
-    with pytest.raises(InterventionError, match=r"has no .*; it has write, decay"):
-        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible()))
+    with pytest.raises(InterventionError, match=r"no term token_shift; it has write, decay; .invisible\(\) hides"):
+        model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "kimi_linear", "recurrent_gemma"])
+def test_effective_attention_and_states_are_a_loop_of_what_the_recurrence_reads(family, made):
+    model, _ = made(family)
+    ids, mask = ids_of(9, 20), mask_of("between", 20)
+    names = ("q", "k", "v", "log_decay", "y", "state", "states", "effective_attn", "effective_attn_raw")
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(4))
+    delta = "blocks.0.ssm.hook_write" in model.hook_points()
+    for name in (*names, *(["write"] if delta else [])):
+        spec.capture(f"blocks.0.ssm.hook_{name}")
+    found = model.forward(ids, spec, attention_mask=mask)
+    value = {name: np.asarray(found[f"blocks.0.ssm.hook_{name}"], np.float64) for name in names}
+    seen = mask * (mask.cumsum(1) - 1 != 4)
+    write = np.asarray(found["blocks.0.ssm.hook_write"], np.float64) if delta else np.ones((2, 20, 1, 1))
+    state, states = np.zeros(value["state"].shape), []
+    for t in range(20):
+        real, here = mask[:, t, None, None, None], seen[:, t, None, None]
+        decay = np.clip(value["log_decay"][:, t], -1e4, 0)
+        whole = decay.shape[-1] == state.shape[2] * state.shape[3] > state.shape[2]
+        decay = decay.reshape(*decay.shape[:2], *state.shape[2:]) if whole else decay[..., None]
+        state = np.exp(decay * real) * state
+        key, written = value["k"][:, t], value["v"][:, t] * here
+        if delta:
+            written = write[:, t] * mask[:, t, None, None] * (written - np.einsum("bhk,bhkv->bhv", key, state))
+        state = state + key[..., None] * written[:, :, None]
+        states.append(state)
+    states = np.stack(states, 1)
+    assert off(value["states"], states) < TOLERANCE
+    assert np.array_equal(value["states"][:, -1].astype(np.float32), found["blocks.0.ssm.hook_state"]) or (
+        off(value["states"][:, -1], value["state"]) < TOLERANCE
+    )
+    raw, v = value["effective_attn_raw"], value["v"]
+    # of Mamba and Griffin each channel has its own weights
+    y = (
+        np.einsum("bcij,bjc->bic", raw, v[:, :, 0])[:, :, None]
+        if raw.shape[1] != v.shape[2]
+        else (np.einsum("bhij,bjhv->bihv", raw, v))
+    )
+    assert off(y[mask.astype(bool)], value["y"][mask.astype(bool)]) < TOLERANCE
+    assert not raw.swapaxes(1, 3)[:, :, :, :][~seen.astype(bool)].any()  # columns of silenced tokens and of padding
+    positive = np.maximum(raw, 0)
+    total = positive.sum(-1, keepdims=True)
+    assert off(value["effective_attn"] * total, positive) < TOLERANCE

@@ -1,5 +1,6 @@
 """Blocks of GGUF files: those that ONNX Runtime's operators can hold are the file's own, number for number."""
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from transformers import AutoModelForCausalLM
 from exporters.gguf.assemble import write_checkpoint
 from exporters.gguf.header import read_header
 from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx.engine.merged_products import merge_offsets, merge_products
 from mionnx.engine.options import Options
 from mionnx.engine.reference import Reference
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.matrices import embedding
 from mionnx.graph.onnx_file import weight
+from mionnx.graph.packed_weight import at_accuracy_level
 from mionnx.graph.weight_value import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.run.exporting import export
@@ -105,6 +108,38 @@ def test_gradients_heads_matrices_and_parts_of_the_logits_have_the_offsets(opene
     last = model.forward(inputs.ids, logits=Logits(positions=-1))
     np.testing.assert_allclose(last.output()[:, -1], whole[:, -1], rtol=0, atol=1e-5)
     assert {node.op_type for node in model.hooked.proto.graph.node} >= {"MatMulNBits", "ReduceSum"}
+
+
+def test_offsets_of_products_of_one_value_are_added_at_once(opened):
+    """Queries, keys and values, and the halves of the MLP: the same bits at every hook point."""
+    model, _ = opened("Q4_1")
+    merged = [at_accuracy_level(model.hooked.proto, ROUNDING_LEVEL)[0] for _ in range(2)]
+    for proto in merged:
+        assert merge_products(proto) == 5 * model.num_layers
+    sums = [Counter(node.op_type for node in proto.graph.node)["MatMul"] for proto in merged]
+    assert merge_offsets(merged[1]) == 5 * model.num_layers
+    assert Counter(node.op_type for node in merged[1].graph.node)["MatMul"] == sums[0] - 3 * model.num_layers
+    made = {name for node in merged[0].graph.node for name in node.output}
+    names = ["logits", *(name for name in model.hooked.metadata.hooks if name in made)]
+    settings = onnxruntime.SessionOptions()
+    settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.hooked.folder))
+    for tokens in (1, 5):
+        feeds = {
+            "input_ids": np.arange(tokens)[None] + 3,
+            "attention_mask": np.ones((1, 4 + tokens), np.int64),
+            "position_ids": np.arange(4, 4 + tokens)[None],
+        }
+        shapes = model.hooked.metadata.past_shapes(1, 4)
+        feeds |= {name: np.full(shape, 0.1, np.float32) for name, shape in shapes.items()}
+        one, other = (run_all(proto, settings, names, feeds) for proto in merged)
+        assert [name for name, a, b in zip(names, one, other, strict=True) if not np.array_equal(a, b)] == []
+
+
+def run_all(proto: onnx.ModelProto, settings, names: list[str], feeds) -> list[np.ndarray]:
+    shown = onnx.ModelProto.FromString(proto.SerializeToString())
+    known = {one.name for one in proto.graph.output}
+    shown.graph.output.extend(onnx.helper.make_tensor_value_info(name, 1, None) for name in names if name not in known)
+    return onnxruntime.InferenceSession(shown.SerializeToString(), settings).run(names, feeds)
 
 
 def steering(hidden: int) -> np.ndarray:

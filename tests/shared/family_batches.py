@@ -9,6 +9,7 @@ from oracle import Edits, Inputs, Outcome, run
 from transformers import PreTrainedModel
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx.graph.axes import has_sequence
 
 SEQ = WINDOW + 6
 MASKED = np.finfo(np.float32).min / 2
@@ -36,16 +37,18 @@ def forward(model: MIModel, inputs: Inputs, spec: HookSpec) -> Outcome:
     past = None
     if inputs.past:
         first = slice(None, inputs.past)
-        past = model.forward(inputs.ids[:, first], attention_mask=inputs.mask[:, first], use_cache=True).kv_cache
+        begun = model.forward(inputs.ids[:, first], attention_mask=inputs.mask[:, first], use_cache=True)
+        past = begun.kv_cache or begun.state
     rest = slice(inputs.past, None)
     cache = model.forward(inputs.ids[:, rest], spec, attention_mask=inputs.mask, cache=past, use_cache=True)
-    return Outcome(cache.output(), dict(cache), list(cache.kv_cache.layers))
+    return Outcome(cache.output(), dict(cache), list((cache.kv_cache or cache.state).layers))
 
 
 def difference(point: HookPoint, one: np.ndarray, other: np.ndarray, inputs: Inputs) -> float:
     """The largest difference at tokens that are no padding, and at keys that are not masked."""
-    axis = point.axes.index("seq_q" if "seq_q" in point.axes else "seq")
-    one, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (one, other))
+    if has_sequence(point.axes):  # a state has no tokens
+        axis = point.axes.index("seq_q" if "seq_q" in point.axes else "seq")
+        one, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (one, other))
     seen = (one > MASKED) | (other > MASKED)
     return float(np.abs(one[seen] - other[seen]).max())
 
@@ -77,9 +80,12 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
     rng = np.random.default_rng(shape[-1])
     has_heads = any(axis in ("n_heads", "n_kv_heads") for axis in point.axes)
     limits: list[dict] = [{}, {"positions": [-1, -3]}, {"rows": [1]}]
+    if not has_sequence(point.axes):
+        limits.pop(1)
     if has_heads:  # falcon has a single one for all keys
         axis = next(i for i, axis in enumerate(point.axes) if axis in ("n_heads", "n_kv_heads"))
-        limits += [{"heads": [0]}, {"heads": [min(1, shape[axis] - 1)], "positions": [-2], "rows": [0]}]
+        limits += [{"heads": [0]}, {"heads": [min(1, shape[axis] - 1)], "rows": [0]}]
+        limits[-1] |= {"positions": [-2]} if has_sequence(point.axes) else {}
     if point.variant == "MlpExpertIndices":  # numbers of experts can only be replaced
         for limit in [*limits, {"experts": [1]}]:
             yield [Intervention.Replace(rng.integers(0, 2, shape), **limit)]
@@ -95,7 +101,7 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
         ]
         if point.variant == "MlpRouterLogits" and "experts" not in limit:
             made.pop()  # equal logits: which experts are chosen then is nobody's business
-        if point.axes[-1] != "seq_k":
+        if point.axes[-1] != "seq_k" and shape[-1] > 1:
             made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
             read, write = rng.normal(0, 0.1, (2, 2, shape[-1]))
             made.append(Intervention.LowRank(read, write, rng.normal(0, 0.3, 2), **limit))

@@ -155,8 +155,8 @@ def points_of(model: MIModel) -> list[Point]:
 def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
-    removal = ("erase",) if "erase" in facts.state_gates else ()
-    return Draw(rng, points_of(model), model.num_layers, facts.carries_state, removal, facts.bidirectional).all_calls()
+    states = [i for i, layer in enumerate(facts.layers) if layer.has_state]
+    return Draw(rng, points_of(model), states, facts.state_gates, facts.bidirectional).all_calls()
 
 
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:
@@ -177,9 +177,8 @@ class Draw:
 
     rng: Random
     points: Sequence[Point]
-    layers: int
-    recurrent: bool
-    removal: Sequence[str] = ("erase",)  # RWKV-6 removes nothing
+    states: Sequence[int] = ()  # the layers with a state
+    terms: Sequence[str] = ()  # of what tokens do to it: RWKV-6 removes nothing, other models shift no tokens
     both: bool = False  # an encoder: one call, and every token reads every other
     calls: list[Call] = field(default_factory=list)
 
@@ -214,7 +213,7 @@ class Draw:
     def tokens(self, batch: int) -> Call:
         """Texts, of unequal length in half of the batches, with padding on either side."""
         longest = LONGEST // 2 if self.calls else LONGEST - 4
-        if self.recurrent and not self.calls and self.chance(0.1):
+        if self.states and not self.calls and self.chance(0.1):
             longest = 20  # beyond 15 tokens the recurrence takes its chunked form
         longest = self.rng.randint(1, longest)
         lengths = [longest] * batch
@@ -244,7 +243,7 @@ class Draw:
     def with_spec(self, call: Call, last: bool) -> Call:
         drawn = DrawSpec(self, call, rows_of([*self.calls[:-1], call])[-1])
         edits = drawn.edits()
-        states = [drawn.state() for _ in range(self.rng.randint(1, 2))] if self.recurrent and self.chance(0.4) else []
+        states = [drawn.state() for _ in range(self.rng.randint(1, 2))] if self.states and self.chance(0.4) else []
         captures = drawn.captures()
         logits = not last or bool(call.new) or not captures or not self.chance(0.05)
         return Call(call.ids, call.mask, call.prompts, call.new, logits, edits, states, captures)
@@ -267,7 +266,7 @@ class DrawSpec:
         """A few interventions, some of them at one hook point."""
         points = [point for point in self.draw.points if not point.derived]
         found: list[Edit] = []
-        for _ in range(self.rng.randint(0 if self.draw.recurrent else 1, 4)):
+        for _ in range(self.rng.randint(0 if self.draw.states else 1, 4)):
             again = found and self.chance(0.25)
             edit = self.edit(self.rng.choice(found).point if again else self.rng.choice(points))
             overwrites = edit.kind in ("replace", "zero") and not self.chance(0.1)  # what comes before may be lost
@@ -404,14 +403,20 @@ class DrawSpec:
         positions: list[Any] = self.of_rows(self.rows)
         if not positions or self.chance(0.2):
             positions = [self.rng.choice(["prompt", "generated"] if self.call.prompts or self.call.new else ["prompt"])]
-        layers = tuple(self.some(range(self.draw.layers)))
+        layers = tuple(self.some(self.draw.states))
         if self.chance(0.5):
-            terms = tuple(self.some(["write", *self.draw.removal, "decay", "token_shift"]))
+            terms = tuple(self.some(self.draw.terms))
             return StateEdit(tuple(positions), layers, terms)
         heads = int(next(point.dims[point.heads] for point in self.draw.points if point.heads is not None))
         chosen = tuple(self.some(range(heads))) if self.chance(0.5) else None
         scale = self.rng.choice([0.0, 0.5, 2.0, -1.0])
-        return StateEdit(tuple(positions), layers, tuple(self.some(["write", *self.draw.removal])), scale, chosen)
+        return StateEdit(
+            tuple(positions),
+            layers,
+            tuple(self.some([term for term in self.draw.terms if term in ("write", "erase")])),
+            scale,
+            chosen,
+        )
 
     def captures(self) -> list[Capture]:
         found: dict[str, Capture] = {}

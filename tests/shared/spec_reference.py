@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from decoder_reference import Decoder
 from encoder_reference import Encoder
+from hybrid_reference import Hybrid
 from random_specs import MOST_READ, Call, Capture, Edit, Point, Row, points_of, rows_of
 from rwkv_loop import Gates, Loop
 
@@ -211,6 +212,8 @@ class Reference:
         text = Text(self.points, batches, index, rounding)
         if isinstance(self.network, Loop):
             self._loop(self.network, text, ids)
+        elif isinstance(self.network, Hybrid):
+            self._hybrid(self.network, text, ids)
         else:
             at = range(len(ids))
             keys = [one.seen(index, t) for one in batches for t in range(one.rows[index].first, one.rows[index].stop)]
@@ -237,7 +240,23 @@ class Reference:
                 text.states |= {(one, stop): text.values[one] for one in (name, f"{name}.before")}
         text.values |= {name: np.stack(values) for name, values in kept.items()}
 
-    def _gates(self, loop: Loop, text: Text, start: int, stop: int) -> Gates:
+    def _hybrid(self, hybrid: Hybrid, text: Text, ids: list[int]) -> None:
+        """A hybrid, layer by layer; a state is edited where a call or a step ends."""
+
+        def ended(name: str, state: torch.Tensor, stop: int) -> torch.Tensor:
+            state = text.see(name, state.numpy(), [stop - 1])
+            text.states |= {(one, stop): text.values[one] for one in (name, f"{name}.before")}
+            return torch.from_numpy(state)
+
+        def see(name: str, value: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(text.see(name, value.numpy(), range(len(ids))))
+
+        rows = [(one, one.rows[text.index]) for one in text.batches]
+        keys = [batch.seen(text.index, t) for batch, row in rows for t in range(row.first, row.stop)]
+        stops = {stop for _, stop in _steps(text.batches, text.index)}
+        hybrid.text(ids, see, keys, self._gates(hybrid, text, 0, len(ids)), stops, ended)
+
+    def _gates(self, loop: Loop | Hybrid, text: Text, start: int, stop: int) -> Gates:
         heads = int(next(point.dims[point.heads] for point in self.points.values() if point.heads is not None))
         gates = Gates.ones(loop.layers, stop - start, heads)
         for batch in text.batches:
@@ -436,6 +455,11 @@ def _check_greedy(texts: Sequence[Text], batch: Batch, ids: Sequence[Array]) -> 
 def decoder(folder: Path, model: MIModel) -> Reference:
     """The reference of a checkpoint in transformers' layout."""
     return Reference(Decoder.of(folder), model)
+
+
+def hybrid(folder: Path, model: MIModel) -> Reference:
+    """The reference of a hybrid in transformers' layout."""
+    return Reference(Hybrid.of(folder), model)
 
 
 def encoder(folder: Path, model: MIModel) -> Reference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
-from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hook_points import HookPoint, Layered
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
@@ -30,12 +30,12 @@ PRINTED_WEIGHTS = 6  # weights of a printed result
 @dataclass(frozen=True, repr=False)
 @typed(InputError)
 class AttentionPatterns(Shown):
-    """Attention patterns of one text; effective attention for an RWKV model.
+    """Attention patterns of one text, or effective attention of layers with a state.
 
     Attributes:
         layers, heads: numbers of the layers and heads in `patterns`.
         patterns: [layer, head, query, key], float32.
-        effective: whether they are the effective attention of an RWKV model, positive and normalised.
+        effective: whether they are effective attention, of a recurrence, positive and normalised.
     """
 
     tokens: list[str]
@@ -97,6 +97,7 @@ def attention(
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     *,
+    effective: bool | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> AttentionPatterns: ...
@@ -107,6 +108,7 @@ def attention(
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     *,
+    effective: bool | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> Any: ...
@@ -117,6 +119,7 @@ def attention(
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     *,
+    effective: bool | None = None,
     hooks: HookSpec | None = None,
     batch_size: BatchSize = AUTO,
 ) -> AttentionPatterns | list[AttentionPatterns]:
@@ -124,7 +127,11 @@ def attention(
 
     Args:
         prompt: one text, or ids; or a list of them, which gives a list of results.
-        layers, heads: numbers of layers and heads; by default all.
+        layers, heads: numbers of layers and heads; by default all. Of Mamba, whose weights differ from channel to
+            channel, the channels are the heads.
+        effective: whether it is the effective attention of layers with a state, the weight of each token's value in
+            the output of the recurrence; by default only where no layer attends. Layers of a hybrid that attend have
+            patterns, those with a state effective attention: name the one or the other.
         hooks: interventions to run the prompt with.
         batch_size: as for `forward`.
 
@@ -136,14 +143,20 @@ def attention(
         patterns.of(2, 0)[-1]  # weights of the last token's query, [key]
     """
     texts = texts_of(model, prompt)
-    metadata = model.hooked.metadata
-    effective = not metadata.attends  # then patterns are those of the recurrence
-    having = [i for i, layer in enumerate(metadata.layers) if effective or layer.attention]
-    chosen, shown = _checked("layer", layers, having), _checked("head", heads, range(model.num_heads))
+    point = pattern_point(model, effective)
+    effective = point is not HookPoint.AttnPattern
+    having = [i for i in range(model.num_layers) if point(i).name in model.hooked.order]
+    if not having:
+        what = "state" if effective else "attention"
+        raise InputError(f"attention(effective={effective}): no layer of the model has {what}")
+    chosen = _checked("layer", layers, having)
+    counts = {int(model.hooked.axes(point(layer))[1]) for layer in chosen}
+    if len(counts) > 1:
+        raise InputError(f"layers {chosen} have {', '.join(map(str, sorted(counts)))} heads: name layers of one kind")
+    shown = _checked("head", heads, range(counts.pop()))
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InputError("the hooks given to `attention` are interventions: what it captures are the patterns")
-    point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
 
@@ -154,6 +167,14 @@ def attention(
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=False)
     results = map_rows(model, request, read, "attention")
     return results if is_list(model, prompt) else results[0]
+
+
+def pattern_point(model: Runner, effective: bool | None = None) -> Layered:
+    """The hook point of patterns, or of effective attention; the latter by default where no layer attends."""
+    metadata = model.hooked.metadata
+    if not (not metadata.attends if effective is None else effective):
+        return HookPoint.AttnPattern
+    return HookPoint.RwkvEffectiveAttn if metadata.shifts_tokens else HookPoint.SsmEffectiveAttn
 
 
 def _checked(what: str, numbers: int | Sequence[int] | None, having: Sequence[int]) -> list[int]:

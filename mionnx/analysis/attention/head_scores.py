@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
 
+from mionnx.analysis.attention.attention_patterns import pattern_point
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
@@ -210,7 +211,7 @@ def head_scores(
     # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     layers = [point.layer or 0 for point in points]
-    totals = np.full((len(chosen), model.num_layers, model.num_heads), np.nan)
+    totals = np.full((len(chosen), model.num_layers, int(model.hooked.axes(points[0])[1])), np.nan)
     totals[:, layers] = 0
     done = 0
     with shown(progress) as show:
@@ -245,7 +246,7 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
 
 def _pattern_hooks(model: Runner) -> list[HookPoint]:
     metadata = model.hooked.metadata
-    make = HookPoint.AttnPattern if metadata.attends else HookPoint.RwkvEffectiveAttn
+    make = pattern_point(model)
     points = [make(i) for i, layer in enumerate(metadata.layers) if layer.attention or not metadata.attends]
     missing = [point for point in points if point not in model.hook_points()]
     if missing:

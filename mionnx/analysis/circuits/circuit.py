@@ -171,10 +171,14 @@ class CircuitRun:
         senders = _numbers(self.nodes.senders, str(HookPoint.Embed))
         self._write(senders, np.repeat(embedding[None, None], len(self.masks), axis=0))
         for layer in range(self.nodes.layers):
-            read = self._heads_read(layer)
+            mixer = layer in self.nodes.mixers
+            read = self._mixer_changes(layer) if mixer else self._heads_read(layer)
             if self.nodes.parallel:  # the MLP does not read what the attention of its layer writes
                 changes = self._mlp_changes(layer)
-            self._write_attention(layer, read)
+            if mixer:
+                self._write(_numbers(self.nodes.senders, str(HookPoint.AttnOut(layer))), read[:, None])
+            else:
+                self._write_attention(layer, read)
             if not self.nodes.parallel:
                 changes = self._mlp_changes(layer)
             self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
@@ -245,6 +249,13 @@ class CircuitRun:
             mixed = np.where(own, read[circuits], base)
             changes[circuits, heads] = self.parts.attention_out({layer: mixed})[layer] - written
         self._write(senders, changes)
+
+    def _mixer_changes(self, layer: int) -> Floats:
+        """Change of a mixer's output from the corrupted prompt's, [circuits, seq, hidden]."""
+        streams, which = self._streams(_numbers(self.nodes.receivers, str(HookPoint.SsmPre(layer))))
+        out = str(HookPoint.AttnOut(layer))
+        changes: Floats = self.parts.mixer_out(layer, streams) - self.values.of(out, CORRUPTED)
+        return changes[which[:, 0]]
 
     def _mlp_changes(self, layer: int) -> Floats:
         """Change of the MLP's output from the corrupted prompt's, [circuits, seq, hidden]."""

@@ -63,9 +63,10 @@ def edge_attribution(
     the metric by the stream as this receiver alone reads it (Syed et al. 2023, arXiv:2310.10348).
 
     Args:
-        senders: "all"; or `hook_embed`, `attn.hook_z` and `hook_mlp_out` of layers, globs and short names allowed;
-            with heads as pairs `("blocks.3.attn.hook_z", [0, 5])`.
-        receivers: as for `path_patch`; a receiver is one head's queries, keys or values, an MLP, or `hook_final_norm`.
+        senders: "all"; or `hook_embed`, `attn.hook_z` (of a recurrent mixer `hook_attn_out`) and `hook_mlp_out` of
+            layers, globs and short names allowed; with heads as pairs `("blocks.3.attn.hook_z", [0, 5])`.
+        receivers: as for `path_patch`; a receiver is one head's queries, keys or values, a mixer (`ssm.hook_pre`), an
+            MLP, or `hook_final_norm`.
         steps: points between the two prompts' embeddings at which gradients are averaged (EAP-IG, Hanna et al. 2024,
             arXiv:2403.17806); 1 takes them at the patched run alone.
         rules: "gradient", or the propagation rules "frozen_norm" or "relp", see `attribute_patch`.
@@ -208,14 +209,17 @@ def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Rec
     """The gradients by the streams as each receiver reads them, summed over steps."""
     nodes, grad = parts.nodes, cast(HookCache, cache.grad)
     layers = range(nodes.layers)
-    for variant in ROLES:
-        hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in layers}
+    attending = [layer for layer in layers if layer not in nodes.mixers]
+    for variant in ROLES if attending else ():
+        hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}
         yield from _by_head(parts, cache, hooks, rules)
-    inputs = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
-    streams = {name: _floats(cache[name]) for name in inputs.values()}
-    back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
-    for name, stream in inputs.items():
-        yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
+    mixing = {str(HookPoint.SsmPre(layer)): nodes.stream(2 * layer) for layer in sorted(nodes.mixers)}
+    neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
+    for inputs in filter(None, (mixing, neurons)):  # apart: the two may read the same stream
+        streams = {name: _floats(cache[name]) for name in inputs.values()}
+        back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
+        for name, stream in inputs.items():
+            yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
     # The last stream is read by the final norm alone: its gradient is the receiver's own.
     yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
 

@@ -1,7 +1,8 @@
 """Nodes of a transformer's computational graph: senders to the residual stream, and receivers.
 
-1. Senders write to the stream: the embedding, each head, each MLP. Receivers read it: each head's queries, keys and
-   values, each MLP, and the final norm, and so the logits. The receivers are those of path patching.
+1. Senders write to the stream: the embedding, each head, each recurrent mixer, each MLP. Receivers read it: each
+   head's queries, keys and values, each mixer, each MLP, and the final norm, and so the logits. The receivers are those
+   of path patching.
 2. Stage 2 l is the stream before layer l, 2 l + 1 the one in its middle. Where blocks are parallel, the MLP reads at
    stage 2 l too, and what attention writes is read from 2 l + 2 on.
 3. An edge is a sender and a receiver that reads at a stage at which the sender has written.
@@ -32,8 +33,8 @@ POINTS = ("ResidPre", "ResidMid", "ResidPost", *INTO_ATTENTION, "AttnZ", "AttnOu
 class Node:
     """A sender or a receiver."""
 
-    # "embed", "a2.h3", "m1"; of receivers "a2.h3<q>", "m1", "logits"; keys and values of grouped heads are called
-    # "a2.kv1<k>".
+    # "embed", "a2.h3", "r2" (a recurrent mixer), "m1"; of receivers "a2.h3<q>", "r2", "m1", "logits"; keys and values
+    # of grouped heads are called "a2.kv1<k>".
     label: str
     hook: str  # the hook point of its value
     head: int | None  # which head of it; None where a value has no heads
@@ -53,6 +54,7 @@ class Nodes:
     receivers: tuple[Node, ...]
     layers: int
     parallel: bool  # whether attention and MLP of a layer read the same stream
+    mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
 
     @cached_property
     def edges(self) -> NDArray[np.bool_]:
@@ -77,21 +79,26 @@ def all_nodes(model: HookedModel) -> Nodes:
     """All nodes of a model."""
     reading = make_receivers(model, "all")
     layers, parallel = reading.layers, reading.parallel
-    _refuse_inseparable(model, parallel)
+    mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
+    _refuse_inseparable(model, parallel, mixers)
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     for layer in range(layers):
         # A parallel layer's attention is read from the next layer on: one stage later.
         z, stage = str(HookPoint.AttnZ(layer)), 2 * layer + 1 + parallel
-        senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
+        if layer in mixers:
+            senders.append(Node(f"r{layer}", str(HookPoint.AttnOut(layer)), None, stage))
+            receivers.append(Node(f"r{layer}", str(HookPoint.SsmPre(layer)), None, 2 * layer))
+        else:
+            senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
+            receivers += _attention(model, layer)
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
-        receivers += _attention(model, layer)
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel)
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers)
 
 
-def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
+def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[int]) -> None:
     """Refuse a model whose parts read something besides the stream, by its graph's structure."""
     family = model.metadata.family
     if model.rounds_by_call:
@@ -103,7 +110,7 @@ def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
     entries -= {tensor.name for tensor in model.proto.graph.initializer}
     # Shapes depend on the tokens' number alone, so the way through them does not count.
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    for value, sources in _ways(model.metadata.sizes.num_layers, parallel):
+    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers):
         for name in (value, *sources):
             if name != LOGITS and name not in model.metadata.hooks:
                 raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
@@ -114,14 +121,18 @@ def _refuse_inseparable(model: HookedModel, parallel: bool) -> None:
             )
 
 
-def _ways(layers: int, parallel: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _ways(layers: int, parallel: bool, mixers: frozenset[int]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
         pre, mid, post, q, k, v, z, out, into, mlp = (str(getattr(HookPoint, kind)(layer)) for kind in POINTS)
         middle = pre if parallel else mid
-        yield from ((one, (pre,)) for one in (q, k, v))
-        yield z, (q, k, v)
-        yield out, (z,)
+        if layer in mixers:
+            mixed = str(HookPoint.SsmPre(layer))
+            yield from ((mixed, (pre,)), (out, (mixed,)))
+        else:
+            yield from ((one, (pre,)) for one in (q, k, v))
+            yield z, (q, k, v)
+            yield out, (z,)
         if not parallel:
             yield mid, (pre, out)
         yield into, (middle,)
@@ -173,7 +184,8 @@ def _meant(nodes: Nodes, point: str, heads: int | Iterable[int] | None) -> set[i
     matching = [name for name in names if fnmatchcase(name, glob) or _short(name, glob)]
     if not matching:
         raise HookError(
-            f"{point!r} sends nothing; senders are hook_embed, and attn.hook_z (a head) and hook_mlp_out of a layer"
+            f"{point!r} sends nothing; senders are hook_embed, attn.hook_z (a head) or hook_attn_out (a mixer), and "
+            f"hook_mlp_out of a layer"
             f"{nearest(point, [*names])}"
         )
     own = {number for number, node in enumerate(nodes.senders) if node.hook in matching}

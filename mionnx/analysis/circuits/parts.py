@@ -46,6 +46,11 @@ class Parts:
         outputs = self._run({str(HookPoint.AttnZ(layer)): value for layer, value in z.items()}, *names.values())
         return {layer: outputs[name] for layer, name in names.items()}
 
+    def mixer_out(self, layer: int, streams: Floats) -> Floats:
+        """Outputs of a layer's recurrent mixer."""
+        out = str(HookPoint.AttnOut(layer))
+        return self._run({str(HookPoint.ResidPre(layer)): streams}, out)[out]
+
     def mlp_out(self, layer: int, streams: Floats) -> Floats:
         """Outputs of a layer's MLP."""
         out = str(HookPoint.MlpOut(layer))
@@ -71,7 +76,7 @@ class Parts:
     def linear(self) -> list[bool]:
         """For each layer, whether its attention's output is a sum over heads, by linear operators alone."""
         flow = Dataflow(self.segments.model.proto)
-        return [self._writes_linearly(flow, layer) for layer in range(self.nodes.layers)]
+        return [i in self.nodes.mixers or self._writes_linearly(flow, i) for i in range(self.nodes.layers)]
 
     @staticmethod
     def _writes_linearly(flow: Dataflow, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""Receivers of path patching: inputs of attention heads and MLPs, and the final norm."""
+"""Receivers of path patching: inputs of attention heads, of recurrent mixers and of MLPs, and the final norm."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.machine.ranges import listed
 from mionnx.spec.limits import indices_of
 
-INTO_ATTENTION, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "MlpPre", "FinalNorm"
+INTO_ATTENTION, INTO_MIXER, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "SsmPre", "MlpPre", "FinalNorm"
 Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
 
 
@@ -30,9 +30,9 @@ class Receivers:
     def at(self, stage: int) -> list[str]:
         """The receivers that read the stream at a stage: 2 l is before layer l, 2 l + 1 in its middle."""
         layer, middle = divmod(stage, 2)
-        variants: tuple[str, ...] = (INTO_MLP,) if middle else INTO_ATTENTION
+        variants: tuple[str, ...] = (INTO_MLP,) if middle else (*INTO_ATTENTION, INTO_MIXER)
         if self.parallel:  # the MLP reads what attention reads
-            variants = () if middle else (*INTO_ATTENTION, INTO_MLP)
+            variants = () if middle else (*INTO_ATTENTION, INTO_MIXER, INTO_MLP)
         names = [str(getattr(HookPoint, variant)(layer)) for variant in variants]
         return [name for name in names if name in self.heads]
 
@@ -47,19 +47,18 @@ class Receivers:
 
 def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Receiver]) -> Receivers:
     """Make receivers from hook points, globs and pairs with heads; see `path_patch`."""
-    valid = [
-        name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
-    ]
-    if not model.metadata.attends:
-        raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
+    kinds = (*INTO_ATTENTION, INTO_MIXER, INTO_MLP, FINAL)
+    valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds]
+    if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
+        raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
     refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}
     for point, chosen in entries_of("receiver", receivers, "would read what a sender changes"):
         matching = [name for name in valid if fnmatchcase(name, point)]
         if not matching:
             raise HookError(
-                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v and mlp.hook_pre "
-                f"of a layer, and hook_final_norm{nearest(point, valid)}"
+                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v (or ssm.hook_pre) and "
+                f"mlp.hook_pre of a layer, and hook_final_norm{nearest(point, valid)}"
             )
         for name in matching:
             both = heads.get(name, ()), _heads(model, name, chosen)  # of two entries for one; None is all of them

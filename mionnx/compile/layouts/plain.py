@@ -62,7 +62,7 @@ def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json")
     }
     needed = {port.name for port in ports}
     fed = [f'"{name}": {value}' for name, value in feeds.items() if name in needed]
-    fed += [f'"{name}": np.array({_default(content, name)}, np.float32)' for name in content.knobs]
+    knobs = ", ".join(f'"{name}": np.array({_default(content, name)}, np.float32)' for name in content.knobs)
     shown = "".join(f', out["{name}"][0, -1]' for name in content.facts.get("monitors", {}))
     lines = ["import numpy as np", "import onnxruntime", "from tokenizers import Tokenizer", ""]
     lines += ["options = onnxruntime.SessionOptions()", "options.log_severity_level = 3"] * _warns(content)
@@ -78,12 +78,14 @@ def decode_loop(content: Content, graph: str, tokenizer: str = "tokenizer.json")
         loop = f"for one in session.get_inputs() if {_begins('one.name', [before for before, _ in carried])}"
         lines += [f"past = {{one.name: {zeros} {loop}}}"]
     renamed = "".join(f'.replace("{after}", "{before}")' for before, after in carried)
+    run = "feeds | knobs | past" if knobs else "feeds | past"
     taken = _begins("name", [after for _, after in carried])
+    lines += [f"knobs = {{{knobs}}}"] * bool(knobs)
     lines += [
         f"for _ in range({NEW_TOKENS}):",
         "    length += new.shape[1]",
         f"    feeds = {{{', '.join(fed)}}}",
-        "    out = dict(zip((one.name for one in session.get_outputs()), session.run(None, feeds | past)))",
+        f"    out = dict(zip((one.name for one in session.get_outputs()), session.run(None, {run})))",
         '    new = out["logits"][:, -1:].argmax(-1)',
         f"    past = {{name{renamed}: value for name, value in out.items() if {taken}}}",
         f"    print(tokenizer.decode([int(new[0, 0])]){shown})",

@@ -128,9 +128,8 @@ console.log(tokenizer.decode(tokens.tolist()[0], {{ skip_special_tokens: true }}
         return f"""import {{ {kind}, AutoTokenizer, env }} from "@huggingface/transformers";
 import {{ compiled }} from "./{WRAPPER}";
 
-env.allowRemoteModels = false;
-env.localModelPath = "";
-const folder = import.meta.dirname ?? "."; // in a browser, the folder's address
+Object.assign(env, {{ allowLocalModels: true, allowRemoteModels: false, localModelPath: "" }});
+const folder = import.meta.dirname ?? "."; // in a browser, its address from the page's
 const tokenizer = await AutoTokenizer.from_pretrained(folder);
 const model = compiled(await {kind}.from_pretrained(folder), {json.dumps(knobs)}{read});
 const inputs = tokenizer("{CARD_PROMPT}");

@@ -166,7 +166,7 @@ def test_models_whose_parts_are_not_apart_are_refused_by_name(copy, hook, operat
 
 
 def test_a_recurrent_model_has_no_edges(recurrent):
-    with pytest.raises(HookError, match="attention heads; rwkv7 has none"):
+    with pytest.raises(HookError, match="attention heads or mixers; rwkv7 has none"):
         recurrent.edge_attribution(CLEAN, CORRUPTED)
 
 

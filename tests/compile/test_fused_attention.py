@@ -1,0 +1,90 @@
+"""Attention as one node in compiled graphs: where nothing inside is touched, with the numbers of `forward`."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from mionnx import HookSpec, InputError, Intervention
+from mionnx.compile import fused_attention
+
+FUSED = "GroupQueryAttention"
+SPEC = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Scale(0.5))
+# Plain, norms of heads, windows, no rotation and biases, experts.
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "mixtral")),
+]
+
+
+def operators(folder) -> Counter:
+    return Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
+
+
+def decoded(folder, model, ids, mask, prompt: int) -> np.ndarray:
+    """Logits of a prompt, and of one token after another."""
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_outputs()]
+    past = {name: np.zeros(shape, np.float32) for name, shape in model.hooked.metadata.past_shapes(len(ids), 0).items()}
+    positions, parts = np.maximum(mask.cumsum(1) - 1, 0), []
+    for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
+        feeds = {
+            "input_ids": ids[:, begin:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, begin:end],
+            "mionnx.token_positions": np.tile(np.arange(begin, end), (len(ids), 1)),
+        }
+        feeds = {one.name: feeds[one.name] for one in session.get_inputs() if one.name in feeds}
+        out = dict(zip(names, session.run(None, feeds | past), strict=True))
+        past = {name: out[name.replace("past_key_values", "present")] for name in past}
+        parts.append(out["logits"])
+    return np.concatenate(parts, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_texts_and_decoding_give_the_logits_of_forward(family, models, tmp_path):
+    model = models(family)
+    ids = np.random.default_rng(0).integers(3, model.vocab_size, (2, 14))
+    mask = np.ones_like(ids)
+    mask[0, :4] = 0
+    folder = model.compile(HookSpec(), tmp_path / "plain", plain=True, fused="all")
+    assert operators(folder)[FUSED] == model.num_layers
+    assert not operators(folder)["Softmax"] or family == "mixtral"  # routers have one
+    expected, real = model.forward(ids, attention_mask=mask).output(), mask.astype(bool)
+    found = decoded(folder, model, ids, mask, 9)
+    assert np.abs(found[real] - expected[real]).max() < 5e-5 * max(1, np.abs(expected).max())
+    card = (folder / "README.md").read_text()
+    assert f"{model.num_layers} of ONNX Runtime's own (com.microsoft), attention of whole layers" in card
+    assert "calls of several tokens after a past have one row" in card
+
+
+def test_a_layer_that_is_changed_or_read_keeps_its_nodes(models, tmp_path):
+    model = models("llama")
+    ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, 9))
+    folder = model.compile(SPEC, tmp_path / "changed", fused="padded")
+    assert operators(folder)[FUSED] == model.num_layers - 1
+    expected = model.forward(ids, SPEC).output()
+    assert np.abs(decoded(folder, model, ids, np.ones_like(ids), 6) - expected).max() < 5e-5
+    around = (
+        HookSpec().capture("blocks.*.attn.hook_rot_k").capture("blocks.*.attn.hook_v").capture("blocks.*.hook_attn_out")
+    )
+    assert operators(model.compile(around, tmp_path / "around", fused="all"))[FUSED] == model.num_layers
+    inside = HookSpec().capture("blocks.0.attn.hook_pattern")
+    folder = model.compile(inside, tmp_path / "inside", fused="all")
+    assert operators(folder)[FUSED] == model.num_layers - 1
+    facts = {one.key: one.value for one in onnx.load(folder / "model.onnx", load_external_data=False).metadata_props}
+    assert json.loads(facts["mionnx.compiled"])["fused"] == model.num_layers - 1
+
+
+def test_what_gives_other_numbers_or_has_no_attention_is_refused(models, recurrent, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="none can stand"):
+        recurrent.compile(HookSpec(), tmp_path / "out", plain=True, fused="all")
+    monkeypatch.setattr(fused_attention, "FUSED_TOLERANCE", -1.0)
+    with pytest.raises(InputError, match="none can stand"):
+        models("llama").compile(HookSpec(), tmp_path / "out", plain=True, fused="all")
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,125 @@
+"""Verbs on hybrids, of convolutions and of gated DeltaNet beside attention: right, or refused by name."""
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIModel, StateKnockoutSpec
+
+TOLERANCE = 5e-5
+CLEAN, CORRUPTED = np.random.default_rng(0).integers(3, 101, (2, 14))
+TOKENS = {"answer": 5, "versus": 9}
+EACH = ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)]  # layers 0 and 2 are recurrent, layer 1 attends
+
+
+@pytest.fixture(params=EACH)
+def model(hybrid, request: pytest.FixtureRequest) -> MIModel:
+    return hybrid(request.param)
+
+
+def test_a_sweep_an_attribution_and_a_lens_are_those_of_single_passes(model):
+    swept = model.patch_sweep(CLEAN, CORRUPTED, "attn_out", over=("layer", "position"), **TOKENS)
+    points = [HookPoint.AttnOut(layer) for layer in range(3)]
+    clean = model.forward(CLEAN, HookSpec().capture("blocks.*.hook_attn_out"))
+    for layer, position in ((0, 3), (1, 13), (2, 12)):
+        patch = Intervention.Replace(clean[points[layer]], positions=[position])
+        logits = model.forward(CORRUPTED, HookSpec().intervene(points[layer], patch)).output()[0, -1]
+        assert swept.values[layer, position] == pytest.approx(float(logits[5] - logits[9]), abs=TOLERANCE)
+    logits = clean.output()[0, -1]
+    assert model.attribute(CLEAN, 5, 9).total == pytest.approx(float(logits[5] - logits[9]), abs=1e-3)
+    assert model.logit_lens(CLEAN).answers[-1] == logits.argmax()
+
+
+def test_moments_and_shards_are_those_of_forward(model, tmp_path):
+    point, texts = "blocks.2.ssm.hook_conv", [CLEAN.tolist(), CORRUPTED[:9].tolist()]
+    found = model.statistics(texts, point, batch_size=2)
+    values = np.concatenate([model.forward(text, HookSpec().capture(point))[point][0] for text in texts])
+    np.testing.assert_allclose(found.mean(point), values.astype(np.float64).mean(0), atol=TOLERANCE)
+    made = model.harvest(texts, [point], tmp_path / "shards", batch_size=2)
+    np.testing.assert_allclose(made[point], values, atol=TOLERANCE)
+
+
+def test_attribution_patching_is_a_change_times_its_gradient(model):
+    scores = model.attribute_patch(CLEAN, CORRUPTED, "resid_pre", over=("layer", "position"), **TOKENS).effect
+    grad = model.gradients(CORRUPTED, "blocks.*.hook_resid_pre", "logit_diff", **TOKENS).grad
+    clean, corrupted = (model.forward(ids, HookSpec().capture("blocks.*.hook_resid_pre")) for ids in (CLEAN, CORRUPTED))
+    for layer in range(3):
+        point = HookPoint.ResidPre(layer)
+        expected = ((clean[point] - corrupted[point]) * grad[point])[0].sum(-1)
+        np.testing.assert_allclose(scores[layer], expected, atol=TOLERANCE * max(1, np.abs(expected).max()))
+
+
+def test_runtimes_agree(model):
+    found = model.verify([CLEAN], ["ort-cpu", "ort-cpu:none"], greedy=1)
+    assert found.agrees
+    assert not found.failed
+    assert all(beside.worst.relative < TOLERANCE for beside in found.besides)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_are_of_every_projection(model, tmp_path, bits):
+    small = MIModel.from_pretrained(model.quantise(tmp_path / "made", bits=bits), threads=1)
+    assert small.hooked.metadata.quantised["bits"] == bits
+    products = [node for node in small.hooked.proto.graph.node if node.op_type == "MatMulNBits"]
+    assert {f"layers.{layer}." in str([*node.input]) for node in products for layer in (0, 1, 2)} == {True, False}
+    one, other = (each.forward(CLEAN).output()[0, -1] for each in (small, model))
+    assert np.corrcoef(one, other)[0, 1] > (0.99 if bits == 8 else 0.8)
+    calls = [small.forward(CLEAN[:9], use_cache=True)]
+    calls.append(small.forward(CLEAN[9:], cache=calls[0].kv_cache))
+    np.testing.assert_allclose(calls[1].output()[0, -1], one, atol=TOLERANCE)
+
+
+def test_a_compiled_hybrid_goes_on_token_by_token(model, tmp_path):
+    spec = HookSpec().intervene(HookPoint.SsmConv(2), Intervention.Scale(0.5, positions=[1, 10]))
+    folder = model.compile(spec, tmp_path / "out")
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    shapes = model.hooked.metadata.past_shapes(1, 0)
+    past, logits = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, []
+    names = [one.name for one in session.get_outputs()]
+    for start, stop in ((0, 9), (9, 10), (10, 14)):
+        feeds = {"input_ids": CLEAN[None, start:stop], "attention_mask": np.ones((1, stop), np.int64)}
+        feeds |= {"position_ids": np.arange(start, stop)[None], **past}
+        found = dict(zip(names, session.run(None, feeds), strict=True))
+        logits.append(found["logits"])
+        past = {port.past: found[port.present] for port in model.hooked.metadata.ports}
+    np.testing.assert_allclose(np.concatenate(logits, 1), model.forward(CLEAN, spec).output(), atol=TOLERANCE)
+    for layout in ("genai", "transformers.js", "optimum"):
+        with pytest.raises(InputError, match="conv"):
+            model.compile(spec, tmp_path / layout, layout=layout)
+
+
+def test_patterns_are_those_of_the_layers_that_attend(model):
+    assert model.attention(CLEAN).layers == [1]
+    if not model.hooked.metadata.layers[0].has_state:
+        with pytest.raises(InputError, match=r"attention\(effective=True\): no layer of the model has state"):
+            model.attention(CLEAN, effective=True)
+
+
+@pytest.mark.slow
+def test_effective_attention_stands_beside_patterns(hybrid, tmp_path):
+    model = hybrid("qwen3_5_text")
+    found = model.attention(CLEAN, effective=True)
+    assert (found.layers, found.view().title) == ([0, 2], "Effective attention")
+    assert found.patterns.shape == (2, 4, 14, 14)
+    total = found.patterns.sum(-1)
+    assert (np.isclose(total, 1, atol=1e-5) | (total == 0)).all()
+    assert found.save(tmp_path / "page.html").exists()
+    silenced = HookSpec().set_state_knockout(StateKnockoutSpec().position(3))
+    assert not model.attention(CLEAN, effective=True, hooks=silenced).patterns[:, :, :, 3].any()
+    with pytest.raises(InputError, match="layers 1: the model has the layers with patterns 0, 2"):
+        model.attention(CLEAN, 1, effective=True)
+
+
+@pytest.mark.slow
+def test_a_gate_beside_heads_keeps_their_edges_from_being_told_apart(hybrid):
+    with pytest.raises(InputError, match=r"edges: in 'qwen3_5_text', blocks.1.attn.hook_z depends on the tokens by"):
+        hybrid("qwen3_5_text").edge_attribution(CLEAN, CORRUPTED, **TOKENS)
+
+
+def test_shares_of_heads_are_those_of_the_layers_that_attend(model):
+    shares, labels = model.stack_head_results(CLEAN)
+    assert labels == [f"L1H{head}" for head in range(4)]
+    out = model.forward(CLEAN, HookSpec().capture(HookPoint.AttnOut(1)))[HookPoint.AttnOut(1)]
+    np.testing.assert_allclose(shares.sum(0), out, atol=TOLERANCE)
+    with pytest.raises(HookError, match="no layer before 1 has heads with shares"):
+        model.stack_head_results(CLEAN, 1)
