@@ -14,6 +14,8 @@ from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import saliency
 from mionnx.analysis.harvest import harvest as harvesting
+from mionnx.analysis.jacobian_lens import fit_lens as fitting
+from mionnx.analysis.jacobian_lens import ridge_lens as ridge
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import patchscope as scopes
 from mionnx.analysis.lens import token_vectors
@@ -28,6 +30,7 @@ from mionnx.analysis.statistics import statistics as dataset
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
+from mionnx.analysis.steering import interchange as interchanging
 from mionnx.analysis.sweep import ablation, patching
 from mionnx.analysis.weights import weights as named
 from mionnx.compile import compile_model, monitors
@@ -87,6 +90,10 @@ class MIModel(Runner, Translated):
     track_token_at = lens.track_token_at
     track_race = lens.track_race
     patchscope = scopes.patchscope
+    fit_lens = fitting.fit_lens
+    ridge_lens = ridge.ridge_lens
+    lens_vectors = fitting.lens_vectors
+    lens_transport = fitting.lens_transport
     embedding_for = token_vectors.embedding_for
     unembedding_for = token_vectors.unembedding_for
     embedding_neighbors = token_vectors.embedding_neighbors
@@ -109,6 +116,7 @@ class MIModel(Runner, Translated):
     contrast = contrasting.contrast
     calibrate = calibration.calibrate
     dose_response = dosing.dose_response
+    subspace_interchange = interchanging.subspace_interchange
     features = active_features.features
     # datasets: activations on disk, and moments without storing them
     harvest = harvesting.harvest

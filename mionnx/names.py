@@ -11,6 +11,8 @@ from mionnx.analysis.features.active_features import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
+from mionnx.analysis.jacobian_lens.lens_texts import ShortTextWarning
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.lens.patchscope import Patchscope
 from mionnx.analysis.numerics.diagnosis import Diagnosis
@@ -18,12 +20,14 @@ from mionnx.analysis.numerics.forecast_result import Forecast
 from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.analysis.probes.probe import probe
 from mionnx.analysis.probes.probe_result import ProbeResult
+from mionnx.analysis.probes.sparse_probe import SparseProbes, sparse_probe
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.similarity.token_pairs import TokenPairs
 from mionnx.analysis.statistics.statistics import Statistics, statistics_of
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_response import DoseResponse
+from mionnx.analysis.steering.interchange import SubspaceEffect
 from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
 from mionnx.analysis.weights.factored_matrix import FactoredMatrix
@@ -113,6 +117,7 @@ __all__ = [
     "InputError",
     "Intervention",
     "InterventionError",
+    "JacobianLens",
     "KVCache",
     "Knob",
     "KnockoutSpec",
@@ -139,7 +144,9 @@ __all__ = [
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "ShortTextWarning",
     "Spans",
+    "SparseProbes",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",
@@ -147,6 +154,7 @@ __all__ = [
     "Statistics",
     "SteeringCalibration",
     "Subspace",
+    "SubspaceEffect",
     "TextStreamer",
     "TokenChange",
     "TokenPairs",
@@ -160,5 +168,6 @@ __all__ = [
     "create_knockout_mask",
     "probe",
     "sample_token",
+    "sparse_probe",
     "statistics_of",
 ]

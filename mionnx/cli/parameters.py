@@ -21,6 +21,7 @@ import typer
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
 from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.cli.files import lines_of, load_tensor, read_text
 from mionnx.compile.monitors import Monitor
@@ -141,12 +142,14 @@ WORDS = {
     **{name: replace(TEXT, remark=f"The {name} prompt.", alone=True) for name in ("clean", "corrupted")},
     **dict.fromkeys(("prompt", "source"), replace(TEXT, remark="The prompt.", alone=True)),
     "progress": Form(bool, remark="A bar at once, or none; by default where it takes over two seconds.", alone=True),
-    **dict.fromkeys(("positive", "negative", "stop_strings"), TEXTS),
+    **dict.fromkeys(("positive", "negative", "stop_strings", "damage_texts"), TEXTS),
     "batch_size": Form(str, lambda _, text: int(text) if text.isdecimal() else text, "N"),
     "strengths": Form(str, lambda option, text: numbers(option, text, float), "NUMBERS", "As 0,0.5,1."),
     "position": Form(str, lambda _, text: int(text) if re.fullmatch(r"-?\d+", text) else text, "N"),
     "hooks": Form(Path, lambda _, path: HookSpec.load(path), "FILE", "A HookSpec that was saved."),
     "other": Form(str, lambda _, model: MIModel.from_pretrained(model), "MODEL"),
+    "lens": Form(Path, lambda _, path: JacobianLens.load(path), "FILE", "A Jacobian, J++, tuned or ridge lens."),
+    "edges": Form(str, _places, "NUMBERS", "As 20,50,100, or mib."),
     "sae": Form(Path, lambda _, path: SAE.load(path), metavar="FOLDER"),
     "texts": Form(list[Path], lambda _, paths: [read_text(path) for path in paths], "FILE", "May be repeated."),
     "reference": LINES,

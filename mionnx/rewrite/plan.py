@@ -179,6 +179,8 @@ class Gradients:
     of: str = "logits"  # the value that the metric reads: the logits, or one at a hook point
     # With a value at a hook point, further ones whose sums are added to its, each with numbers of its own.
     beside: tuple[str, ...] = ()
+    # Whether rows of numbers for one text go back from the hook point; see `mionnx.rewrite.gradient.rows`.
+    rows: bool = False
 
     @property
     def seeds(self) -> dict[str, str]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Columns = Mapping[str, Sequence[Any] | NDArray[Any]]
+NODE_DATA = ".nodedata.json"
+RISING = ((0, "#f7f7f7"), (1, "#2166ac"))
+DIVERGING = ((0, "#b2182b"), (0.5, "#f7f7f7"), (1, "#2166ac"))
 
 
 @typed(SpecFileError)
@@ -100,11 +103,18 @@ class Shown(Brief, Stored, ABC):
     def save(self, path: str | Path) -> Path:
         """Write .safetensors to load again, or .html, .png, .json, by the file's ending.
 
+        `.nodedata.json` has a number for each hook point, which Model Explorer lays over the hooked model's graph: hook
+        points are names of its tensors.
+
         Raises:
-            SpecFileError: another ending, or a file that cannot be written.
+            SpecFileError: another ending, a result without a number for each hook point, or a file that cannot be
+                written.
         """
         if Path(path).suffix.lower() == ENDING:
             return self._store(path)
+        if Path(path).name.lower().endswith(NODE_DATA):
+            write_atomic(Path(path), self._node_data())
+            return Path(path)
         form = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
         if form is None:
             raise SpecFileError(
@@ -121,6 +131,24 @@ class Shown(Brief, Stored, ABC):
 
     def _json(self) -> bytes:
         return self.to_json().encode()
+
+    def _by_hook(self) -> Mapping[str, float]:
+        """Hook point -> the result's number there; none of most results."""
+        return {}
+
+    def _node_data(self) -> bytes:
+        numbers = self._by_hook()
+        if not numbers:
+            raise SpecFileError(
+                f"a {type(self).__name__} has no number for each hook point: sweeps, probes and lenses have, and are "
+                f"saved as {NODE_DATA}"
+            )
+        # what is not finite has no place in JSON, and no colour
+        results = {name: {"value": float(value)} for name, value in numbers.items() if np.isfinite(value)}
+        low, high = (end({entry["value"] for entry in results.values()} | {0.0}) for end in (min, max))
+        stops = DIVERGING if low < 0 < high else RISING
+        data = {"name": repr(self), "results": results, "gradient": [{"stop": at, "bgColor": one} for at, one in stops]}
+        return json.dumps(data, indent=1, allow_nan=False).encode()
 
     def _repr_html_(self) -> str:
         page = escape(self.page(), quote=True)

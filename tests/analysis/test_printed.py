@@ -1,7 +1,9 @@
 """Printed results: a few lines, the top numbers among them, no arrays, no addresses."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 from mionnx import (
@@ -10,6 +12,7 @@ from mionnx import (
     Intervention,
     KnockoutSpec,
     MIModel,
+    SpecFileError,
     StateKnockoutSpec,
     create_knockout_mask,
 )
@@ -108,3 +111,23 @@ def test_tables_print_as_tables(printable, monkeypatch):
         table = str(printable[name][0].table())
         assert "┃" in table
         assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_number_for_each_hook_point_is_laid_over_a_graph(shipped, tmp_path):
+    """Model Explorer's node data: keys are names of tensors of the hooked graph."""
+    clean, corrupted = "The capital of France is", "The capital of Italy is"
+    sweep = shipped.patch_sweep(clean, corrupted, "z", ["layer", "head"], answer="Paris", versus="Rome")
+    lens = shipped.logit_lens(clean)
+    tensors = {name for node in shipped.hooked.proto.graph.node for name in node.output}
+    for result, values in (
+        (sweep, {f"blocks.{i}.attn.hook_z": sweep.effect[i][np.abs(sweep.effect[i]).argmax()] for i in range(4)}),
+        (lens, dict(zip(lens.points, lens.answer_probability[:, -1], strict=True))),
+    ):
+        data = json.loads(result.save(tmp_path / "x.nodedata.json").read_text())
+        found = {name: entry["value"] for name, entry in data["results"].items()}
+        assert found == pytest.approx({name: float(value) for name, value in values.items()})
+        assert {*found} <= tensors
+        assert {stop["stop"] for stop in data["gradient"]} >= {0, 1}
+    with pytest.raises(SpecFileError, match="no number for each hook point"):
+        shipped.attention(clean).save(tmp_path / "y.nodedata.json")
+    assert not (tmp_path / "y.nodedata.json").exists()

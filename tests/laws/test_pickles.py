@@ -81,6 +81,13 @@ def probed(model: MIModel) -> ProbeResult:
         return probe(model.harvest(texts, POINT, folder, positions=-1), [0, 0, 0, 1, 1, 1], folds=2)
 
 
+def sparsely_probed(model: MIModel) -> mionnx.SparseProbes:
+    texts = [f"The capital of {country} is" for country in ("France", "Spain", "Italy", "Japan", "Peru", "Kenya")]
+    with TemporaryDirectory() as folder:
+        made = model.harvest(texts, POINT, folder, positions=-1)
+        return mionnx.sparse_probe(made, [0, 0, 0, 1, 1, 1], [1, 2], folds=2, controls=1)
+
+
 RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "AblationResult": ablated,
     "AttentionPatterns": lambda model: model.attention(TEXT),
@@ -112,6 +119,11 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "KnockoutSpec": lambda model: KNOCKOUT,
     "Subspace": lambda model: Subspace(np.eye(2, 128)),
     "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3),
+    "JacobianLens": lambda model: mionnx.JacobianLens({0: np.eye(8)}, n_prompts=3, metadata={"corpus": "a"}),
+    "SubspaceEffect": lambda model: model.subspace_interchange(
+        TEXT, OTHER, Subspace(np.eye(2, 128)), POINT, placebos=2
+    ),
+    "SparseProbes": sparsely_probed,
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),
     "ModelSizes": lambda model: model.cfg,
@@ -163,6 +175,7 @@ OTHERS = {
     "FeatureActivations",
     "create_knockout_mask",
     "probe",
+    "sparse_probe",
     "sample_token",
     "statistics_of",
 }

@@ -30,6 +30,7 @@ from mionnx import (
     HookSpec,
     InputError,
     Intervention,
+    JacobianLens,
     KnockoutSpec,
     KVCache,
     LensResult,
@@ -40,11 +41,14 @@ from mionnx import (
     ModelLosses,
     ProbeResult,
     RWKVState,
+    SparseProbes,
     SpecFileError,
     StateAblationResult,
     StateKnockoutSpec,
+    Subspace,
     Verification,
     probe,
+    sparse_probe,
 )
 from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.analysis.similarity.token_pairs import TokenPairs
@@ -83,6 +87,13 @@ def probed(model: MIModel) -> ProbeResult:
         return probe(made, [number < 5 for number in range(10)], folds=2)
 
 
+def sparsely_probed(model: MIModel) -> SparseProbes:
+    texts = [f"The capital of {country} is" for country in ("France", "Spain", "Italy", "Japan", "Peru", "Kenya")]
+    with TemporaryDirectory() as folder:
+        made = model.harvest(texts, POINT, Path(folder) / "made", positions=-1)
+        return sparse_probe(made, [0, 0, 0, 1, 1, 1], [1, 2], folds=2, controls=1)
+
+
 ROW = HookDifference("blocks.1.hook_resid_post", 1e-6, 1e-7, 20.0, 5e-8, 0.999, 1.0, 0.5, False, True)
 LOGITS = {"kl_back_mean": 1e-3, "kl_back_max": 2e-3, "top_1": 1.0, "positions": 4.0}
 
@@ -114,8 +125,19 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "HookCache with gradients": lambda model: model.gradients(TEXT, POINT, answer="Paris"),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
     "Patchscope": lambda model: model.patchscope(TEXT, 3, target=OTHER, placeholder=3, token_ids=["Paris"]),
+    "SubspaceEffect": lambda model: model.subspace_interchange(
+        TEXT, OTHER, Subspace(np.eye(2, 128)), POINT, placebos=2
+    ),
+    "DoseResponse with damage": lambda model: model.dose_response(
+        [TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0], damage_texts=[OTHER]
+    ),
+    "Circuit with controls": lambda model: model.circuit(TEXT, OTHER, "mib", steps=1, rank="score", controls=2),
+    "LensResult of a Jacobian lens": lambda model: model.logit_lens(
+        TEXT, k=3, lens=JacobianLens({1: np.eye(128)}), token_ids=["Tokyo"]
+    ),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "ProbeResult": probed,
+    "SparseProbes": sparsely_probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "Saliency of a path": lambda model: model.integrated_gradients(TEXT, OTHER, answer="Paris", steps=2),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),

@@ -29,6 +29,17 @@ def test_every_weight_raw_and_folded(beside_lens, model):
         assert apart < TOLERANCE, name
 
 
+@pytest.mark.parametrize("model", ["world-gpt2", "world-llama"])
+def test_jacobian_lenses_and_their_files(beside_lens, tmp_path, model):
+    """Fits, files in both directions, readouts, token vectors, decompositions."""
+    folder = REPOSITORY / "models" / model
+    found = beside_lens("lens_jacobians.py", folder, folder, tmp_path)
+    found.pop("cpu")
+    assert {"J 0", "J 2", "readout 3", "file of theirs", "file of ours", "occupancy"} <= {*found}
+    for name, apart in found.items():
+        assert apart < TOLERANCE, name
+
+
 SKIPPED = [
     "analysis/attribution/test_attribution.py::test_what_transformer_lens_gives",
     "analysis/python_hooks/test_run_with_hooks.py::test_the_same_functions_in_transformer_lens",

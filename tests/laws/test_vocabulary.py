@@ -53,6 +53,7 @@ SEVERAL = {"prompts", "texts", "tokens"}
 # each prompt runs by itself, or is cut into windows of one length, or nothing runs
 NO_ROWS = {"ablation_sweep", "verify", "quantise", "to_string", "to_str_tokens"}
 NO_ROWS |= {"check_range", "forecast", "narrow", "doctor"}
+NO_ROWS |= {"fit_lens", "ridge_lens", "lens_vectors", "lens_transport"}  # a text is many rows by itself
 
 
 def verbs() -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ from mionnx import (
     HookPoint,
     HookSpec,
     Intervention,
+    JacobianLens,
     KnockoutSpec,
     KVCache,
     LayerCache,
@@ -49,6 +50,7 @@ from mionnx import (
     create_knockout_mask,
     probe,
     sample_token,
+    sparse_probe,
     statistics_of,
 )
 from mionnx.analysis.features.config import Config
@@ -276,6 +278,11 @@ def _steering() -> Iterator[Call]:
     moves = {"ablate": {}, "steer": {"coordinates": 1.0}, "clamp": {"coordinates": [1.0, 2.0]}, "swap": {}}
     moves |= {"interchange": activations, "placebo": {"base": [0.0, 1.0, 0.0], **activations}}
     yield from _methods("Subspace", lambda: pair, {**built, **moves, "coordinates": {"activations": [1.0, 2.0, 3.0]}})
+    lens = JacobianLens({0: np.eye(8), 1: np.eye(8)}, n_prompts=2)
+    yield Call("JacobianLens", lambda: JacobianLens, {"matrices": {0: np.eye(3)}})
+    yield from _methods(
+        "JacobianLens", lambda: lens, {"merged": {"other": lens}, "transport": {"activations": np.ones(8), "layer": 1}}
+    )
     yield Call("Direction", lambda: Direction, {"hook": "blocks.1.hook_resid_post", "vector": np.ones(128)})
 
 
@@ -390,6 +397,10 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "attention": {**one, "layers": [1]},
         "head_scores": {"batch": 2, "period": 4},
         "logit_lens": {"source": PROMPT, "layers": [1]},
+        "fit_lens": {"texts": [PROMPT], "layers": [2], "skip": 1, "max_tokens": 8, "rows": 128},
+        "ridge_lens": {"texts": [PROMPT, OTHER], "layers": [2], "skip": 0, "max_tokens": 8},
+        "lens_vectors": {"texts": [PROMPT], "token_ids": [5], "layers": [2], "skip": 1, "max_tokens": 8},
+        "lens_transport": {"texts": [PROMPT], "vectors": row, "layer": 2, "skip": 1, "max_tokens": 8},
         "project_to_vocab": {"residual": row},
         "patchscope": {"source": PROMPT, "layers": [1], "target": OTHER, "max_new_tokens": 1},
         "track_token": {**one, "token": ANSWER},
@@ -416,6 +427,13 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
             "direction": Direction(HookPoint.ResidPost(1), np.ones(128, np.float32)),
             "strengths": [0, 1],
             "bisect": None,
+        },
+        "subspace_interchange": {
+            "clean": PROMPT,
+            "corrupted": OTHER,
+            "subspace": Subspace(np.eye(2, 128)),
+            "hook": HookPoint.ResidPost(1),
+            "placebos": 1,
         },
         "features": {**one, "sae": _sae()},
         "capture_residuals": {**one, "layers": [1]},
@@ -492,7 +510,8 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     several = model.attribute([PROMPT, OTHER], ANSWER)
     yield from _methods("Attributions", lambda: several, {"top": {}, "table": {}})
     differences = model.get_logit_diff([PROMPT, OTHER], ANSWER, "Berlin")
-    yield from _methods("LogitDiffs", lambda: differences, {"table": {}})
+    over = {"interval": {}, "p_value": {}, "accuracy_interval": {}}
+    yield from _methods("LogitDiffs", lambda: differences, {"table": {}, **over})
     upwards = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
     doses = model.dose_response(PROMPT, upwards, [0, 1], bisect=None)
     yield from _methods("DoseResponse", lambda: doses, {"top": {}, "turn": {}, "table": {}})
@@ -521,6 +540,8 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("SAE", _sae, sae)
     sweep = model.patch_sweep(PROMPT, OTHER, layers=[1], answer=ANSWER)
     yield from _methods("SweepResult", lambda: sweep, {"top": {}, "table": {}})
+    swept = model.patch_sweep([PROMPT, OTHER], [OTHER, PROMPT], layers=[1])
+    yield from _methods("SweepResult", lambda: swept, {"interval": {}, "p_value": {}})
     saliency = model.gradient_times_input(PROMPT, answer=ANSWER)
     yield from _methods("Saliency", lambda: saliency, {"scores": {}, "table": {}})
     state = StateAblationResult(cache[0, -1], cache[0, -2], StateKnockoutSpec().position(0))
@@ -593,7 +614,11 @@ def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
     point = {"hook": "blocks.1.hook_resid_post"}
     asked = {"score": {"metric": "accuracy"}, "spread": {}, "top": {}, "direction": point, "table": {}}
     yield from _methods("ProbeResult", lambda: found, asked)
-    yield from _stored(folder, stats, found)
+    sparse = sparse_probe(made, ["a", "b"] * 5, [1, 2], per="token", folds=2, controls=1)
+    yield from _methods("SparseProbes", lambda: sparse, {"top": {}, "table": {}})
+    asked = {"activations": made, "labels": ["a", "b"] * 5, "sizes": [1], "folds": 2, "points": [point["hook"]]}
+    yield Call("sparse_probe", lambda: sparse_probe, {**asked, "controls": 1})
+    yield from _stored(folder, stats, found, sparse)
     labels = {"labels": ["a", "b"] * 5, "folds": 2, "points": [point["hook"]]}
     yield Call("probe", lambda: probe, {"activations": made, **labels})
     yield Call("statistics_of", lambda: statistics_of, {"activations": made})
@@ -601,11 +626,37 @@ def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
     yield Call("Comparison", lambda: Comparison, {"clean": PROMPT, "corrupted": OTHER})
 
 
+def _lenses(model: MIModel, folder: Path) -> Iterator[Call]:
+    """A lens with its model, and what a subspace does."""
+    lens, activation = JacobianLens({1: np.eye(128)}), np.ones(128)
+    asked = {"model": model, "activation": activation, "layer": 1}
+    methods: dict[str, dict[str, Any]] = {
+        "check": {"model": model},
+        "token_vectors": {"model": model, "token_ids": [5], "layer": 1},
+        "dictionary": {"model": model, "layer": 1},
+        "decompose": {**asked, "k": 2},
+        "occupancy": {**asked, "max_atoms": 2, "dictionaries": 1},
+    }
+    yield from _methods("JacobianLens", lambda: lens, methods)
+    effect = model.subspace_interchange(
+        [PROMPT, OTHER], [OTHER, PROMPT], Subspace(np.eye(2, 128)), HookPoint.ResidPost(1)
+    )
+    yield from _methods("SubspaceEffect", lambda: effect, {"interval": {}, "table": {}})
+    yield from _stored(folder, lens, effect)
+
+
 def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
-    circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
+    yield from _lenses(model, folder)
+    circuit = model.circuit([PROMPT, OTHER], [OTHER, PROMPT], 10, steps=1)
     edge = {"sender": "m1", "receiver": "logits"}
-    yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
-    yield from _methods("Circuit", lambda: circuit, {"leading": {"edges": 3}, "smallest": {}, "table": {}})
+    path = circuit.attribution.to_importances(folder / "importances.json", model)
+    files = {"to_importances": {"path": folder / "other.json", "model": model}, "ranked": {"rank": "score"}}
+    files["from_importances"] = {"path": path, "model": model}
+    yield from _methods(
+        "EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge, **files}
+    )
+    methods: dict[str, dict[str, Any]] = {"leading": {"edges": 3}, "smallest": {}, "table": {}, "interval": {}}
+    yield from _methods("Circuit", lambda: circuit, methods)
     yield from _stored(folder, circuit, circuit.attribution)
 
 

@@ -8,6 +8,9 @@ them:
 * duplicate_token: attends to i - period, where the same token stood;
 * induction: attends to i - period + 1, to what followed it there.
 
+A sink is a head that attends to the first position, whatever stands there: first_token, if it is asked for (Gu et al.
+2024, arXiv:2410.10781, call a share above 0.3 one).
+
 Heads of an encoder read both sides, and what follows a token tells nothing new: next_token attends to i + 1,
 first_token to the first position ([CLS]), separator to the last ([SEP]); induction is no kind of theirs.
 """
@@ -57,6 +60,7 @@ TARGETS = {
     "separator": "the last position",
 }
 HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
+DECODER_KINDS = (*HEAD_KINDS, "first_token")
 ENCODER_KINDS = ("previous_token", "next_token", "duplicate_token", "first_token", "separator")
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
@@ -182,7 +186,8 @@ def head_scores(
     in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
 
     Args:
-        kinds: kinds of heads, in the order of the result; by default all that the model can have.
+        kinds: kinds of heads, in the order of the result; by default all that the model can have but sinks, which are
+            "first_token".
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
         seed: a number that determines the sequences.
@@ -199,8 +204,8 @@ def head_scores(
         scores = model.head_scores(batch=4)
         scores.top("induction", 3)  # [(layer, head, score)]
     """
-    valid = ENCODER_KINDS if model.bidirectional else HEAD_KINDS
-    chosen = check_kinds(valid if tuple(kinds) == HEAD_KINDS else kinds, valid)
+    valid = ENCODER_KINDS if model.bidirectional else DECODER_KINDS
+    chosen = check_kinds(valid if model.bidirectional and tuple(kinds) == HEAD_KINDS else kinds, valid)
     sequences = _draw(model, token_ids, batch, period, seed)
     points = _pattern_hooks(model)
     spec = HookSpec().extend(hooks or HookSpec())

@@ -14,6 +14,7 @@ from mionnx.errors import InputError
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.resampling import bootstrap_interval, sign_flip_p_value, success_interval
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.forward_batches import ListRequest, map_rows
@@ -73,6 +74,23 @@ class LogitDiffs(Shown):
     def accuracy(self) -> float:
         """The share of prompts at which the answer has the larger logit."""
         return float((self.by_pair > 0).mean())
+
+    def interval(self, confidence: float = 0.95, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
+        """The ends of a bootstrap interval of the mean: percentiles over prompts drawn anew.
+
+        Raises:
+            InputError: one prompt, or a confidence that is no share.
+        """
+        low, high = bootstrap_interval(self.by_pair, confidence, resamples, seed)
+        return float(low), float(high)
+
+    def accuracy_interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """The interval of Clopper and Pearson of the accuracy: exact, for few prompts too."""
+        return success_interval(int((self.by_pair > 0).sum()), self.n, confidence)
+
+    def p_value(self, resamples: int = 1000, seed: int = 0) -> float:
+        """The p-value of the mean, two-sided, by flipping signs; exact of 12 prompts or fewer."""
+        return float(sign_flip_p_value(self.by_pair, resamples, seed))
 
     def _facts(self) -> Iterator[str]:
         yield f"mean {decimal(self.mean)}±{decimal(self.sem)}"

@@ -9,9 +9,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.circuits.circuit_result import Circuit
+from mionnx.analysis.circuits.circuit_result import Circuit, mib_sizes
 from mionnx.analysis.circuits.edge_attribution import edge_attribution
-from mionnx.analysis.circuits.edge_scores import EdgeAttribution
+from mionnx.analysis.circuits.edge_scores import EdgeAttribution, check_rank
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Node, Nodes, all_nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
@@ -29,6 +29,8 @@ from mionnx.run.tokenizing import Prompt
 
 CLEAN, CORRUPTED = 0, 1  # rows of `NodeValues`
 SHARE = 4  # what senders write may take this part of the free memory: a quarter
+MIB = "mib"
+MOST_CONTROLS = 1000
 Masks = NDArray[np.bool_]
 Sums = Callable[[int, Masks], Floats]
 
@@ -39,7 +41,7 @@ def circuit(
     model: Runner,
     clean: Prompt | Comparison,
     corrupted: Prompt | None = None,
-    edges: int | Iterable[int] | None = None,
+    edges: int | Iterable[int] | str | None = None,
     metric: Measure = "logit_diff",
     *,
     answer: Tokens = None,
@@ -49,6 +51,9 @@ def circuit(
     position: Place | None = None,
     cotangent: ArrayLike | Seed | None = None,
     scores: EdgeAttribution | None = None,
+    rank: str = "size",
+    controls: int = 0,
+    seed: int = 0,
 ) -> Circuit:
     """Keep the leading edges, patch all others exactly, and measure how faithful the circuit is.
 
@@ -56,10 +61,14 @@ def circuit(
     now. Faithfulness is (metric - corrupted) / (clean - corrupted): 1 with all edges, 0 with none.
 
     Args:
-        edges: numbers of kept edges, the leading ones by the size of their score; by default from 0 to all of them.
+        edges: numbers of kept edges, the leading ones; by default from 0 to all of them; "mib" for the ten shares of
+            the MIB circuit track, from 0.1 % to all, of which `Circuit.cpr` and `cmd` are.
         steps, rules, cotangent: of the scores, see `edge_attribution`.
         scores: other scores, of all senders and receivers: of other prompts, or an array of one's own in
-            `EdgeAttribution.scores`.
+            `EdgeAttribution.scores`, of a file.
+        rank: which edges lead: "size", those with the largest scores to either side, or "score", those that help most.
+        controls: number of random circuits of each size, that the leading edges' are compared with.
+        seed: a number that determines these.
 
     Returns:
         the metric and the faithfulness by number of edges, with a table, a figure and a page.
@@ -74,17 +83,21 @@ def circuit(
     """
     nodes = all_nodes(model.hooked)
     sizes = _sizes(edges, int(nodes.edges.sum()))
+    check_rank(rank)
+    at_least("controls", controls, 0)
+    at_most("controls", controls, MOST_CONTROLS)
+    at_least("seed", seed, 0)
     _refuse_other_nodes(scores, nodes)
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, "noising", position)
     compared = comparison.on(model).of_texts("a circuit")
     begin = time.perf_counter()
     ranking = scores or edge_attribution(model, comparison, steps=steps, rules=rules, cotangent=cotangent)
-    order = ranking.ranked()
-    # The rank of each edge; pairs without an edge rank behind all, so that no circuit keeps them.
-    places = np.full(ranking.scores.shape, len(order))
-    places[tuple(order.T)] = np.arange(len(order))
-    # A circuit keeps the edges of a rank below its size.
-    by_pair, bases = _values(model, nodes, compared, places < np.array(sizes)[:, None, None])
+    order, random = ranking.ranked(rank), np.random.default_rng(seed)
+    orders = [order, *(random.permutation(order) for _ in range(controls))]
+    measured, bases = _values(model, nodes, compared, np.concatenate([_masks(one, nodes, sizes) for one in orders]))
+    # [pairs, 1 + controls, circuits]
+    measured = measured.reshape(len(measured), len(orders), len(sizes))
+    by_pair = measured[:, 0]
     seconds = time.perf_counter() - begin
     clean_mean, corrupted_mean = bases.mean(axis=1).tolist()
     return Circuit(
@@ -97,13 +110,31 @@ def circuit(
         compared.metric.name,
         compared.about,
         {"circuits": float(len(sizes)), "pairs": float(len(compared)), "seconds": seconds},
+        rank,
+        bases[CLEAN],
+        bases[CORRUPTED],
+        measured[:, 1:].mean(axis=0),
     )
 
 
-def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
+def _masks(order: NDArray[np.int64], nodes: Nodes, sizes: Sequence[int]) -> Masks:
+    """The edges that circuits of some sizes keep, [circuits, senders, receivers]."""
+    # The rank of each edge; pairs without an edge rank behind all, so that no circuit keeps them.
+    places = np.full(nodes.edges.shape, len(order))
+    places[tuple(order.T)] = np.arange(len(order))
+    # A circuit keeps the edges of a rank below its size.
+    masks: Masks = places < np.array(sizes)[:, None, None]
+    return masks
+
+
+def _sizes(edges: int | Iterable[int] | str | None, most: int) -> list[int]:
     if edges is None:
         return ladder(most)
-    entries = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
+    if isinstance(edges, str):
+        if edges != MIB:
+            raise InputError(f"edges={edges!r}: numbers of edges, or {MIB!r} for the shares of the MIB circuit track")
+        return sorted({*mib_sizes(most)})
+    entries = listed("edges", edges) if isinstance(edges, Iterable) else [edges]
     if not entries:
         raise InputError("edges=[]: no circuit is asked for; give numbers of edges, as [10, 50]")
     for one in entries:

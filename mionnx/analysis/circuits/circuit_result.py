@@ -12,6 +12,7 @@ from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least, at_most
+from mionnx.machine.resampling import TIE, draws, percentiles
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, Graph, Lines, Series, Shown, Table, View, readable
 
@@ -19,6 +20,7 @@ DRAWN = 300  # edges of a page's largest drawing
 PICTURED = 60  # edges of a figure
 GOOD = 0.8  # faithfulness of the circuit that a figure draws, if a small one reaches it
 Edge = tuple[str, str, float]  # labels of sender and receiver, and a number
+MIB_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of all edges
 
 
 @dataclass(repr=False)
@@ -32,6 +34,9 @@ class Circuit(Shown):
         values, by_pair: the metric, float64 [circuits], mean over pairs, and [pairs, circuits].
         clean, corrupted: the metric of the two runs, mean over pairs.
         cost: numbers of "circuits", "pairs" and "seconds".
+        rank: by what edges were chosen: "size" or "score".
+        clean_by_pair, corrupted_by_pair: the metric of the two runs, float64 [pairs].
+        controls: the metric of random circuits of equal size, float64 [controls, circuits], mean over pairs.
     """
 
     attribution: EdgeAttribution
@@ -43,9 +48,13 @@ class Circuit(Shown):
     metric: str
     about: str
     cost: dict[str, float] = field(default_factory=dict)
+    rank: str = "size"
+    clean_by_pair: NDArray[np.float64] | None = None
+    corrupted_by_pair: NDArray[np.float64] | None = None
+    controls: NDArray[np.float64] | None = None
     INSIDE: ClassVar = (EdgeAttribution,)
     IN_JSON = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost", "faithfulness",
-               "attribution")  # fmt: skip
+               "rank", "controls", "attribution")  # fmt: skip
 
     @property
     def faithfulness(self) -> NDArray[np.float64]:
@@ -56,6 +65,75 @@ class Circuit(Shown):
         return shares
 
     @property
+    def cpr(self) -> float:
+        """The area under faithfulness over the share of edges (circuit performance ratio); 1 is the clean run's.
+
+        Trapezoids over the ten shares of the MIB circuit track (Mueller et al. 2025, arXiv:2504.13151), which ranks by
+        score for it: `circuit(..., "mib", rank="score")`.
+
+        Raises:
+            InputError: circuits of other sizes.
+        """
+        return _area(self._at_shares())
+
+    @property
+    def cmd(self) -> float:
+        """The area between faithfulness and 1 over the share of edges (circuit-model distance), best 0.
+
+        See `cpr`; MIB ranks by size for it.
+
+        Raises:
+            InputError: circuits of other sizes.
+        """
+        return _area(np.abs(1 - self._at_shares()))
+
+    def _at_shares(self) -> NDArray[np.float64]:
+        by_size = dict(zip(self.sizes.tolist(), self.faithfulness.tolist(), strict=True))
+        sizes = mib_sizes(self.attribution.count)
+        if missing := [size for size in sizes if size not in by_size]:
+            raise InputError(f"no circuit of {missing[0]} edges: cpr and cmd are those of circuit(..., edges='mib')")
+        return np.array([by_size[size] for size in sizes])
+
+    def interval(
+        self, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The ends of a bootstrap interval of faithfulness, each [circuits]: percentiles over pairs drawn anew.
+
+        Raises:
+            InputError: one pair, or draws in which both runs have one metric.
+        """
+        clean, corrupted = self.clean_by_pair, self.corrupted_by_pair
+        if clean is None or corrupted is None:
+            raise InputError("this circuit was saved without the metric of each pair's runs: compute it anew")
+        shares = draws(len(self.by_pair), resamples, seed)
+        base, end = shares @ corrupted, shares @ clean
+        if (base == end).any():
+            raise InputError("pairs of which some draws have no difference between clean and corrupted")
+        return percentiles((shares @ self.by_pair - base[:, None]) / (end - base)[:, None], confidence)
+
+    @property
+    def control_faithfulness(self) -> NDArray[np.float64]:
+        """Faithfulness of the random circuits, [controls, circuits].
+
+        Raises:
+            InputError: there are none.
+        """
+        if self.controls is None or not len(self.controls):
+            raise InputError("no random circuits: circuit(..., controls=20) has some")
+        shares: NDArray[np.float64] = (self.controls - self.corrupted) / (self.clean - self.corrupted)
+        return shares
+
+    @property
+    def beyond_controls(self) -> NDArray[np.float64]:
+        """Share of random circuits that are as faithful as the leading edges', or more, [circuits]: a p-value.
+
+        The circuit itself counts as one of them, so that it is at least 1 / (controls + 1).
+        """
+        others = self.control_faithfulness
+        hits: NDArray[np.float64] = ((others >= self.faithfulness - TIE).sum(axis=0) + 1) / (len(others) + 1)
+        return hits
+
+    @property
     def title(self) -> str:
         """A short line for pictures."""
         return f"Circuits of the leading edges ({self.attribution.how})"
@@ -63,7 +141,7 @@ class Circuit(Shown):
     def leading(self, edges: int) -> list[tuple[str, str, float]]:
         """The edges of the circuit of a size: sender, receiver, score."""
         at_most("edges", edges, self.attribution.count)
-        return self.attribution.top(edges)
+        return self.attribution.top(edges, self.rank)
 
     def smallest(self, faithfulness: float = GOOD) -> int | None:
         """Number of edges of the smallest of these circuits as faithful; None if none is."""
@@ -104,8 +182,15 @@ class Circuit(Shown):
         notes = [f"{self.metric} {readable(value)}" for value in self.values]
         notes = [f"{note}\nfaithfulness {decimal(one, 3)}" for note, one in zip(notes, self.faithfulness, strict=True)]
         series, levels = [Series("faithfulness", self.faithfulness, notes=notes)], {"clean": 1, "corrupted": 0}
-        axes = (self.sizes, series, "kept edges", "faithfulness", 0, 1)
-        curve = Lines(*axes, spaced="log", levels=levels, chooses="points", legend=False)
+        if random := self.controls is not None and len(self.controls) > 0:
+            series.append(
+                Series(
+                    f"mean of {len(self.control_faithfulness)} random circuits", self.control_faithfulness.mean(axis=0)
+                )
+            )
+        ends = min(0.0, float(self.faithfulness.min())), max(1.0, float(self.faithfulness.max()))
+        axes = (self.sizes, series, "kept edges", "faithfulness", *ends)
+        curve = Lines(*axes, spaced="log", levels=levels, chooses="points", legend=random)
         note = (
             "Red edges raise the metric by being kept, blue ones lower it, both to first order; the wider the more. "
             "Dotted lines: keys and values, and the heads that share them. Point at a node to see its edges alone."
@@ -148,6 +233,15 @@ class Circuit(Shown):
         for size, value, share in [*zip(self.sizes.tolist(), self.values, self.faithfulness, strict=True)][:k]:
             table.add_row(str(size), decimal(value, 3), decimal(share, 3))
         return table
+
+
+def mib_sizes(edges: int) -> list[int]:
+    """Numbers of edges of the MIB circuit track's shares, rounded down; of a small model the first are 0."""
+    return [int(share * edges) for share in MIB_SHARES]
+
+
+def _area(values: NDArray[np.float64]) -> float:
+    return float(np.trapezoid(values, MIB_SHARES))
 
 
 def node_of(label: str) -> str:

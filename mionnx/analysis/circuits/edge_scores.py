@@ -2,22 +2,33 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import InputError
+from mionnx.analysis.circuits.importances import read_importances, write_importances
+from mionnx.analysis.circuits.nodes import all_nodes
+from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import layer_of
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
+from mionnx.run.runner import Runner
 from mionnx.view import Columns, HeatMap, Shown, Table, View
 
 PRINTED_EDGES = 5  # edges of a printed result
 SHOWN_NODES = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
 Edge = tuple[str, str]  # labels of sender and receiver
+RANKS = ("size", "score")
+
+
+def check_rank(rank: str) -> None:
+    """Refuse an unknown order of edges."""
+    if rank not in RANKS:
+        raise InputError(f"rank={rank!r}; one of {', '.join(RANKS)}{nearest(str(rank), RANKS)}")
 
 
 @dataclass(repr=False)
@@ -36,7 +47,7 @@ class EdgeAttribution(Shown):
             `path_patch` names them.
         clean, corrupted: the metric of the two runs, mean over pairs.
         patching: "noising" (corrupted values put into the clean run) or "denoising".
-        rules, steps: see `edge_attribution`.
+        rules, steps: see `edge_attribution`; 0 steps are scores of a file.
         cost: numbers of "edges", "pairs" and "seconds".
     """
 
@@ -65,6 +76,8 @@ class EdgeAttribution(Shown):
     @property
     def how(self) -> str:
         """The name of the method, with its steps and rules."""
+        if not self.steps:
+            return "scores of a file"
         name = "EAP" if self.steps == 1 else f"EAP-IG, {self.steps} steps"
         return name if self.rules == "gradient" else f"{name}, {self.rules}"
 
@@ -73,20 +86,88 @@ class EdgeAttribution(Shown):
         """A short line for pictures."""
         return f"Edge attribution ({self.how}, {self.patching})"
 
-    def top(self, k: int = 10) -> list[tuple[str, str, float]]:
-        """The k edges with the largest scores by size: sender, receiver, score."""
+    @property
+    def costs(self) -> NDArray[np.float64]:
+        """What corrupting each edge costs the metric, [senders, receivers]: above 0 for edges that help."""
+        return -self.scores if self.patching == "noising" else self.scores
+
+    def top(self, k: int = 10, rank: str = "size") -> list[tuple[str, str, float]]:
+        """The k leading edges: sender, receiver, score; see `ranked`."""
         at_least("k", k, 0)
         return [
             (self.senders[sender], self.receivers[receiver], float(self.scores[sender, receiver]))
-            for sender, receiver in self.ranked()[:k].tolist()
+            for sender, receiver in self.ranked(rank)[:k].tolist()
         ]
 
-    def ranked(self) -> NDArray[np.int64]:
-        """[edges, 2]: sender and receiver of every edge, the largest score by size first."""
-        # Stable: edges of one size stay in execution order.
-        order = np.argsort(-np.abs(self.scores[self.edges]), kind="stable")
+    def ranked(self, rank: str = "size") -> NDArray[np.int64]:
+        """[edges, 2]: sender and receiver of every edge, the leading one first.
+
+        Args:
+            rank: "size", the largest score to either side first; or "score", the edge first that helps most.
+        """
+        check_rank(rank)
+        costs = self.costs if rank == "score" else np.abs(self.scores)
+        # Stable: equal edges stay in execution order.
+        order = np.argsort(-costs[self.edges], kind="stable")
         ranked: NDArray[np.int64] = np.argwhere(self.edges)[order]
         return ranked
+
+    def to_importances(self, path: str | Path, model: Runner, edges: int | None = None) -> Path:
+        """Write the scores as EAP-IG and the MIB circuit track read them, `.json` or `.pt`.
+
+        What corrupting an edge costs is its score there. Keys and values of grouped heads stand there once for each
+        query head, with an equal share.
+
+        Args:
+            model: the model that the scores are of.
+            edges: how many leading edges are marked as the graph's.
+
+        Raises:
+            InputError: scores of some nodes only, or of another model.
+            SpecFileError: another ending, or a file that cannot be written.
+        """
+        nodes = all_nodes(model.hooked)
+        if [*self.senders] != [one.label for one in nodes.senders] or self.scores.shape != nodes.edges.shape:
+            raise InputError(
+                f"scores of {len(self.senders)} senders and {len(self.receivers)} receivers: a file has those of all "
+                f"{len(nodes.senders)} and {len(nodes.receivers)} of {model.hooked.name}"
+            )
+        inside = np.zeros(self.scores.shape, bool)
+        if edges is not None:
+            at_least("edges", edges, 0)
+            inside[tuple(self.ranked()[:edges].T)] = True
+        return write_importances(self.costs, inside, Path(path), model)
+
+    @classmethod
+    def from_importances(cls, path: str | Path, model: Runner) -> Self:
+        """Read scores that EAP-IG wrote, or that were handed in to the MIB circuit track, `.json` or `.pt`.
+
+        They are the `scores` of `circuit`; the metric of the two prompts is not in such a file, and NaN here.
+
+        Raises:
+            InputError: scores of another model, of edges that it does not have, or that are not finite.
+            SpecFileError: a damaged file, or one that holds something else.
+
+        Example:
+            scores = EdgeAttribution.from_importances("importances.json", model)
+            model.circuit(clean, corrupted, scores=scores)
+        """
+        costs, nodes = read_importances(Path(path), model), all_nodes(model.hooked)
+        return cls(
+            np.where(nodes.edges, -costs, 0.0),
+            nodes.edges,
+            tuple(node.label for node in nodes.senders),
+            tuple(node.label for node in nodes.receivers),
+            tuple((node.hook, node.head) for node in nodes.senders),
+            tuple((node.hook, node.head) for node in nodes.receivers),
+            float("nan"),
+            float("nan"),
+            "metric",
+            "noising",
+            "gradient",
+            0,
+            Path(path).name,
+        )
 
     def score(self, sender: str, receiver: str) -> float:
         """The score of one edge, by labels."""

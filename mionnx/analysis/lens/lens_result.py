@@ -19,12 +19,14 @@ from mionnx.view import Columns, Each, HeatMap, Lines, Series, Shown, View, long
 
 PRINTED_POINTS = 6  # points of a printed result
 CURVES = 8  # tokens of a chart
+LOGIT_LENS = "logit lens"  # and of streams that a lens has mapped its own name
 RANK = "rank of the answer (0: top token)"
 MEANING = (
     "Each cell is the token that the model would predict next if this point of the residual stream were its last: "
     "final norm, head and soft cap applied to it. Outlined: the first point from which on the answer stays the top "
     "token. Point at a cell for more; click one for the way through the layers."
 )
+MAPPED = "A linear map of each layer first takes the stream to where the last one would be."
 CHART = (
     "The answer, the tokens asked for, and their likely rivals; rivals only where they are among a point's top tokens."
 )
@@ -46,6 +48,7 @@ class LensResult(Shown):
         tracked: further tokens that the page follows through the layers.
         token_id: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.readout`.
+        title: the name of the lens: "logit lens", "jacobian lens" and the like.
     """
 
     points: list[str]
@@ -57,6 +60,7 @@ class LensResult(Shown):
     spell: Callable[[int], str]
     token_id: Callable[[int | str], int]
     read: Callable[[NDArray[np.int64]], Readout]
+    title: str = LOGIT_LENS
     INSIDE: ClassVar = (Readout,)
 
     @classmethod
@@ -133,6 +137,8 @@ class LensResult(Shown):
 
     def _facts(self) -> Iterator[str]:
         points, positions, k = self.top_ids.shape
+        if self.title != LOGIT_LENS:
+            yield self.title
         yield from (count(points, "point"), count(positions, "position"), f"top {count(k, 'token')}")
 
     def _lines(self) -> Iterator[str]:
@@ -231,7 +237,8 @@ class LensResult(Shown):
             chooses=True,
         )
         charts = Each([self._chart(column) for column in range(len(self.positions))], note=CHART)
-        return View("Logit lens", [cells, charts], meaning=MEANING, chosen=len(self.positions) - 1)
+        meaning = MEANING if self.title == LOGIT_LENS else f"{MAPPED} {MEANING}"
+        return View(self.title.capitalize(), [cells, charts], meaning=meaning, chosen=len(self.positions) - 1)
 
     def _chart(self, column: int) -> Lines:
         """Probabilities of the answer, tracked tokens and rivals at one position."""
@@ -249,6 +256,10 @@ class LensResult(Shown):
         points = [label_of(point) for point in self.points]
         heading = f"Position {self.positions[column]}, after {self.tokens[column]!r}: along the stream"
         return Lines(points, series[:CURVES], "", "probability", 0, 1, heading=heading)
+
+    def _by_hook(self) -> dict[str, float]:
+        """The probability of the answer at the last position that was read."""
+        return dict(zip(self.points, self.answer_probability[:, -1].tolist(), strict=True))
 
     def _columns(self) -> Columns:
         tokens = [*zip(self.positions, self.tokens, strict=True)]

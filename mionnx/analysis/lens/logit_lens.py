@@ -8,7 +8,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
+from mionnx.analysis.lens.lens_result import LOGIT_LENS, LensResult
 from mionnx.analysis.lens.readout import Lens, LensReader
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
@@ -44,6 +45,7 @@ def logit_lens(
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
+    lens: JacobianLens | None = None,
 ) -> LensResult: ...
 @overload
 def logit_lens(
@@ -57,6 +59,7 @@ def logit_lens(
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
+    lens: JacobianLens | None = None,
 ) -> Any: ...
 @typed(leave=["hooks"])
 def logit_lens(
@@ -70,6 +73,7 @@ def logit_lens(
     points: str | Sequence[str] = "resid_post",
     token_ids: Sequence[int | str] = (),
     batch_size: BatchSize = AUTO,
+    lens: JacobianLens | None = None,
 ) -> LensResult | list[Any]:
     """Read residual streams with the model's own final norm, head, soft cap and softmax.
 
@@ -86,13 +90,15 @@ def logit_lens(
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
         token_ids: further tokens, by id or text, to follow through the layers.
         batch_size: as for `forward`.
+        lens: linear maps from the layers' streams to the last one's, which stand before the head; the layers are then
+            the lens' own, and the last. See `fit_lens` and `JacobianLens.load`.
 
     Returns:
         a `LensResult` for a prompt, a list of them for a list; [(token id, probability)] for a residual; a list of
         these for several.
 
     Raises:
-        InputError: NaN, another width, or a k, position, token or layer that does not exist.
+        InputError: NaN, another width, a k, position, token or layer that does not exist, or the lens of another model.
         HookError: points that the model does not have.
 
     Example:
@@ -103,15 +109,16 @@ def logit_lens(
         hint = "; k=5 asks for five tokens, layers=[5] for a layer" if isinstance(hooks, int) else ""
         raise InputError(refusal("hooks", HookSpec | None, hooks) + hint)
     if is_stream(source):
-        unread = hooks is layers is positions is None and batch_size == AUTO
+        unread = hooks is layers is positions is lens is None and batch_size == AUTO
         if not (unread and points == "resid_post" and len(token_ids) == 0):
             raise InputError(
-                "hooks, layers, positions, points, tokens and batch_size apply to a prompt, not to a residual"
+                "hooks, layers, positions, points, tokens, lens and batch_size apply to a prompt, not to a residual: "
+                "JacobianLens.transport maps one"
             )
         return _read_vectors(model, source, k)
     texts = texts_of(model, source)
     indices = [_indices(text, positions) for text in texts]
-    names = stream_names(model, layers, points)
+    names = stream_names(model, layers, points) if lens is None else _mapped_names(model, lens, layers, points)
     # The stream after the last layer is the reference of divergences and tells the answers.
     captured = [*names, str(HookPoint.ResidPost(model.num_layers - 1))]
     tracked = [token_of(model, token) for token in token_ids]
@@ -121,19 +128,20 @@ def logit_lens(
     spec.capture([*dict.fromkeys(captured)], positions=positions)
 
     def read(row: int, cache: HookCache) -> LensResult:
-        streams = np.stack([cache[name][0] for name in captured])
+        streams = np.stack([_mapped(lens, name, cache[name][0]) for name in captured])
         if has_nan(streams):
             model.forward(texts[row].ids, hooks)  # an error that names the first hook point
             raise ModelError(f"streams of the lens have NaN where the logits have none: {ON_NAN}")
-        return _lens_result(texts[row], names, indices[row], LensReader(model, streams), tracked, k)
+        return _lens_result(texts[row], names, indices[row], LensReader(model, streams), tracked, k, title)
 
+    title = LOGIT_LENS if lens is None else str(lens.metadata.get("estimator", "jacobian_lens")).replace("_", " ")
     results = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
     return results if is_list(model, source) else results[0]
 
 
 def _lens_result(
-    text: PromptText, names: list[str], indices: list[int], reader: LensReader, tracked: list[int], k: int
+    text: PromptText, names: list[str], indices: list[int], reader: LensReader, tracked: list[int], k: int, title: str
 ) -> LensResult:
     # The answers come first, since their probabilities are read at every point.
     last = reader.last()
@@ -143,7 +151,32 @@ def _lens_result(
     followed = np.column_stack([answers, *(np.full(len(indices), token) for token in tracked)])
     pieces = [text.tokens[index] for index in indices]
     readout = reader.read(followed, k)
-    return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.token_id, reader.read)
+    functions = (reader.spell, reader.token_id, reader.read)
+    return LensResult(names, indices, pieces, readout, answers, tracked, *functions, title=title)
+
+
+def _mapped_names(
+    model: Runner, lens: JacobianLens, layers: Sequence[int] | None, points: str | Sequence[str]
+) -> list[str]:
+    """The streams that a lens maps, and the last one, which is read as it is."""
+    lens.check(model)
+    if points not in ("resid_post", lens.reads):
+        raise HookError(f"points={points!r}: the lens reads {lens.reads}, and the last resid_post as it is")
+    last = model.num_layers - 1
+    chosen = [*lens.layers, last] if layers is None else layers
+    missing = [layer for layer in chosen if layer not in (*lens.layers, last)]
+    if missing:
+        raise InputError(f"the lens has no layer {missing[0]!r}; it has {lens.layers}, and {last} is read as it is")
+    names = stream_names(model, [layer for layer in chosen if layer in lens.layers], lens.reads) if lens.layers else []
+    return [*names, str(HookPoint.ResidPost(last))] if last in chosen and last not in lens.layers else names
+
+
+def _mapped(lens: JacobianLens | None, name: str, stream: NDArray[Any]) -> NDArray[Any]:
+    """A stream as the head reads it."""
+    point = HookPoint.parse(name)
+    if lens is None or point.short != lens.reads or point.layer not in lens.matrices:
+        return stream
+    return lens.transport(stream, point.layer).astype(stream.dtype, copy=False)
 
 
 def stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
@@ -229,11 +262,18 @@ def track_token_at(model: Runner, residual: ArrayLike, token: int | str) -> floa
 
 @typed()
 def track_token(
-    model: Runner, prompt: Prompt, token: int | str, *, position: Place | None = None, hooks: HookSpec | None = None
+    model: Runner,
+    prompt: Prompt,
+    token: int | str,
+    *,
+    position: Place | None = None,
+    hooks: HookSpec | None = None,
+    lens: JacobianLens | None = None,
 ) -> NDArray[np.float32]:
     """The probability of a token after each layer, [layers], at one position of a prompt.
 
-    By default the last position, of a masked language model that of the text's one mask.
+    By default the last position, of a masked language model that of the text's one mask; through a lens after each of
+    its layers and the last.
     `logit_lens(prompts, token_ids=[token], positions=-1)` follows it in a list.
 
     Raises:
@@ -242,9 +282,9 @@ def track_token(
     Example:
         model.track_token("The capital of France is", "Paris")  # float32 [n_layers]
     """
-    lens = _lens_at(model, prompt, position, hooks, k=1, token_ids=[token])
+    result = _lens_at(model, prompt, position, hooks, k=1, token_ids=[token], lens=lens)
     # Column 0 is the answer's, 1 the token's.
-    return np.exp(lens.readout.log_probs[:, 0, 1])
+    return np.exp(result.readout.log_probs[:, 0, 1])
 
 
 @typed()

@@ -78,13 +78,13 @@ def probe(
     for name in names:
         if name not in activations:
             raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
-    labelled = _read_labels(activations, labels, per, kind, groups)
+    labelled = read_labels(activations, labels, per, kind, groups)
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise RuntimeMissingError(f"probes are fitted by scikit-learn: {install('probe')}") from error
     with shown(progress) as show:
-        parts = [*_folds(labelled, folds, seed)]
+        parts = [*folds_of(labelled, folds, seed)]
         fits = {}
         for number, name in enumerate(names):
             fits[name] = _fit(np.asarray(activations[name])[labelled.tokens], labelled, parts, penalty)
@@ -107,9 +107,10 @@ class Labelled:
     classes: list[Any] | None  # labels, ascending; None for values
 
 
-def _read_labels(
+def read_labels(
     activations: Activations, labels: Any, per: str | None, kind: str | None, groups: Any = None
 ) -> Labelled:
+    """The labels of tokens, checked, and which tokens stay together."""
     for name, choice, allowed in (("per", per, PER), ("kind", kind, PROBE_KINDS)):
         if choice is not None and choice not in allowed:
             raise InputError(f"{name}={choice!r}; {' or '.join(allowed)}{nearest(choice, allowed)}")
@@ -193,7 +194,7 @@ def _numbers(labels: list[Any]) -> NDArray[np.float64]:
     return numbers
 
 
-def _folds(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def folds_of(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Tokens to fit on and tokens to score, by texts."""
     from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
 

@@ -199,6 +199,9 @@ class ProbeResult(Shown):
         numbers = {name: np.stack([fit.scores[name] for fit in self.fits.values()]) for name in names}
         return long_form({"hook, layer": pairs, "fold": range(folds)}, numbers)
 
+    def _by_hook(self) -> dict[str, float]:
+        return self.score(self.metric)
+
     def _kinds(self) -> dict[str, list[HookPoint]]:
         kinds: dict[str, list[HookPoint]] = {}
         for point in map(HookPoint.parse, self.fits):

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.analysis.steering.calibration import Texts, one_list_each, positions_of, texts_of, vector_norms
+from mionnx.analysis.steering.damage import Damage, check_guard, largest_within, losses_of, random_direction
 from mionnx.analysis.steering.directions import Direction
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, InterventionError
@@ -55,6 +56,8 @@ def dose_response(
     target: Target = None,
     positions: Positions | None = None,
     bisect: float | None = None,
+    damage_texts: Texts | None = None,
+    within: float = 0.1,
     progress: bool | None = None,
     batch_size: BatchSize = AUTO,
 ) -> DoseResponse:
@@ -71,6 +74,9 @@ def dose_response(
         positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
         bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
             between the given strengths.
+        damage_texts: neutral texts, whose mean loss is measured at each strength besides, and the same of a random
+            direction of equal length: `DoseResponse.damage`.
+        within: how much that loss may grow, nats a token, at the largest strength that counts as harmless.
         progress: see `patch_sweep`.
         batch_size: rows of one pass, a prompt at a strength each; "auto": as run well and fit into memory.
 
@@ -84,6 +90,7 @@ def dose_response(
         dose.probabilities[0], dose.flips[0]
     """
     texts, doses = texts_of("prompts", prompts), _doses(strengths)
+    check_guard(model, damage_texts, within, positions)
     # All strengths are 0: any tolerance above 0 will do.
     finest: float = FINEST * float(np.abs(doses).max()) or FINEST
     if bisect is not None and not bisect >= finest:
@@ -106,10 +113,11 @@ def dose_response(
         flips = trial.flips([*brackets(doses, hit)], targets, bisect)
         tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
         names = {token: token_text(model, token) for token in tokens}
+        damage = None if damage_texts is None else trial.damage(damage_texts, doses, targets, within)
         share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions, batch_size)[0])
     model.give_back(later=True)
     return DoseResponse(
-        direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
+        direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names, damage
     )
 
 
@@ -157,6 +165,17 @@ class DoseTrial:
             measures.append((kl, np.exp(log_probs[targets[prompt]]), top, np.exp(log_probs[top])))
         columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measures, strict=True)]
         return Answers(*columns)
+
+    def damage(self, texts: Texts, doses: NDArray[np.float64], targets: NDArray[np.int64], within: float) -> Damage:
+        """The loss of neutral texts by strength, beside a random direction of equal length."""
+        random = random_direction(self.direction)
+        losses, others = (
+            losses_of(self.model, texts, one, doses, self.positions, self.batch_size)
+            for one in (self.direction, random)
+        )
+        trial = DoseTrial(self.model, self.texts, random, self.positions, self.batch_size)
+        answers = trial.answers(doses, targets)
+        return Damage(losses, within, largest_within(doses, losses, within), answers.probabilities, others)
 
     def flips(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
         """[prompts]: the strength nearest 0 at which the answer becomes the target."""
@@ -233,6 +252,7 @@ class DoseResponse(Shown):
         share: the share of the stream's length that strength 1 adds: of the median over these prompts' steered tokens,
             the first token of each left out as in `calibrate`.
         names: token -> its text.
+        damage: what it does to neutral texts, where there were some.
     """
 
     hook: str
@@ -245,7 +265,8 @@ class DoseResponse(Shown):
     tolerance: float
     share: float
     names: dict[int, str]
-    INSIDE: ClassVar = (Answers,)
+    damage: Damage | None = None
+    INSIDE: ClassVar = (Answers, Damage)
 
     @property
     def kl(self) -> NDArray[np.float64]:
@@ -270,6 +291,8 @@ class DoseResponse(Shown):
         for i, prompt in enumerate(self.prompts):
             names = (self.names[int(token)] for token in (self.baseline[i], self.targets[i]))
             yield f"{prompt!r}: {' -> '.join(map(repr, names))} {self.turn(i)}"
+        if self.damage is not None:
+            yield f"harmless to {self.damage.within:g} nats up to strength {spelled(self.damage.largest)}"
 
     def turn(self, index: int = 0) -> str:
         """The strength that makes the target the top token, in words."""
@@ -294,7 +317,8 @@ class DoseResponse(Shown):
             for i, prompt in enumerate(self.prompts)
         ]
         facts = {name: getattr(self, name) for name in ("hook", "strengths", "share", "tolerance")}
-        return {**facts, "prompts": rows}
+        damage = {} if self.damage is None else {"damage": vars(self.damage)}
+        return {**facts, "prompts": rows, **damage}
 
     def view(self) -> View:
         """Target probability and KL divergence over the strengths, and the answers to a prompt."""
@@ -307,6 +331,11 @@ class DoseResponse(Shown):
             series = [self._series(row, values[row], marked=first) for row in range(len(self.prompts))]
             axes = (self.strengths, series, "strength", title, 0, high)
             curves.append(Lines(*axes, chooses="series", legend=first))
+        if self.damage is not None:
+            both = {"this direction": self.damage.losses, "a random one of its length": self.damage.random_losses}
+            series = [Series(name, values) for name, values in both.items()]
+            title = "growth of the loss of neutral texts (nats)"
+            curves.append(Lines(self.strengths, series, "strength", title, levels={"bound": self.damage.within}))
         meaning = (
             f"A direction is added at {self.hook} at {len(self.strengths)} strengths. Strength 1 is "
             f"{readable(100 * self.share)} % of the stream's median length there. A dotted line marks the strength "

@@ -12,6 +12,7 @@ from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
+from mionnx.machine.resampling import bootstrap_interval, sign_flip_p_value
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, HeatMap, Shown, Table, View, long_form
 
@@ -83,6 +84,26 @@ class SweepResult(Shown):
     def sem(self) -> Numbers:
         """Standard error of the mean effect: the standard deviation over the square root of n."""
         return self.std / np.sqrt(self.n)
+
+    def interval(self, confidence: float = 0.95, resamples: int = 1000, seed: int = 0) -> tuple[Numbers, Numbers]:
+        """The ends of a bootstrap interval of each cell's mean effect, in the shape of `values`.
+
+        Percentiles of the mean over pairs drawn with replacement; one draw serves all cells, so that cells compare.
+
+        Raises:
+            InputError: one pair, or a confidence that is no share.
+        """
+        return bootstrap_interval(self.effect_by_pair, confidence, resamples, seed)
+
+    def p_value(self, resamples: int = 1000, seed: int = 0) -> Numbers:
+        """The p-value of each cell's mean effect, in the shape of `values`: a test by flipping signs, two-sided.
+
+        Of 12 pairs or fewer it is exact. Cells are many: a bound on the share of false ones asks for more than 0.05.
+
+        Raises:
+            InputError: one pair.
+        """
+        return sign_flip_p_value(self.effect_by_pair, resamples, seed)
 
     @property
     def shown_spread(self) -> tuple[Numbers, Numbers] | None:
@@ -164,6 +185,14 @@ class SweepResult(Shown):
             axes |= {f"{axis}, {axis}_token": pairs} if self._by_token(axis) else {axis: entries}
         return long_form(axes, {"value": self.by_pair, "effect": self.effect_by_pair})
 
+    def _by_hook(self) -> dict[str, float]:
+        """Of each layer's cells the largest effect to either side."""
+        if "layer" not in self.over:
+            return {} if "{" in self.hook else {self.hook: _farthest(self.effect.ravel())}
+        by_layer = np.moveaxis(self.effect, self.over.index("layer"), 0)
+        names = [self.hook.format(i=layer) for layer in self.labels["layer"]]
+        return dict(zip(names, (_farthest(cells.ravel()) for cells in by_layer), strict=True))
+
     def _largest(self, k: int) -> list[tuple[int, ...]]:
         # Stable: equal effects in the order of the grid.
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
@@ -242,6 +271,10 @@ class SweepResult(Shown):
 
     def _labels_of(self, cell: tuple[int, ...]) -> list[str]:
         return [self.labels[name][index] for name, index in zip(self.over, cell, strict=True)]
+
+
+def _farthest(numbers: Numbers) -> float:
+    return float(numbers[np.nan_to_num(np.abs(numbers)).argmax()])
 
 
 def pictured_entries(numbers: Numbers, over: Sequence[str]) -> list[list[int]]:

@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 import numpy as np
@@ -21,6 +21,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.rewrite.capture import part_of
 from mionnx.rewrite.gradient.differentiate import differentiate
+from mionnx.rewrite.gradient.rows import add_rows
 from mionnx.rewrite.gradient.rules import RULES, SETS
 from mionnx.rewrite.plan import (
     METRIC,
@@ -41,18 +42,26 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
     """Add the gradients of a graph that computes the metric."""
     if not gradients.by:  # the metric alone is wanted
         return proto
+    if gradients.rows:
+        return add_rows(proto, gradients, _varying(proto, gradients.rules), report)
     names = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
     # where nothing intervenes there is no `{hook}.before`: before and after are one value
     sources = {want: want.source if want.source in names else want.hook for want in gradients.by}
     before = {node.name for node in proto.graph.node}
     by, rules = [*dict.fromkeys(sources.values())], SETS[gradients.rules]
-    # propagation rules ask whether both factors of a product vary: a factor that no gradient is asked for varies too
-    varying = () if rules is RULES else [name for name in names if HOOK_NAME.fullmatch(name)]
-    done = differentiate(proto, METRIC, by, rules=rules, varying=varying)
+    done = differentiate(proto, METRIC, by, rules=rules, varying=_varying(proto, gradients.rules))
     for node in done.graph.node:
         if node.name not in before:
             report.add(METRIC, node.name)
     return _parts(done, sources, report)
+
+
+def _varying(proto: onnx.ModelProto, rules: str) -> Sequence[str]:
+    """Values that are no constants for propagation rules: what no gradient is asked for varies too."""
+    if SETS[rules] is RULES:
+        return ()
+    names = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
+    return [name for name in names if HOOK_NAME.fullmatch(name)]
 
 
 def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Report) -> onnx.ModelProto:
@@ -127,6 +136,9 @@ def _weighed(op: Builder, graph: gs.Graph, name: str, seed: str) -> gs.Variable:
 
 def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     """Add the nodes of a metric and its output, float32 [batch]."""
+    if gradients.rows:  # what goes back begins at the value itself
+        graph.outputs.append(graph.tensors()[gradients.of])
+        return
     op = Builder(graph, gradients.of, METRIC, report)
     if gradients.of == LOGITS:
         value = _plain(op, graph.tensors()[LOGITS])
