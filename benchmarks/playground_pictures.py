@@ -1,10 +1,11 @@
-"""The playground of world-llama with its lessons, and the pictures of it: the ready folder, under 15 MB, and two PNGs.
+"""Playgrounds of world-llama and world-bert with their lessons, and pictures of them: folders under 18 MB, three PNGs.
 
     python benchmarks/playground_pictures.py [FOLDER] [--save]
 
-Writes the folder (a temporary one if left out) and opens it in headless Chromium; `--save` writes
-benchmarks/results/pictures/playground.png, the lesson "Cut the edge" on a desktop in light colours, and
-playground_phone.png, "Two places, one fact" on a phone in dark ones: its next token, and the menu of a cell.
+Writes both folders into FOLDER (a temporary one if left out) and opens them in headless Chromium; `--save` writes
+benchmarks/results/pictures/playground.png, the lesson "Cut the edge" on a desktop in light colours,
+playground_phone.png, "Two places, one fact" on a phone in dark ones: its next token, and the menu of a cell, and
+playground_bert.png, the edge from a mask to a later word cut.
 """
 
 import argparse
@@ -23,7 +24,6 @@ from mionnx import MIModel
 from mionnx.playground import playground, serve
 
 ROOT = Path(__file__).parents[1]
-LESSONS = ROOT / "mionnx" / "playground" / "examples" / "world-llama.json"
 PICTURES = RESULTS / "pictures"
 GAP = 24  # pixels between two pictures
 
@@ -32,8 +32,9 @@ def lesson(page: Page, number: int) -> None:
     """Open a lesson, counted from 0, and wait until everything of it is drawn and written."""
     page.locator("#lesson-list button").nth(number).click()
     page.wait_for_selector('body[data-state="idle"]')
-    page.wait_for_selector("#texts:not(.old)")
-    page.wait_for_selector("#stop", state="hidden")
+    if page.locator("#writing").is_visible():
+        page.wait_for_selector("#texts:not(.old)")
+        page.wait_for_selector("#stop", state="hidden")
     page.wait_for_timeout(400)  # bars move to their lengths
 
 
@@ -63,7 +64,19 @@ def beside(left: bytes, right: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def pictures(address: str) -> dict[str, bytes]:
+def encoder(page: Page) -> bytes:
+    """The whole page of an encoder's lesson on an edge to a later word."""
+    lesson(page, 1)
+    return page.screenshot()
+
+
+PICTURED = {
+    "world-llama": (("playground.png", "large", desktop), ("playground_phone.png", "small", phone)),
+    "world-bert": (("playground_bert.png", "large", encoder),),
+}
+
+
+def pictures(model: str, address: str) -> dict[str, bytes]:
     """File name -> PNG."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
@@ -73,11 +86,12 @@ def pictures(address: str) -> dict[str, bytes]:
             viewport={"width": 390, "height": 780}, color_scheme="dark", has_touch=True, device_scale_factor=1.5
         )
         found = {}
-        for name, context, take in (("playground.png", large, desktop), ("playground_phone.png", small, phone)):
-            page = context.new_page()
+        for name, size, take in PICTURED[model]:
+            page = {"large": large, "small": small}[size].new_page()
             page.goto(address)
             page.wait_for_selector('body[data-state="idle"]')
-            page.set_checked("#auto", True)
+            if page.locator("#writing").is_visible():
+                page.set_checked("#auto", True)
             found[name] = take(page)
         browser.close()
     return found
@@ -89,18 +103,18 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
     with TemporaryDirectory() as scratch:
-        folder = asked.folder or Path(scratch) / "site"
-        model = MIModel.from_pretrained(ROOT / "models" / "world-llama")
-        playground(model, folder, title="world-llama", examples=LESSONS)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        print(f"{folder}: {size / 1e6:.1f} MB")
-        server = serve(folder)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, png in pictures(f"http://localhost:{server.server_address[1]}/").items():
-            print(f"{name}: {len(png) / 1e3:.0f} kB")
-            if asked.save:
-                (PICTURES / name).write_bytes(png)
-        server.shutdown()
+        for name in PICTURED:
+            folder = (asked.folder or Path(scratch)) / name
+            playground(MIModel.from_pretrained(ROOT / "models" / name), folder, title=name)
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            print(f"{folder}: {size / 1e6:.1f} MB")
+            server = serve(folder)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            for picture, png in pictures(name, f"http://localhost:{server.server_address[1]}/").items():
+                print(f"{picture}: {len(png) / 1e3:.0f} kB")
+                if asked.save:
+                    (PICTURES / picture).write_bytes(png)
+            server.shutdown()
 
 
 if __name__ == "__main__":

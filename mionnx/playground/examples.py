@@ -1,9 +1,10 @@
 """Prepared examples of a playground, read from a JSON file and checked against the model.
 
-{"examples": [{"name", "text", "prompt", "second", "interventions", "view", "layer", "head", "generate"}]}; only
-`name` and `prompt` are needed. `text` explains it, in plain text, a blank line between paragraphs; `second` is the
-prompt that patches come from; `view` is "lens", "attention" (of `layer` and `head`), "parts" or "steer"; `generate` is
-a number of tokens. Interventions are entries of a spec's file with a "value", see this room's README.
+{"examples": [{"name", "text", "prompt", "second", "compare", "interventions", "view", "layer", "head", "generate"}]};
+only `name` and `prompt` are needed. `text` explains it, in plain text, a blank line between paragraphs; `second` is the
+prompt that patches come from; `compare` the texts that an embedding model compares with the prompt; `view` is "lens"
+(where the head reads whole texts "stream"), "attention" (of `layer` and `head`), "parts" or "steer"; `generate` is a
+number of tokens. Interventions are entries of a spec's file with a "value", see this room's README.
 """
 
 import json
@@ -22,13 +23,14 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
     "prompt": (str,),
     "second": (str, type(None)),
+    "compare": (list, type(None)),
     "interventions": (list,),
     "view": (str, type(None)),
     "layer": (int, type(None)),
     "head": (int, type(None)),
     "generate": (int, type(None)),
 }
-VIEWS = ("lens", "attention", "parts", "steer", None)
+VIEWS = ("lens", "stream", "attention", "parts", "steer", None)
 ENTRY = ("hook", "kind", "positions", "heads", "rows", "neurons", "value", "strength", "on", "label")
 
 
@@ -68,10 +70,19 @@ def _check_texts(where: str, example: dict[str, Any], model: MIModel) -> None:
     for name, count in (("layer", model.num_layers), ("head", model.num_heads)):
         if example.get(name) is not None and not 0 <= example[name] < count:
             raise InputError(f"{where}: {name} {example[name]} of {count}")
+    meta = model.hooked.metadata
+    absent = {"stream": meta.positional, "lens": not meta.positional}
+    if absent.get(example.get("view") or ""):
+        raise InputError(f"{where}: the page of this model has no view {example['view']!r}")
+    if example.get("compare") and not all(isinstance(text, str) for text in example["compare"]):
+        raise InputError(f"{where}: compare is a list of texts")
+    for text, has_meaning in (("compare", meta.head == "embedding"), ("generate", not meta.reads_whole)):
+        if example.get(text) is not None and not has_meaning:
+            raise InputError(f"{where}: {text} has no meaning for a model with the head {meta.head!r}")
     for name in ("prompt", "second"):
         if example.get(name) is not None:
             ids = model.tokenize(example[name])
-            longest = model.hooked.context_length
+            longest = model.hooked.longest_text if meta.reads_whole else model.hooked.context_length
             if longest is not None and len(ids) > longest:
                 raise InputError(f"{where}: {name} has {len(ids)} tokens, and the model is made for {longest}")
 

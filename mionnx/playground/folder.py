@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from mionnx.compile.in_dtype import in_dtype
-from mionnx.errors import InputError, MIError, ModelError, SpecFileError, nearest
+from mionnx.errors import InputError, ModelError, SpecFileError, nearest
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.inputs.chat_template import load_chat_template
-from mionnx.inputs.chat_tokens import tokenize_chat
+from mionnx.graph.metadata import NORMED_STREAM
+from mionnx.graph.output_head import LOGITS
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
@@ -28,6 +28,7 @@ from mionnx.model import MIModel
 from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import COMPUTED, PlaygroundGraph, build_graph
 from mionnx.playground.npm_files import vendor
+from mionnx.playground.reading import chat_of, reading_of, special_tokens
 from mionnx.run.source_path import shipped_models
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
@@ -44,7 +45,6 @@ LARGEST_WEIGHTS = 2**31  # bytes of weights that a page can hold beside itself i
 LENGTH, CHECKED_LOGITS = 6, 32  # tokens of the prompt that a browser computes too; logits that are compared
 CHECKED_TOLERANCES = {"float32": 1e-3, "float16": 2e-2}  # of the largest of them
 FORMAT = 1  # of the manifest
-MESSAGE = "Name the colour of the sky."
 
 
 def lessons(model: MIModel) -> Path | None:
@@ -73,11 +73,14 @@ def playground(
 ) -> Path:
     """Write a static folder in which a browser runs the model, looks inside, and changes it.
 
-    Any file server serves it, GitHub Pages too; it calls no other. The first time onnxruntime-web and a tokenizer
-    library are downloaded from npm's registry into the store, checked against pinned hashes.
+    A decoder continues texts there; a masked language model fills masks, a classifier tells labels, a tagger tags, an
+    embedding model how alike texts are. Any file server serves it, GitHub Pages too; it calls no other. The first time
+    onnxruntime-web and a tokenizer library are downloaded from npm's registry into the store, checked against pinned
+    hashes.
 
     Args:
-        model: with a tokenizer.json, activations in float32 or float16; weights of 4 or 8 bits make the folder small.
+        model: with a tokenizer.json, activations in float32 or float16, any head but spans or none; weights of 4 or 8
+            bits make the folder small.
         folder: path of a folder that does not exist yet.
         hooks: interventions that the page lists from the start, each of which can be switched off.
         title: of the page; the model's name if left out.
@@ -154,7 +157,10 @@ def _write(
     if spec.interventions:
         spec.save(str(at / SPEC))
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
-    manifest = manifest_of(model.hooked, graph, spec, title, _reference(model, graph), opened_as, chat_of(model))
+    reading = reading_of(model)
+    manifest = manifest_of(
+        model.hooked, graph, spec, title, _reference(model, graph), opened_as, chat_of(model), reading
+    )
     if graph.floats is not None:
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
@@ -215,18 +221,22 @@ def manifest_of(
     check: dict[str, Any],
     opened_as: tuple[str, str | None] | None = None,
     chat: dict[str, str] | None = None,
+    reading: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The manifest without its files; `check`: logits that a browser has to reach before it shows any."""
-    sizes = model.metadata.sizes
+    """The manifest without its files.
+
+    `check`: logits that a browser has to reach before it shows any; `reading`: how texts are read, see `reading_of`.
+    """
+    sizes, meta = model.metadata.sizes, model.metadata
     return {
         "format": FORMAT,
         "title": title,
         "model": {
             "name": model.name,
-            "family": model.metadata.family,
+            "family": meta.family,
             "chat": chat,
             "source": dict(zip(("name", "dtype"), opened_as or (str(model.folder), None), strict=True)),
-            "weights": model.metadata.weight_dtype,
+            "weights": meta.weight_dtype,
             "bits": list(graph.bits),
             "bytes": sum(graph.weights.values()),
             "layers": sizes.num_layers,
@@ -235,8 +245,14 @@ def manifest_of(
             "head_dim": sizes.head_dim,
             "hidden": sizes.hidden_size,
             "vocabulary": sizes.vocab_size,
-            "context": model.context_length,
+            "head": meta.head,
+            "choices": meta.columns,
+            "labels": meta.labels,
+            "activation": meta.activation,
+            "normed": NORMED_STREAM in meta.exporter,
+            "context": model.longest_text if meta.reads_whole else model.context_length,
             "end_tokens": model.end_tokens(),
+            **(reading or {}),
         },
         "hooks": {
             name: {"axes": list(site.dims), "kinds": list(site.kinds)} | ({"limit": site.limit} if site.limit else {})
@@ -256,9 +272,16 @@ def manifest_of(
             "windows": {
                 str(HookPoint.AttnScores(n)): window
                 for n in range(sizes.num_layers)
-                if (window := model.metadata.window(n)) is not None
+                if (window := meta.window(n)) is not None
             },
             "leads": _leads(model, graph),
+            "output": LOGITS,  # whatever the main output is
+            "positional": meta.positional,
+            "both": meta.bidirectional,
+            "types": model.has_token_types,
+            # The one token that classes or an embedding are made of, and the hook points that change it from elsewhere.
+            "reads": None if meta.positional else model.influence.token_read(meta.main_point),
+            "spreads": [name for name in graph.sites if LOGITS in model.influence.of(name).spread],
             "past": _past(model),
             "check": check,
         },
@@ -266,10 +289,10 @@ def manifest_of(
 
 
 def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
-    """Hook point -> those that its value flows into with none between, and "logits"."""
+    """Hook point -> those that its value flows into with none between, and the main output."""
     sites = frozenset(graph.sites)
     reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
-    return {name: sorted(points & (sites | {"logits"})) for name, points in reached.items()}
+    return {name: sorted(points & (sites | {LOGITS})) for name, points in reached.items()}
 
 
 def spec_entries(spec: HookSpec) -> list[dict[str, Any]]:
@@ -283,7 +306,9 @@ def spec_entries(spec: HookSpec) -> list[dict[str, Any]]:
 
 
 def _past(model: HookedModel) -> list[dict[str, Any]]:
-    """The past's inputs, with the outputs that follow them; shapes for one text without a past."""
+    """The past's inputs, with the outputs that follow them; shapes for one text; none without a cache."""
+    if not model.has_cache:
+        return []
     shapes = model.metadata.past_shapes(1, 0)
     layers = model.metadata.sizes.num_layers or 0
     names = zip(KEYS_AND_VALUES.inputs(layers), KEYS_AND_VALUES.outputs(layers), strict=True)
@@ -291,22 +316,25 @@ def _past(model: HookedModel) -> list[dict[str, Any]]:
 
 
 def _reference(model: MIModel, graph: PlaygroundGraph) -> dict[str, Any]:
-    """The check of a runtime: a prompt, interventions, and some logits of its last position.
+    """The check of a runtime: a prompt, interventions, and some logits of its last position, or of the whole text.
 
     A runtime whose logits are further from these than the tolerance is not used.
     """
-    vocabulary, layer = model.vocab_size, model.num_layers // 2
-    tokens = np.arange(3, 3 + 7 * LENGTH, 7) % vocabulary
-    ids = np.linspace(0, vocabulary - 1, min(CHECKED_LOGITS, vocabulary)).astype(int)
+    meta, layer = model.hooked.metadata, model.num_layers // 2
+    # No token that parts a pair is among them: a page takes what is behind it for the second text.
+    special, candidates = special_tokens(model), np.arange(3, 3 + 28 * LENGTH, 7) % model.vocab_size
+    tokens = np.array([token for token in candidates.tolist() if token not in special][:LENGTH])
+    ids = np.linspace(0, meta.columns - 1, min(CHECKED_LOGITS, meta.columns)).astype(int)
     spec, entries = _changes(model, layer, graph)
     # The plain run and a changed one: a runtime may compute the slots wrongly.
-    logits = [model.forward(tokens[None], one).output()[0, -1, ids] for one in (None, spec)]
+    outputs = [model.forward(tokens[None], one).output()[0] for one in (None, spec)]
+    logits = [(output[-1] if meta.positional else output)[ids] for output in outputs]
     largest = max(float(np.abs(one).max()) for one in logits)
     return {
         "tokens": tokens.tolist(),
         "ids": ids.tolist(),
-        # Of logits near 0 the tolerance is absolute.
-        "tolerance": CHECKED_TOLERANCES[model.hooked.metadata.dtype] * max(largest, 1.0),
+        # Of logits near 0 the tolerance is absolute; the numbers of an embedding of length 1 are all small.
+        "tolerance": CHECKED_TOLERANCES[meta.dtype] * (largest if meta.head == "embedding" else max(largest, 1.0)),
         "runs": [
             {"interventions": changes, "logits": [round(float(x), 6) for x in one]}
             for changes, one in zip(([], entries), logits, strict=True)
@@ -322,33 +350,16 @@ def _changes(model: MIModel, layer: int, graph: PlaygroundGraph) -> tuple[HookSp
         str(point(layer)) for point in (HookPoint.AttnScores, HookPoint.AttnOut, HookPoint.ResidPost)
     )
     if scores in graph.sites:
-        mask = create_knockout_mask(KnockoutSpec().edge(LENGTH - 1, 1), model.num_heads, LENGTH)
+        # An encoder's head may read the first token alone: an edge of it too, to a later one.
+        edges = [[LENGTH - 1, 1], *([[0, LENGTH - 2]] if model.bidirectional else [])]
+        cut = KnockoutSpec(edges=[(query, key) for query, key in edges])
+        mask = create_knockout_mask(cut, model.num_heads, LENGTH, both=model.bidirectional)
         spec.intervene(scores, Intervention.Knockout(mask))
-        entries.append({"hook": scores, "kind": "knockout", **limits, "value": {"edges": [[LENGTH - 1, 1]]}})
+        entries.append({"hook": scores, "kind": "knockout", **limits, "value": {"edges": edges}})
     if out in graph.sites:
         spec.intervene(out, Intervention.Scale(0.5))
         entries.append({"hook": out, "kind": "scale", **limits, "value": 0.5})
-    spec.intervene(stream, Intervention.Add(0.25, positions=[-1, 2]))
-    entries.append({"hook": stream, "kind": "add", **limits, "positions": [-1, 2], "value": 0.25})
+    # The first token and the last: a head of whole texts may read one of them alone.
+    spec.intervene(stream, Intervention.Add(0.25, positions=[-1, 0]))
+    entries.append({"hook": stream, "kind": "add", **limits, "positions": [-1, 0], "value": 0.25})
     return spec, entries
-
-
-def chat_of(model: MIModel) -> dict[str, str] | None:
-    """The text before and after one message of a chat, the beginning of the answer included.
-
-    None where the model has no template, where the template changes the message, or where the text around it does not
-    give the ids of `tokenize_chat`: a template writes the token that begins a text, which a tokenizer adds too.
-    """
-    try:
-        template = load_chat_template(model.hooked.folder)
-        chat = tokenize_chat(model.tokenizer, template, [{"role": "user", "content": MESSAGE}], True, False, {})
-    except MIError:
-        return None
-    if chat.text.count(MESSAGE) != 1:
-        return None
-    before, _, after = chat.text.partition(MESSAGE)
-    begins = template.tokens.get("bos_token", "")
-    for start in (before, before.removeprefix(begins)):
-        if model.tokenizer.encode(start + MESSAGE + after).ids == [*chat.ids]:
-            return {"before": start, "after": after}
-    return None

@@ -4,8 +4,9 @@
    broadcast to the value: it stands for any sequence of adding, scaling, zeroing and replacing. Scores have one slot, a
    mask that is added. `clamp` and `project_out` have slots of their own where a spec uses them, in the spec's order.
 2. Every such hook point is an output, after its slots, and so is every attention pattern.
-3. The head reads chosen rows of the residual stream; see `mionnx.rewrite.lens_rows`.
-4. Keys and values of the past are inputs and outputs, for generation.
+3. A head that says something of each token reads chosen rows of the residual stream; see `mionnx.rewrite.lens_rows`.
+   One that says something of a whole text, classes or an embedding, is left as it is.
+4. Keys and values of the past are inputs and outputs, for generation; what reads texts whole has none.
 5. Weights in blocks can be unpacked when the graph is opened, where there is memory for floats: a second graph of the
    same weight files, see `mionnx.rewrite.products_in_floats`.
 6. Of a model in float16 inputs and outputs are float32 all the same; see `mionnx.rewrite.float32_ports`. What is fed
@@ -41,7 +42,8 @@ MASK_KINDS = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")
 COMPUTED = ("float32", "float16")  # dtypes of activations that browsers compute in
 READS_BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
-AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
+AT_ROWS = ("FinalNorm", "Logits", "MlmHead", "TokenLogits")  # behind the rows that the head reads
+SHOWN = ("next_token", "masked_lm", "classes", "token_classes", "embedding")  # heads that a page can show
 SLOT_KINDS = {"affine": ("scale", "add"), "mask": ("knockout",)} | {kind: (kind,) for kind in EXTRA}
 
 
@@ -82,7 +84,8 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
     captures = tuple(CaptureNode(name) for name in sorted({*sites, *patterns}, key=model.order.__getitem__))
     plan = Plan(tuple(edit for name, site in sites.items() for edit in _edits(name, site, model)), captures)
     graph, report = apply_plan(model.proto, plan, model.metadata)
-    lens_rows(graph, streams, report)
+    if model.metadata.positional:
+        lens_rows(graph, streams, report)
     prune(graph, report)
     proto = with_float32_ports(to_proto(graph, model.proto, {}))
     unpacked, size = products_in_floats(proto)
@@ -95,8 +98,11 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
 def _refuse_model(model: HookedModel) -> None:
     model.need_weights("a playground")
     meta = model.metadata
-    if meta.bidirectional:
-        raise ModelError(f"a playground continues texts, and this {meta.family} model is an encoder")
+    if meta.head not in SHOWN:
+        has = "has no head: it gives its last stream" if meta.head == "none" else f"has the head {meta.head!r}"
+        raise ModelError(
+            f"a playground shows tokens, labels, tags or how alike texts are, and this {meta.family} model {has}"
+        )
     if not meta.attends:
         raise ModelError(f"a playground shows attention, and this {meta.family} model is recurrent: it has none")
     if meta.carries_state:
@@ -108,9 +114,10 @@ def _refuse_model(model: HookedModel) -> None:
     missing = [
         layer for layer in range(meta.sizes.num_layers or 0) if str(HookPoint.ResidPost(layer)) not in model.order
     ]
-    if missing or not model.has_cache:
+    if missing or not (model.has_cache or meta.reads_whole):
         lacks = f"hook_resid_post in layer {missing[0]}" if missing else "a past as inputs"
-        raise ModelError(f"a playground needs a lens and a past; this {meta.family} model lacks {lacks}")
+        needs = "the stream behind each layer" if meta.reads_whole else "a lens and a past"
+        raise ModelError(f"a playground needs {needs}; this {meta.family} model lacks {lacks}")
 
 
 def _sites(model: HookedModel, spec: HookSpec, points: Sequence[str]) -> dict[str, EditSite]:
@@ -142,7 +149,7 @@ def _sites(model: HookedModel, spec: HookSpec, points: Sequence[str]) -> dict[st
 def _refuse_point(point: HookPoint, model: HookedModel) -> None:
     if point.derived:
         raise HookError(f"{point} is computed for captures alone; a playground can change {point.instead}")
-    if point.variant in AT_ROWS:
+    if point.variant in AT_ROWS and model.metadata.positional:
         raise HookError(
             f"{point} lies behind the rows that a playground's lens chooses; the nearest that it can change is "
             f"{HookPoint.ResidPost((model.metadata.sizes.num_layers or 1) - 1)}"

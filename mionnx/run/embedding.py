@@ -60,7 +60,7 @@ def embed(
     if normalize is False and pooling.get("normalize"):
         raise InputError("normalize=False: this model's graph gives vectors of length 1; capture hook_pooled instead")
     entries = listed_texts(texts, pairs=False)
-    before = _prompt(model, prompt_name)
+    before = prompt_before(model, prompt_name)
     entries = [before + text for text in entries]
     if pooling.get("lower_case"):
         entries = [text.lower() for text in entries]
@@ -73,7 +73,7 @@ def embed(
     return unit(vectors) if normalize else vectors
 
 
-def _prompt(model: Runner, prompt: str | None) -> str:
+def prompt_before(model: Runner, prompt: str | None) -> str:
     """The text before each text."""
     pooling = model.hooked.metadata.pooling
     prompts = pooling.get("prompts") or {}

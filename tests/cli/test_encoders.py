@@ -74,7 +74,6 @@ def test_commands_of_predictions_read_the_mask():
     for arguments, why in {
         ("run", BERT, "The capital of France is Paris ."): "has no mask tokens",
         ("demo", "--model", BERT): "the worked examples are of decoders",
-        ("playground", BERT, "-o", "never"): "a playground continues texts",
     }.items():
         refused = mionnx(*arguments)
         assert refused.returncode == 1

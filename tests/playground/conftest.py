@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from repository import REPOSITORY
 from mionnx import HookSpec, Intervention, MIModel
 from mionnx.errors import RuntimeMissingError
 from mionnx.playground import playground, serve
+from mionnx.playground.folder import ENGINE, PAGE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -144,3 +146,13 @@ def page(opened: Page) -> Page:
     opened.keyboard.press("Escape")
     opened.locator("#lesson-list button").first.click()
     return idle(opened)
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Page and engine as they lie in a playground."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "package.json").write_text('{"type": "module"}')
+    shutil.copytree(PAGE, folder, dirs_exist_ok=True)
+    shutil.copytree(ENGINE, folder / "engine")
+    return folder

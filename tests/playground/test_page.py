@@ -168,7 +168,7 @@ def strip(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_lens_of_a_large_vocabulary_reads_some_layers_first(page: Page):
-    page.evaluate("playground.engine.manifest.model.vocabulary = 1e6")
+    page.evaluate("playground.engine.manifest.model.choices = 1e6")
     page.fill("#prompt", "The capital of Peru is")
     idle(page)
     rows = page.locator("#view table.lens").first.locator("th.side")
@@ -176,7 +176,7 @@ def test_a_lens_of_a_large_vocabulary_reads_some_layers_first(page: Page):
     page.get_by_role("button", name="Show all layers").click()
     idle(page)
     assert rows.all_inner_texts() == ["layer 3", "layer 2", "layer 1", "layer 0"]
-    page.evaluate("playground.engine.manifest.model.vocabulary = 471")
+    page.evaluate("playground.engine.manifest.model.choices = 471")
 
 
 PACK = """async (state) => {

@@ -22,8 +22,8 @@ from playground_deeds import (
 from playground_pages import LOGITS, idle, view, visit
 
 from mionnx import HookSpec, MIModel
-from mionnx.playground.folder import chat_of
 from mionnx.playground.graph import build_graph
+from mionnx.playground.reading import chat_of
 from mionnx.run.source_path import PACKAGED
 
 if TYPE_CHECKING:

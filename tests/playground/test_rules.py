@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -19,20 +18,9 @@ from playground_rules import Rules, node
 from repository import SHARED
 
 from mionnx import HookSpec, MIModel
-from mionnx.playground.folder import ENGINE, PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Page and engine as they lie in a playground."""
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "package.json").write_text('{"type": "module"}')
-    shutil.copytree(PAGE, folder, dirs_exist_ok=True)
-    shutil.copytree(ENGINE, folder / "engine")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -139,13 +139,14 @@ REFUSED: dict[str, list[Entry]] = {
 }
 
 
-def random_case(chance: Random, hooks: list[str]) -> list[Entry]:
-    """One to four entries that a page has, most of them valid."""
-    return [random_entry(chance, hooks) for _ in range(chance.choice((1, 1, 2, 3, 4)))]
+def random_case(chance: Random, hooks: list[str], heads: int = HEADS, both: bool = False) -> list[Entry]:
+    """One to four entries that a page has, most of them valid; `both`: with edges to later keys."""
+    return [random_entry(chance, hooks, heads, both) for _ in range(chance.choice((1, 1, 2, 3, 4)))]
 
 
-def random_entry(chance: Random, hooks: list[str]) -> Entry:
-    hook = chance.choice([hooks[0], *hooks, SCORES, Z, POST, POST])
+def random_entry(chance: Random, hooks: list[str], count_of_heads: int, both: bool) -> Entry:
+    often = [hook for hook in (SCORES, Z, POST, POST) if hook in hooks]
+    hook = chance.choice([hooks[0], *hooks, *often])
     made: Entry = {"hook": hook}
     count = chance.choice((0, 0, 1, 2, 2, 5))
     if count:
@@ -154,10 +155,10 @@ def random_entry(chance: Random, hooks: list[str]) -> Entry:
         made["positions"] = "prompt"
     heads = hook.endswith(("hook_z", "hook_scores")) and chance.random() < 0.5
     if heads:
-        made["heads"] = [chance.randrange(HEADS) for _ in range(chance.choice((1, 2, 2, 8)))]
+        made["heads"] = [chance.randrange(count_of_heads) for _ in range(chance.choice((1, 2, 2, count_of_heads)))]
     if hook.endswith("hook_scores"):
         pairs = [
-            sorted((chance.randrange(TOKENS), chance.randrange(TOKENS)), reverse=True)
+            sorted((chance.randrange(TOKENS), chance.randrange(TOKENS)), reverse=not both or chance.random() < 0.5)
             for _ in range(chance.randint(1, 3))
         ]
         knockout = made | {"kind": "knockout", "value": {"edges": pairs}}
@@ -167,15 +168,17 @@ def random_entry(chance: Random, hooks: list[str]) -> Entry:
         at = made.get("positions")
         positions = None if at in (None, "prompt") else [chance.randrange(TOKENS) for _ in at]
         return made | {"kind": kind, "value": patch(positions)}
-    return made | {"kind": kind} | ({} if kind == "zero" else {"value": random_value(chance, made, hook)})
+    return (
+        made | {"kind": kind} | ({} if kind == "zero" else {"value": random_value(chance, made, hook, count_of_heads)})
+    )
 
 
-def random_value(chance: Random, made: Entry, hook: str) -> Any:
+def random_value(chance: Random, made: Entry, hook: str, count_of_heads: int) -> Any:
     """A number, or one for each of what is chosen, of the whole axis, or of another number."""
     if chance.random() < 0.4:
         return chance.choice((0.5, -1.0, 3.0, 1.0, 1e39, 2))
     at = made.get("positions")
     rows = TOKENS if at in (None, "prompt") else chance.choice((1, len(at), TOKENS, 3))
-    heads = chance.choice((1, len(made.get("heads", [1])), 8))
+    heads = chance.choice((1, len(made.get("heads", [1])), count_of_heads))
     value = [[[round(chance.uniform(-1, 1), 2)] for _ in range(heads)] for _ in range(rows)]
     return value if hook.endswith("hook_z") else [row[0] for row in value]

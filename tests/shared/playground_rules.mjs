@@ -21,7 +21,7 @@ async function answer(entries) {
   const values = all.map((edit) => valueOf(edit, captured, tensors));
   const feeds = inputs(all, values, manifest, call), parts = {};
   const declared = all.map((edit, n) => {
-    const [entry, own] = stored(edit, values[n], prompt);
+    const [entry, own] = stored(edit, values[n], prompt, manifest.engine.both);
     for (const [name, tensor] of Object.entries(own)) parts[`interventions.${n}.${name}`] = tensor;
     return entry;
   });

@@ -39,13 +39,16 @@ def file_spec(model: MIModel) -> HookSpec:
 
 
 class Rules:
-    """A model in Python, and its playground's engine in Node."""
+    """A model in Python, and its playground's engine in Node.
 
-    def __init__(self, model: MIModel, folder: Path) -> None:
+    `file`: the spec that its page has from the start; `prompt`: a text of as many tokens as the cases' own.
+    """
+
+    def __init__(self, model: MIModel, folder: Path, file: HookSpec | None = None, prompt: str = PROMPT) -> None:
         if shutil.which("node") is None:
             pytest.skip("Node is not installed here")
-        self.model, self.folder = model, folder
-        self.file = file_spec(model)
+        self.model, self.folder, self.prompt = model, folder, prompt
+        self.file = file_spec(model) if file is None else file
         self.graph = build_graph(model.hooked, self.file)
         self.manifest = manifest_of(model.hooked, self.graph, self.file, "rules", {})
         options = onnxruntime.SessionOptions()
@@ -55,7 +58,7 @@ class Rules:
         )
         self.session = onnxruntime.InferenceSession(self.graph.model, options)
         self.captured: dict[tuple[str, str], Array] = {}
-        self.ids = np.array([model.tokenizer.encode(PROMPT).ids])
+        self.ids = np.array([model.tokenizer.encode(prompt).ids])
 
     def activation(self, text: str, hook: str) -> Array:
         if (text, hook) not in self.captured:
@@ -80,7 +83,7 @@ class Rules:
         }
         captured = {
             text: {hook: tensor(self.activation(text, hook)) for hook in self.graph.sites}
-            for text in {PROMPT, SECOND, *texts}
+            for text in {self.prompt, SECOND, *texts}
         }
         asked = {
             "manifest": self.manifest,
@@ -92,7 +95,7 @@ class Rules:
         return json.loads(node(SHARED / "playground_rules.mjs", self.folder, given=json.dumps(asked)))
 
     def of_feeds(self, feeds: dict[str, Entry]) -> Array:
-        """The last position's logits of the graph with the engine's inputs."""
+        """The main output of the graph with the engine's inputs: logits of the last position, or of the whole text."""
         arrays = {name: floats(one["data"]).reshape(one["dims"]) for name, one in feeds.items()}
         arrays |= {
             "input_ids": self.ids,
@@ -103,10 +106,14 @@ class Rules:
         arrays |= {name: np.zeros(shape, np.float32) for name, shape in past.items()}
         arrays |= {"mionnx.rows": np.array([self.model.num_layers * TOKENS - 1]), "mionnx.rows.whole": np.array([0])}
         arrays |= {"mionnx.rows.k": np.array([1]), "mionnx.rows.tracked": np.array([0])}
-        return self.session.run(["logits"], arrays)[0].reshape(-1)
+        arrays["token_type_ids"] = np.zeros_like(self.ids)
+        known = {entry.name for entry in self.session.get_inputs()}
+        given = {name: value for name, value in arrays.items() if name in known}
+        return self.session.run(["logits"], given)[0].reshape(-1)
 
     def of_python(self, spec: HookSpec) -> Array:
-        return self.model.forward(PROMPT, spec).output()[0, -1]
+        output = self.model.forward(self.prompt, spec).output()[0]
+        return output[-1] if self.model.hooked.metadata.positional else output
 
     def spec(self, case: list[Entry]) -> HookSpec:
         """What entries mean, written with Python's own constructors."""
@@ -135,7 +142,8 @@ class Rules:
             asked = KnockoutSpec()
             for pair in value["edges"]:
                 asked.edge(*pair)
-            mask, chosen = create_knockout_mask(asked, 1, TOKENS), limits.get("positions")
+            mask = create_knockout_mask(asked, 1, TOKENS, both=self.model.bidirectional)
+            chosen = limits.get("positions")
             whole = [*dict.fromkeys(at % TOKENS for at in chosen)] if isinstance(chosen, list) else []
             # As many queries as are chosen are in the order chosen; edges are by position.
             return make(mask[:, :, whole] if len(whole) == TOKENS else mask, **limits)

@@ -7,7 +7,7 @@ const [library, engine, folder] = process.argv.slice(2);
 const { Tokens } = await import(pathToFileURL(`${engine}/tokens.js`));
 const { Tokenizer } = await import(pathToFileURL(library));
 const read = (name) => JSON.parse(readFileSync(`${folder}/${name}`, "utf8"));
-const tokens = new Tokens(Tokenizer, read("tokenizer.json"), read("tokenizer_config.json"), 2 ** 31);
+const tokens = new Tokens(Tokenizer, read("tokenizer.json"), read("tokenizer_config.json"), { vocabulary: 2 ** 31 });
 const texts = JSON.parse(readFileSync(0, "utf8"));
 const found = texts.map((text) => {
   const ids = tokens.encode(text);

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.attribution import Attribution, Attributions
+from mionnx.analysis.attribution.frozen_norms import FrozenNorms, sums_have_names
 from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
 from mionnx.bind.logit_selection import Logits
@@ -71,7 +72,10 @@ def attribute(
 
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
     the final norm and the head. Heads go through a norm behind the attention (Gemma 2) as through the final one.
-    Where a quantised head rounds what it reads to 8 bits, the parts add up to within that rounding, some 1 %.
+    Where the stream is normed after each addition (BERT), a part goes through all norms behind it, each held at the
+    actual stream's scale, and through the head's transform by RelP's rule (`x f(x)` takes f for constant); "norm_bias"
+    has the biases of all these norms. Where a quantised head rounds what it reads to 8 bits, the parts add up to within
+    that rounding, some 1 %.
 
     Args:
         prompt: one text, or ids; or a list of them.
@@ -96,7 +100,8 @@ def attribute(
         many = model.attribute(["The capital of France is", "The capital of Peru is"], ["Paris", "Lima"])
         many.values, many.sem, many.by_pair.shape  # (prompts, component)
     """
-    refuse_normed_stream(model.hooked, "attribution")
+    if not sums_have_names(model.hooked):
+        refuse_normed_stream(model.hooked, "attribution")
     refuse_without_vocabulary(model.hooked, "attribution")
     refuse_several_streams(model.hooked, "attribution")
     texts, place = texts_of(model, prompt), place_of(model.hooked, position)
@@ -104,13 +109,18 @@ def attribute(
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
     pairs = [[None if token is None else token_of(model, token) for token in pair] for pair in zip(*sides, strict=True)]
 
+    frozen = FrozenNorms(model, hooks, len(texts)) if sums_have_names(model.hooked) else None
+
     def read(row: int, cache: HookCache) -> Attribution:
         for what, tokens in zip(("answer", "versus"), sides, strict=True):
             warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
         column = 0 if isinstance(place, int) else places[row]
+        if frozen is not None:
+            return _through_norms(frozen, texts[row], places[row], column, cache, *pairs[row])
         return _attribution(model, texts[row], places[row], column, cache, *pairs[row])
 
-    spec, logits = _spec(model, place, hooks), Logits(positions=place)
+    points = [request.what for request in decomposition_hooks(model).captures] if frozen is None else frozen.points
+    spec, logits = _spec(points, place, hooks), Logits(positions=place)
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=logits)
     results = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
@@ -154,7 +164,7 @@ def _end(model: Runner) -> HookPoint:
     return HookPoint.ResidPost(model.num_layers - 1)
 
 
-def _spec(model: Runner, place: Place | None, hooks: HookSpec | None) -> HookSpec:
+def _spec(points: list[Any], place: Place | None, hooks: HookSpec | None) -> HookSpec:
     """Captures of all components of the stream at one position; at all where each text has its own."""
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
@@ -163,14 +173,48 @@ def _spec(model: Runner, place: Place | None, hooks: HookSpec | None) -> HookSpe
         if spec.has_intervention_at(point):
             raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
     positions = place if isinstance(place, int) else None
-    return spec.capture([request.what for request in decomposition_hooks(model).captures], positions=positions)
+    return spec.capture(points, positions=positions)
 
 
-def _components(model: Runner, cache: HookCache, column: int) -> dict[str, Vector]:
+def _through_norms(
+    frozen: FrozenNorms,
+    text: PromptText,
+    index: int,
+    column: int,
+    cache: HookCache,
+    answer: int | None,
+    against: int | None,
+) -> Attribution:
+    """The same of a stream that is normed after each addition."""
+    model, logits = frozen.model, cache.output()[0, 0].astype(np.float64)
+    chosen = int(logits.argmax()) if answer is None else answer
+    if chosen == against:
+        raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
+    logit = float(logits[chosen] - (0 if against is None else logits[against]))
+    parts = _components(model, cache, column, frozen.additions)
+    labels, values = frozen.contributions(parts, cache, column, text.ids, index, (chosen, against), logit)
+    _refuse_gap(model, values, logit)
+    return Attribution(
+        labels,
+        values,
+        model.num_heads if decompose.heads_have_shares(model.hooked) else 0,
+        model.num_layers,
+        logit,
+        False,
+        token_text(model, chosen),
+        None if against is None else token_text(model, against),
+        text.tokens,
+        index,
+    )
+
+
+def _components(
+    model: Runner, cache: HookCache, column: int, named: decompose.Named | None = None
+) -> dict[str, Vector]:
     """Label -> what it adds to the stream, [hidden], in order."""
     parts: dict[str, Vector] = {}
     apart = decompose.heads_have_shares(model.hooked)
-    for label, name in decompose.additions(model.hooked, model.num_layers, "all", False, True):
+    for label, name in named or decompose.additions(model.hooked, model.num_layers, "all", False, True):
         value = cache[name][0, column].astype(np.float64)
         layer = HookPoint.parse(name).layer or 0
         if label.endswith("_attn_out") and apart:

@@ -37,7 +37,8 @@ class Attribution(Shown):
 
     Attributes:
         labels: of the components in the order in which they are added: "embed", "pos_embed", "L0H0", "0_attn_bias",
-            "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV, JetMoE).
+            "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV, JetMoE);
+            "norm_bias" for the biases of all norms where the stream is normed after each addition (BERT).
         values: [component] contributions, in logits.
         num_heads: heads a layer; 0 where they have no shares.
         logit: the model's own logit, or difference, which the contributions add up to.

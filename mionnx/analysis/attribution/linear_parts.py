@@ -45,9 +45,12 @@ class LinearNorm:
     def project(self, stack: NDArray[Any], direction: Array, weighted: bool = True) -> Array:
         """The products [component, ...] of `apply(stack)` with a direction [..., hidden], without making it."""
         self._check(stack)
+        return np.einsum("c...h,...h->c...", stack, self.turned(direction, weighted))
+
+    def turned(self, direction: Array, weighted: bool = True) -> Array:
+        """The direction [..., hidden] in front of the norm that reads what one behind it reads: the map transposed."""
         # Taking out the mean is symmetric, so that it can be done to the direction.
-        turned = centre(direction * self.weight if weighted else direction, self.centred) / self.scale
-        return np.einsum("c...h,...h->c...", stack, turned)
+        return centre(direction * self.weight if weighted else direction, self.centred) / self.scale
 
     def _check(self, stack: NDArray[Any]) -> None:
         """Refuse a stack at other positions than the scale's."""

@@ -1,7 +1,7 @@
 // What an intervention chooses of an activation, in one call of the graph.
 //
-// call: {start, count, prompt, length, generating}: tokens of the past and of this call, the prompt's length, the text's
-// length when all is written.
+// call: {start, count, prompt, length, generating, both}: tokens of the past and of this call, the prompt's length, the text's
+// length when all is written; whether tokens read later ones too.
 import { HEADS, isLimited, NEURONS, refuse, SEQUENCE } from "./interventions.js";
 
 export function sizeOf(name, dim, { start, count }) {

@@ -3,7 +3,7 @@ import { PlaygroundError, told, WITHOUT_FLOATS } from "./errors.js";
 import { Files } from "./files.js";
 import { inputs, stored } from "./feeds.js";
 import { edits, needed, valueOf } from "./interventions.js";
-import { largest, probabilities, random } from "./numbers.js";
+import { chances, largest, probabilities, random } from "./numbers.js";
 import { hasGpu, hasMemory, loadRuntime, openSession, refuseWithoutWasm, runSession, runtimeFiles } from "./session.js";
 import { readTensors, specBytes } from "./spec_file.js";
 import { Tokens } from "./tokens.js";
@@ -11,6 +11,7 @@ import { Tokens } from "./tokens.js";
 const FORMAT = 1, MOST = 50, DEFAULT_TOP = 10, LENS_ROWS = 256, KEPT_CAPTURES = 64;
 const LARGE = 50e6; // bytes of weights from which a graphics processor is tried unasked
 const TOKENIZER = ["model/tokenizer.json", "model/tokenizer_config.json"], GRAPH = "model/model.onnx", SPEC = "spec.safetensors";
+const OF_ROWS = ["logits", "mionnx.rows.top", "mionnx.rows.top_ids", "mionnx.rows.tracked_log_probs"]; // outputs of a head that reads rows
 
 export class Core {
   // base: address of the folder; device: "auto", "wasm" or "webgpu"; see engine.js.
@@ -56,7 +57,7 @@ export class Core {
   async loadTokenizer() {
     const [tokenizer, config] = await Promise.all(TOKENIZER.map((path) => this.files.text(path, "tokenizer")));
     const { Tokenizer } = await import(this.files.url("vendor/huggingface-tokenizers/tokenizers.min.mjs"));
-    this.tokens = new Tokens(Tokenizer, JSON.parse(tokenizer), JSON.parse(config), this.manifest.model.vocabulary);
+    this.tokens = new Tokens(Tokenizer, JSON.parse(tokenizer), JSON.parse(config), this.manifest.model);
   }
 
   // Open on the graphics processor; why not, as a sentence, where it fails or gives other numbers.
@@ -109,16 +110,17 @@ export class Core {
   async agree() {
     const { tokens, ids, tolerance, runs } = this.manifest.engine.check;
     for (const { interventions, logits } of runs) {
-      const found = await this.pass(tokens, await this.prepared(interventions), { rows: [this.lastRow(tokens.length)], whole: [0] });
-      const worst = Math.max(...ids.map((id, i) => Math.abs(found.logits.data[id] - logits[i])));
+      const found = await this.pass(tokens, await this.prepared(interventions), this.oneRow(tokens));
+      const output = found[this.manifest.engine.output].data, worst = Math.max(...ids.map((id, i) => Math.abs(output[id] - logits[i])));
       if (!(worst <= tolerance)) {
         throw new PlaygroundError("engine", `its logits differ by ${worst.toPrecision(2)} from those that the model should give (${tolerance.toPrecision(2)} is allowed).`);
       }
     }
   }
 
-  lastRow(count) {
-    return this.manifest.model.layers * count - 1;
+  // The row of the last layer's stream at a position of a text, its last one if none is said.
+  oneRow(tokens, position = tokens.length - 1) {
+    return { rows: [(this.manifest.model.layers - 1) * tokens.length + position], whole: [0] };
   }
 
   // Edits and their values, the activations of other prompts captured.
@@ -143,14 +145,15 @@ export class Core {
   }
 
   async captures(tokens, prepared, hooks) {
-    const found = await this.pass(tokens, prepared, { rows: [this.lastRow(tokens.length)], whole: [0] }, hooks);
+    const found = await this.pass(tokens, prepared, this.oneRow(tokens), hooks);
     return Object.fromEntries(hooks.map((hook) => [hook, { shape: [...found[hook].dims], data: Float32Array.from(found[hook].data) }]));
   }
 
-  // One pass: {rows, whole, k, tracked} as the graph's inputs; past: {start, prompt, length, feeds} of a generation.
+  // One pass: {rows, whole, k, tracked} as the graph's inputs, where it has them; past: {start, prompt, length, feeds} of a generation.
   async pass(tokens, { all, values }, { rows, whole, k = 1, tracked = [] }, fetches = [], past = null) {
     const start = past?.start ?? 0, count = tokens.length;
     const call = { start, count, prompt: past?.prompt ?? count, length: past?.length ?? count, generating: Boolean(past) };
+    const { engine } = this.manifest;
     const whole64 = (numbers) => ({ type: "int64", dims: [numbers.length], data: BigInt64Array.from(numbers, BigInt) });
     const row64 = (numbers) => ({ ...whole64(numbers), dims: [1, numbers.length] });
     const feeds = {
@@ -158,28 +161,33 @@ export class Core {
       input_ids: row64(tokens),
       attention_mask: row64(Array(start + count).fill(1)),
       position_ids: row64(Array.from({ length: count }, (_, i) => start + i)),
+      token_type_ids: row64(this.tokens.types(tokens)),
       "mionnx.rows": whole64(rows), "mionnx.rows.whole": whole64(whole), "mionnx.rows.k": whole64([k]), "mionnx.rows.tracked": whole64(tracked),
     };
-    for (const { input, dims } of this.manifest.engine.past) feeds[input] = past?.feeds?.[input] ?? { dims, data: new Float32Array(0) };
+    for (const { input, dims } of engine.past) feeds[input] = past?.feeds?.[input] ?? { dims, data: new Float32Array(0) };
     const known = new Set(this.session.inputNames);
     for (const name of Object.keys(feeds)) if (!known.has(name)) delete feeds[name];
-    return runSession(this.ort, this.session, feeds, ["logits", "mionnx.rows.top", "mionnx.rows.top_ids", "mionnx.rows.tracked_log_probs", ...fetches]);
+    return runSession(this.ort, this.session, feeds, [...(engine.positional ? OF_ROWS : [engine.output]), ...fetches]);
   }
 
+  // want: {top, track, patterns, lens, position}; position: of the token that is read, the last one if none is said.
   async run({ tokens, interventions = [], want = {} }) {
     this.tokens.check(tokens, this.manifest.model.context);
-    const begun = performance.now(), { layers, vocabulary } = this.manifest.model;
+    const begun = performance.now(), { layers, choices } = this.manifest.model, { positional } = this.manifest.engine;
+    if (want.lens && !positional) throw new PlaygroundError("input", "This model says something of a whole text: its head reads no token alone, so that there is no lens.");
+    if (want.position !== undefined && !tokens.hasOwnProperty(want.position)) throw new PlaygroundError("input", `The prompt has no position ${want.position}; it has ${tokens.length} tokens.`);
     const prepared = await this.prepared(interventions);
-    const k = Math.min(Math.max(1, want.top ?? DEFAULT_TOP), MOST, vocabulary), tracked = this.checkIds(want.track ?? []);
+    const k = Math.min(Math.max(1, want.top ?? DEFAULT_TOP), MOST, choices), tracked = this.checkIds(want.track ?? []);
     const shown = chosenLayers(want.patterns, this.manifest.engine.layers), names = shown.map((layer) => this.manifest.patterns[this.manifest.engine.layers.indexOf(layer)]);
     const read = chosenLayers(want.lens, Array.from({ length: layers }, (_, i) => i));
     const rows = read.flatMap((layer) => tokens.map((_, position) => layer * tokens.length + position));
-    const first = [this.lastRow(tokens.length), ...rows.slice(0, LENS_ROWS)];
+    const first = [...this.oneRow(tokens, want.position).rows, ...rows.slice(0, LENS_ROWS)];
     const found = [await this.pass(tokens, prepared, { rows: first, whole: [0], k, tracked }, names)];
     for (let at = LENS_ROWS; at < rows.length; at += LENS_ROWS) found.push(await this.pass(tokens, prepared, { rows: rows.slice(at, at + LENS_ROWS), whole: [0], k, tracked }));
     const result = this.result(found, k, { layers: read, positions: tokens.length, tracked: tracked.length });
     result.patterns = Object.fromEntries(shown.map((layer, i) => [layer, Float32Array.from(found[0][names[i]].data)]));
-    return { ...result, tokens, texts: this.textsOf([...tokens, ...tracked, ...result.next.map(({ id }) => id), ...(result.lens?.ids ?? [])]), ms: performance.now() - begun };
+    const said = this.manifest.model.labels.length ? [] : [...tracked, ...result.next.map(({ id }) => id), ...(result.lens?.ids ?? [])];
+    return { ...result, tokens, texts: this.textsOf([...tokens, ...said]), ms: performance.now() - begun };
   }
 
   checkIds(ids) {
@@ -188,11 +196,10 @@ export class Core {
   }
 
   result(found, k, { layers, positions, tracked }) {
-    const logits = Float32Array.from(found[0].logits.data);
-    const next = Array.from({ length: k }, (_, i) => {
-      const id = found[0]["mionnx.rows.top_ids"].data[i];
-      return { id, text: this.tokens.text(id), probability: Math.exp(found[0]["mionnx.rows.top"].data[i]) };
-    });
+    const { head, activation, labels } = this.manifest.model;
+    const logits = Float32Array.from(found[0][this.manifest.engine.output].data), shares = head === "embedding" ? [] : chances(logits, activation);
+    // A head of whole texts has no rows, and an embedding no choices.
+    const next = largest(shares, k).map(([id, probability]) => ({ id, text: labels.length ? labels[id] : this.tokens.text(id), probability }));
     if (!layers.length) return { logits, next, lens: null };
     const after = (name, width, make) => { // the first row is that of the next token
       const all = found.flatMap((one, i) => [one[name].data.subarray(i ? 0 : width)]);
@@ -223,6 +230,7 @@ export class Core {
 
   // Generate token by token; onToken({id, text, index}) and aborted() are the caller's.
   async generate({ tokens, interventions = [], count = 20, temperature = 0, seed = 0 }, onToken, aborted) {
+    if (!this.manifest.engine.past.length) throw new PlaygroundError("input", "This model reads each text whole: it continues none.");
     this.tokens.check(tokens, this.manifest.model.context);
     const prepared = await this.prepared(interventions), next = random(seed), { context, end_tokens: ends } = this.manifest.model;
     const ids = [], outputs = this.manifest.engine.past.map(({ output }) => output);
@@ -230,8 +238,7 @@ export class Core {
     let past = { start: 0, prompt: tokens.length, length, feeds: null }, given = tokens, stopped = "count";
     while (ids.length < most) {
       if (aborted()) { stopped = "aborted"; break; }
-      const rows = [this.lastRow(given.length)];
-      const found = await this.pass(given, prepared, { rows, whole: [0] }, outputs, past);
+      const found = await this.pass(given, prepared, this.oneRow(given), outputs, past);
       const id = sample(found.logits.data, temperature, next);
       if (ends.includes(id)) { stopped = "end"; break; }
       ids.push(id);
@@ -254,7 +261,7 @@ export class Core {
   async check({ interventions, tokens = null }) {
     const found = interventions.map(() => null), count = tokens?.length;
     const tried = async (entries) => {
-      const { all, values } = await this.prepared(entries), generating = entries.some((entry) => entry?.positions === "generated");
+      const { all, values } = await this.prepared(entries), generating = this.manifest.engine.past.length > 0 && entries.some((entry) => entry?.positions === "generated");
       if (tokens) inputs(all, values, this.manifest, { start: 0, count, prompt: count, length: count + generating, generating });
     };
     const together = () => interventions.filter((entry, i) => entry?.on !== false && !found[i]);
@@ -274,7 +281,7 @@ export class Core {
   async exportSpec({ interventions, tokens }) {
     const { all, values } = await this.prepared(interventions), entries = [], tensors = {};
     all.forEach((edit, n) => {
-      const [entry, parts] = stored(edit, values[n], tokens.length);
+      const [entry, parts] = stored(edit, values[n], tokens.length, this.manifest.engine.both);
       entries.push(entry);
       for (const [name, tensor] of Object.entries(parts)) tensors[`interventions.${n}.${name}`] = tensor;
     });

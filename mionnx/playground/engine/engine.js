@@ -1,7 +1,7 @@
 // What a page imports: a playground, whose work is done in a worker, so that the page never waits.
 import { PlaygroundError, WITHOUT_FLOATS } from "./errors.js";
 export { PlaygroundError } from "./errors.js";
-export { kl, probabilities } from "./numbers.js";
+export { alike, chances, kl, moved, probabilities } from "./numbers.js";
 
 const RELOADED = "mionnx-isolated";
 
@@ -149,6 +149,11 @@ class Playground {
     return this.#texts.get(id) ?? `#${id}`;
   }
 
+  // The text of one of the head's choices: a label, or a token.
+  choiceText(id) {
+    return this.manifest.model.labels[id] ?? this.tokenText(id);
+  }
+
   async run({ tokens, interventions = [], want = {}, latest = false }) {
     const { texts, ...result } = await this.#client.ask("run", { tokens, interventions, want }, {}, latest);
     this.#learn(texts);
@@ -158,7 +163,7 @@ class Playground {
 
   #cell({ layers, positions, k, ids, probabilities }, layer, position) {
     const start = (layers.indexOf(layer) * positions + position) * k;
-    return Array.from({ length: k }, (_, i) => ({ id: ids[start + i], text: this.tokenText(ids[start + i]), probability: probabilities[start + i] }));
+    return Array.from({ length: k }, (_, i) => ({ id: ids[start + i], text: this.choiceText(ids[start + i]), probability: probabilities[start + i] }));
   }
 
   async generate({ tokens, interventions = [], count = 20, temperature = 0, seed = 0, onToken = null, signal = null }) {

@@ -10,8 +10,9 @@ import { refuse } from "./interventions.js";
 import { cut, listedEdges, refuseBlind } from "./knockouts.js";
 
 // Inputs of all slots: name -> {dims, data}. all: edits; values: theirs; call: see choices.js.
-export function inputs(all, values, { engine, hooks }, call) {
-  if (call.start === 0) refuseIdle(all, engine.leads, call);
+export function inputs(all, values, { engine, hooks }, given) {
+  const call = { ...given, both: engine.both };
+  if (call.start === 0) refuseIdle(all, engine, call);
   const feeds = {};
   for (const [hook, slots] of Object.entries(engine.slots)) for (const slot of slots) neutral(feeds, slot, hooks[hook].axes);
   for (const hook of new Set(all.map((edit) => edit.hook))) {
@@ -90,14 +91,14 @@ function mask(feeds, name, edit, value, full, call, window) {
 }
 
 // Entry and tensors of an edit, as a spec's file holds them.
-export function stored(edit, value, prompt) {
+export function stored(edit, value, prompt, both = false) {
   const { entry, hook } = edit, { positions = null, heads = null } = entry;
   const own = { hook, kind: entry.kind, positions, heads, rows: null, ...(entry.neurons == null ? {} : { neurons: entry.neurons }) };
   if (value === null) return [own, {}];
   if (value.several) return [own, Object.fromEntries((entry.kind === "clamp" ? ["low", "high"] : ["value"]).map((name, i) => [name, value.several[i]]))];
   if (!value.edges) return [own, { value }];
   const data = new Float32Array(prompt * prompt);
-  for (const [query, key] of listedEdges(edit, value.edges, { prompt })) data[query * prompt + key] = -Infinity;
+  for (const [query, key] of listedEdges(edit, value.edges, { prompt, both })) data[query * prompt + key] = -Infinity;
   // A mask with as many queries as positions are chosen has them in the order chosen, in Python: all of them need no limit.
   const all = Array.isArray(positions) && new Set(positions.map((at) => (at < 0 ? at + prompt : at))).size === prompt;
   return [{ ...own, positions: all ? null : positions }, { value: { shape: [1, 1, prompt, prompt], data } }];

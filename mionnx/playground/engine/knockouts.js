@@ -8,18 +8,23 @@ export function cut(added, edit, value, full, call, window = Infinity) {
   const chosen = new Set(entry.heads ?? range(0, heads)), here = chooses(edit, call);
   let found = 0;
   for (const [query, key, head] of value.edges ? listedEdges(edit, value.edges, call) : maskEdges(edit, value, heads, call)) {
-    if (!here(query) || key > query || query - key >= window) continue; // asked for elsewhere, or never read
+    if (!here(query) || !reads(query, key, call, window)) continue; // asked for elsewhere, or never read
     for (const h of head === null ? chosen : [head]) {
       if (!chosen.has(h)) continue;
       found++;
       if (query >= call.start && query < call.start + queries && key < keys) added[(h * queries + query - call.start) * keys + key] = -Infinity;
     }
   }
-  if (!found) refuse(entry, hook, "it cuts no edge that a query reads: keys come before their query.");
+  if (!found) refuse(entry, hook, call.both ? "it cuts no edge that a query reads." : "it cuts no edge that a query reads: keys come before their query.");
+}
+
+// Whether a query reads a key where nothing is cut; in an encoder on both sides.
+function reads(query, key, { both }, window) {
+  return both ? Math.abs(query - key) < window : key <= query && query - key < window;
 }
 
 // [[query, key], ...] as [query, key, null]: in every head.
-export function listedEdges({ entry, hook }, edges, { prompt }) {
+export function listedEdges({ entry, hook }, edges, { prompt, both }) {
   if (!Array.isArray(edges) || !edges.length) refuse(entry, hook, "it needs edges, [query, key] each.");
   return edges.map((edge) => {
     if (!Array.isArray(edge) || edge.length !== 2 || !edge.every(Number.isInteger)) refuse(entry, hook, "an edge is [query, key].");
@@ -27,7 +32,7 @@ export function listedEdges({ entry, hook }, edges, { prompt }) {
       if (at < -prompt || at >= prompt) refuse(entry, hook, `the prompt has no position ${at}; it has ${prompt} tokens.`);
       return at < 0 ? at + prompt : at;
     });
-    if (key > query) refuse(entry, hook, `the query at ${edge[0]} reads no later key, ${edge[1]}.`);
+    if (key > query && !both) refuse(entry, hook, `the query at ${edge[0]} reads no later key, ${edge[1]}.`);
     return [query, key, null];
   });
 }
@@ -60,12 +65,12 @@ function queriesOf(edit, count, call) {
 }
 
 // A query without a key would be NaN.
-export function refuseBlind({ data, dims }, { entry, hook }, { start }, window = Infinity) {
+export function refuseBlind({ data, dims }, { entry, hook }, call, window = Infinity) {
   if (data.length === 1) return;
   const [, heads, queries, keys] = dims;
   for (let h = 0; h < heads; h++) {
     for (let q = 0; q < queries; q++) {
-      const last = q + start, read = range(Math.max(0, last - window + 1), Math.min(last + 1, keys));
+      const last = q + call.start, read = range(0, keys).filter((key) => reads(last, key, call, window));
       if (read.some((key) => data[(h * queries + q) * keys + key] !== -Infinity)) continue;
       refuse(entry, hook, `the query at position ${last} is left with no key in head ${h}. Keep at least one edge (a position may read itself).`);
     }

@@ -9,6 +9,12 @@ export function probabilities(logits) {
   return found;
 }
 
+// What a head makes of its logits: "softmax" (or "") of choices that exclude one another, "sigmoid" of others, "identity" of numbers.
+export function chances(logits, activation = "") {
+  if (activation === "identity") return Float32Array.from(logits);
+  return activation === "sigmoid" ? Float32Array.from(logits, (x) => 1 / (1 + Math.exp(-x))) : probabilities(logits);
+}
+
 // Logarithms of the probabilities, in float64.
 export function logProbabilities(logits) {
   let largest = -Infinity, total = 0;
@@ -27,6 +33,23 @@ export function kl(before, after) {
     if (weight > 0) sum += weight * (p[i] - q[i]);
   }
   return Math.max(sum, 0);
+}
+
+// How far two predictions are apart: the KL divergence of `after` from `before`, summed over choices that do not exclude one
+// another; of numbers the largest difference.
+export function moved(before, after, activation = "") {
+  if (activation === "identity") return Math.max(...Array.from(before, (x, i) => Math.abs(after[i] - x)));
+  if (activation === "sigmoid") return Array.from(before, (x, i) => kl([x, 0], [after[i], 0])).reduce((a, b) => a + b, 0);
+  return kl(before, after);
+}
+
+// How alike two embeddings are, by the measure that the model was made for.
+export function alike(one, other, measure) {
+  const sum = (term) => one.reduce((total, x, i) => total + term(x, other[i]), 0);
+  if (measure === "manhattan") return -sum((x, y) => Math.abs(x - y));
+  if (measure === "euclidean") return -Math.sqrt(sum((x, y) => (x - y) ** 2));
+  const product = sum((x, y) => x * y);
+  return measure === "dot" ? product : product / Math.max(1e-12, Math.sqrt(sum((x) => x * x) * sum((_, y) => y * y)));
 }
 
 // The k largest entries, as [index, value], the largest first.

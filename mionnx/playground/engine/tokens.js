@@ -2,16 +2,24 @@
 import { PlaygroundError } from "./errors.js";
 
 export class Tokens {
-  // Tokenizer: the library's class; its files parsed; vocabulary: number of tokens.
-  constructor(Tokenizer, tokenizer, config, vocabulary) {
+  // Tokenizer: the library's class; its files parsed; model: the manifest's facts of how texts are read.
+  constructor(Tokenizer, tokenizer, config, model) {
     this.library = new Tokenizer(tokenizer, { ...config, clean_up_tokenization_spaces: false });
-    this.vocabulary = vocabulary;
+    this.vocabulary = model.vocabulary;
+    this.model = model;
     this.texts = new Map();
   }
 
   encode(text) {
     if (typeof text !== "string") throw new PlaygroundError("input", "A prompt is a text.");
-    return Array.from(this.library.encode(text).ids, Number);
+    const { before = "", lower = false } = this.model, whole = text.trim() ? before + text : text;
+    return Array.from(this.library.encode(lower ? whole.toLowerCase() : whole).ids, Number);
+  }
+
+  // Which of two texts each token belongs to: 1 behind the tokens that part a pair.
+  types(ids) {
+    const parts = this.model.pair?.ids ?? [], first = parts.length ? ids.findIndex((_, at) => parts.every((id, i) => ids[at + i] === id)) : -1;
+    return ids.map((_, at) => (first >= 0 && at >= first + parts.length ? 1 : 0));
   }
 
   decode(ids) {
@@ -26,7 +34,7 @@ export class Tokens {
   }
 
   alone(id) {
-    this.anchor ??= this.encode("a").at(-1);
+    this.anchor ??= Number(this.library.encode("a", { add_special_tokens: false }).ids.at(-1));
     const before = this.decode([this.anchor]), both = this.decode([this.anchor, id]);
     return both.startsWith(before) ? both.slice(before.length) : this.decode([id]);
   }

@@ -2,6 +2,7 @@
 import { button, element, percent, visible } from "./dom.js";
 import { cut, part, place, sameDeed, scale, zero } from "./entries.js";
 import { fillGrid, focusCell } from "./grid.js";
+import { isSpecial, readingQuery, readsBoth } from "./heads.js";
 import { openMenu } from "./menu.js";
 import { tokenText } from "./runs.js";
 import { addEntry, answers, change, removeEntries, shownInside, state } from "./state.js";
@@ -24,28 +25,51 @@ export function build(box) {
       element("div", { class: "all" }, element("h3", {}, "All heads"), element("div", { class: "scroll tall" }, small))));
 }
 
-// The head whose last token reads another one most, its own and the first left out: [layer, head].
+// Whether a key tells little of a query: its own, the first one of a decoder, which heads rest on, an encoder's special ones.
+function resting(query, key) { return key === query || (readsBoth() ? isSpecial(answers.tokens[key]) : key === 0); }
+
+// The head whose reading query, the last token of a decoder, reads another one most: [layer, head].
 function telling(shown, layers, heads, size) {
   let best = [layers[0], 0], most = -1;
   for (const layer of layers) {
     for (let head = 0; head < heads; head++) {
-      const start = (head * size + size - 1) * size, row = shown.patterns[layer].subarray(start + 1, start + size - 1), weight = Math.max(0, ...row);
+      const weight = strongestEdge(shown.patterns[layer], head, size)[2];
       if (weight > most) [best, most] = [[layer, head], weight];
     }
   }
   return best;
 }
 
+// [query, key, weight] of the strongest edge of a head: of the query that is read, or where there is no single one of any token.
+function strongestEdge(weights, head, size) {
+  const reading = readingQuery(), queries = reading === null ? Array.from({ length: size }, (_, i) => i).filter((i) => !isSpecial(answers.tokens[i])) : [reading];
+  let best = [queries[0] ?? 0, 0, -1];
+  for (const query of queries) {
+    for (let key = 0; key < size; key++) {
+      const weight = weights[(head * size + query) * size + key];
+      if (!resting(query, key) && weight > best[2]) best = [query, key, weight];
+    }
+  }
+  return best;
+}
+
+// The key that a query reads in one kind of edge; none: -1.
+const KINDS = {
+  "previous token": (query) => query - 1,
+  induction: (query, ids) => { const before = ids.lastIndexOf(ids[query], query - 1); return readsBoth() || query < 1 || before < 0 || before + 1 >= query ? -1 : before + 1; },
+  "next token": (query, ids) => (readsBoth() && query + 1 < ids.length ? query + 1 : -1),
+  "same word": (query, ids) => (readsBoth() ? ids.findIndex((id, at) => id === ids[query] && at !== query) : -1),
+  "first token": (query) => (readsBoth() && query > 0 ? 0 : -1),
+  "last token": (query, ids) => (readsBoth() && query < ids.length - 1 ? ids.length - 1 : -1),
+};
+
 // What a head does here, in a word: the mean weight of one kind of edge is above a half.
 function role(shown, layer, head, size) {
-  const ids = answers.tokens, sums = { "previous token": [0, 0], induction: [0, 0] };
-  for (let query = 1; query < size; query++) {
-    const row = (key) => shown.patterns[layer][(head * size + query) * size + key], before = ids.lastIndexOf(ids[query], query - 1);
-    sums["previous token"][0] += row(query - 1);
-    sums["previous token"][1]++;
-    if (before >= 0 && before + 1 < query) { sums.induction[0] += row(before + 1); sums.induction[1]++; }
-  }
-  return Object.keys(sums).find((name) => sums[name][1] && sums[name][0] / sums[name][1] > 0.5) ?? "";
+  const ids = answers.tokens;
+  return Object.keys(KINDS).find((name) => {
+    const weights = ids.map((_, query) => [query, KINDS[name](query, ids)]).filter(([, key]) => key >= 0).map(([query, key]) => shown.patterns[layer][(head * size + query) * size + key]);
+    return weights.length && weights.reduce((a, b) => a + b, 0) / weights.length > 0.5;
+  }) ?? "";
 }
 
 export function draw() {
@@ -74,7 +98,7 @@ function thumbnail(shown, layer, head, size) {
   const image = pen.createImageData(size, size), weights = shown.patterns[layer], start = head * size * size;
   const [low, high] = [ink("--ground"), ink("--accent")];
   for (let query = 0; query < size; query++) {
-    for (let key = 0; key <= query; key++) {
+    for (let key = 0; key < (readsBoth() ? size : query + 1); key++) {
       const at = query * size + key, weight = weights[start + at];
       for (let n = 0; n < 3; n++) image.data[4 * at + n] = low[n] + (high[n] - low[n]) * weight;
       image.data[4 * at + 3] = 255;
@@ -95,14 +119,15 @@ function ink(name) {
 function pattern(shown, size) {
   const { layer, head } = state, first = Math.max(0, size - LARGE), names = answers.tokens.slice(first).map((id) => visible(tokenText(id)).trim());
   const weight = (q, k) => shown.patterns[layer][(head * size + q + first) * size + k + first];
-  const last = names.map((_, k) => weight(names.length - 1, k)), strongest = last.indexOf(Math.max(...last)), kind = role(shown, layer, head, size);
+  const reader = (readingQuery() ?? strongestEdge(shown.patterns[layer], head, size)[0]) - first, from = Math.max(0, reader); // among the tokens shown
+  const row = names.map((_, k) => weight(from, k)), strongest = row.indexOf(Math.max(...row)), kind = role(shown, layer, head, size);
   named.textContent = `Layer ${layer}, head ${head}` + (kind ? ` · ${kind}` : "");
-  said.textContent = `The last token reads ${place(strongest + first)} most, with ${percent(last[strongest])}. Press any cell to cut its edge.`;
+  said.textContent = `${readsBoth() ? place(from + first) : "The last token"} reads ${place(strongest + first)} most, with ${percent(row[strongest])}. Press any cell to cut its edge.`;
   note.textContent = first ? `The last ${LARGE} of ${size} tokens.` : "";
   fillGrid(large, {
     label: `Attention pattern of layer ${layer}, head ${head}`, corner: "", kind: "token", rows: names, columns: names,
-    here: large.last ? undefined : [names.length - 1, strongest], pick: (q, k, cell) => menu(q + first, k + first, weight(q, k), cell),
-    cell: (q, k) => k > q ? null : { text: size <= 16 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : q === names.length - 1 && k === strongest ? "strongest" : "",
+    here: large.last ? undefined : [from, strongest], pick: (q, k, cell) => menu(q + first, k + first, weight(q, k), cell),
+    cell: (q, k) => k > q && !readsBoth() ? null : { text: size <= 16 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : q === from && k === strongest ? "strongest" : "",
       name: `${place(q + first)} reads ${place(k + first)}: ${percent(weight(q, k))}` + (isCut(q + first, k + first) ? ", cut" : "") },
     tell: (q, k) => `${place(q + first)}\nreads ${place(k + first)}: ${percent(weight(q, k))}\n` + (isCut(q + first, k + first) ? "cut: press to restore it" : "press to cut it"),
   });

@@ -1,6 +1,7 @@
 // The list of interventions: switch, strength, place, removal; why one cannot apply.
 import { button, element, find, visible } from "./dom.js";
 import { describe, place, pointInWords } from "./entries.js";
+import { continues, inWords, readsBoth, readsTokens } from "./heads.js";
 import { divergence } from "./next.js";
 import { tokenText } from "./runs.js";
 import { show, tryAll } from "./steering.js";
@@ -14,7 +15,7 @@ export function drawChanges() {
   find("clear").hidden = find("export").hidden = !state.entries.length;
   find("undo").hidden = !canUndo();
   if (!state.entries.length) {
-    box.replaceChildren(element("p", { class: "faint small" }, "None yet. Point at a cell of the lens, an edge of a pattern or a part of the model in the views, and choose what to do to it."));
+    box.replaceChildren(element("p", { class: "faint small" }, `None yet. Point at a cell of the ${readsTokens() ? "lens" : "stream"}, an edge of a pattern or a part of the model in the views, and choose what to do to it.`));
     return;
   }
   box.replaceChildren(...state.entries.map(line));
@@ -22,7 +23,7 @@ export function drawChanges() {
 }
 
 // Whether what is switched on leaves the prediction nearly where it was.
-function weak() { return Boolean(answers.after) && divergence() < 0.01; }
+function weak() { return Boolean(answers.after) && inWords(divergence()) === "almost none"; }
 
 function line(entry, index) {
   const off = entry.on === false, id = "entry" + index, problem = answers.problems[index];
@@ -59,7 +60,9 @@ function dose(entry, index, field, value, [low, high]) {
 
 // Where along the text it applies.
 function places(entry, index) {
-  const options = [["null", "at every position"], ["[-1]", "at the prompt's last position"], ['"prompt"', "in the prompt only"], ['"generated"', "in generated tokens only"]];
+  const options = [["null", "at every position"]];
+  if (!readsBoth()) options.push(["[-1]", "at the prompt's last position"]);
+  if (continues()) options.push(['"prompt"', "in the prompt only"], ['"generated"', "in generated tokens only"]);
   answers.tokens.forEach((id, i) => options.push([`[${i}]`, `at ${i} ${visible(tokenText(id)).trim()}`]));
   const now = JSON.stringify(entry.positions ?? null);
   if (!options.some(([value]) => value === now)) options.push([now, "at " + (entry.positions || []).map((at) => place(at)).join(", ")]);

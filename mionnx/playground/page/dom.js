@@ -37,15 +37,12 @@ export function percent(value) {
   return part > 0 ? "<\u00a00.1\u00a0%" : "0\u00a0%";
 }
 
-// A KL divergence, without its unit.
+// An effect in figures, without its unit.
 export function nats(value) {
   if (!Number.isFinite(value)) return "∞";
   const size = Math.max(0, value);
   return size < 1e-4 ? "< 0.0001" : size < 0.01 ? size.toFixed(4) : size < 10 ? size.toFixed(3) : size.toFixed(1);
 }
-
-// A KL divergence in a word.
-export function inWords(value) { return value < 0.01 ? "almost none" : value < 0.1 ? "slight" : value < 1 ? "clear" : "strong"; }
 
 export function bytes(count) {
   return count >= 1e6 ? (count / 1e6).toFixed(1) + " MB" : Math.round(count / 1e3) + " kB";

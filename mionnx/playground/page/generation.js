@@ -1,5 +1,6 @@
 // Continues the prompt token by token, without and with the interventions, and stops when asked.
 import { element, find, notice, sentence } from "./dom.js";
+import { continues } from "./heads.js";
 import { theEngine } from "./runs.js";
 import { typed } from "./starts.js";
 import { answers, change, inForce, state } from "./state.js";
@@ -31,7 +32,7 @@ export function clearTexts() {
 
 // All else is shown: texts follow where the reader wants them at every change, and at first where the model is fast.
 export function follow() {
-  if (!answers.before) return;
+  if (!answers.before || !continues()) return;
   if (!estimated) find("auto").checked = 2 * state.count * answers.before.ms < FAST;
   estimated = true;
   if (find("auto").checked && (find("texts").hidden || find("texts").classList.contains("old"))) generate();

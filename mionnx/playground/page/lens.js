@@ -2,6 +2,7 @@
 import { button, element, percent, quoted, visible } from "./dom.js";
 import { patch, place, scale, zero } from "./entries.js";
 import { fillGrid, focusCell } from "./grid.js";
+import { continues, readPlace, words } from "./heads.js";
 import { openMenu } from "./menu.js";
 import { theEngine, tokenText } from "./runs.js";
 import { addEntry, answers, change, shownInside, state, whenTyped } from "./state.js";
@@ -13,12 +14,12 @@ export function build(box) {
   table = element("table", { class: "grid lens" });
   secondTable = element("table", { class: "grid lens" });
   note = element("p", { class: "faint small" });
-  second = element("textarea", { id: "second", rows: 1, spellcheck: "false", placeholder: "The capital of Germany is" });
+  second = element("textarea", { id: "second", rows: 1, spellcheck: "false" });
   second.value = state.second;
   thinned = element("p", { class: "faint small", hidden: true }, element("span"), button("Show all layers", () => change({ allLayers: true })));
   second.addEventListener("input", () => whenTyped("second", 250, () => change({ second: second.value })));
   box.replaceChildren(
-    element("p", { class: "faint small" }, "Each cell: the token that the model would say next if this layer were its last. The deeper the colour, the surer. Point at a cell for more; press it to change what is there."),
+    element("p", { class: "faint small" }, `Each cell: ${words().lens} if this layer were its last. The deeper the colour, the surer. Point at a cell for more; press it to change what is there.`),
     element("div", { class: "scroll" }, table), thinned,
     element("p", { class: "legend key", id: "changed-key" }, element("span", {}, element("b", { class: "mark" }, "●"), "another top token than before"), element("span", {}, element("b", { class: "mark square" }, "▢"), "changed by you")),
     element("h3", { class: "second" }, element("label", { for: "second" }, "Second prompt, to patch cells from")),
@@ -32,7 +33,7 @@ export function draw() {
   document.getElementById("changed-key").hidden = !answers.insideAfter;
   const all = theEngine()?.manifest.model.layers, read = shown?.lens?.layers.length;
   thinned.hidden = !read || read === all;
-  if (!thinned.hidden) thinned.firstChild.textContent = `${read} of ${all} layers: each cell costs a product with ${theEngine().manifest.model.vocabulary} tokens. `;
+  if (!thinned.hidden) thinned.firstChild.textContent = `${read} of ${all} layers: each cell costs a product with ${theEngine().manifest.model.choices} tokens. `;
   const other = answers.second;
   secondTable.hidden = !other;
   note.textContent = other ? "Press a cell to put it into the prompt at the top: same layer, and a position of your choice." : "Write a text here, best one of the same form; its cells can then replace those of the prompt.";
@@ -47,7 +48,7 @@ function lensGrid(target, shown, tokens, label, pick) {
   const first = shown === answers.insideAfter ? answers.insideBefore : null;
   fillGrid(target, {
     label, corner: "", kind: "token", rows, columns: tokens.map((id, i) => `${i} ${visible(tokenText(id)).trim()}`), pick,
-    here: target.last ? undefined : [0, tokens.length - 1],
+    here: target.last ? undefined : [0, target === table ? readPlace() : tokens.length - 1],
     cell: (r, c) => {
       const layer = layerOf(shown, r), top = shown.lens.at(layer, c)[0];
       const moved = first && first.lens.at(layer, c)[0].id !== top.id;
@@ -58,7 +59,7 @@ function lensGrid(target, shown, tokens, label, pick) {
     tell: (r, c) => tell(shown, layerOf(shown, r), c, tokens),
   });
   target.style.setProperty("--columns", tokens.length);
-  if (target.tokens !== tokens) target.parentElement.scrollLeft = target.scrollWidth; // the last position is in view
+  if (target.tokens !== tokens && continues()) target.parentElement.scrollLeft = target.scrollWidth; // the last position is in view
   target.tokens = tokens;
 }
 

@@ -1,9 +1,10 @@
 // The page: opens the engine, then draws what the state says and what the model answers.
-import { kl, open, probabilities } from "./engine/engine.js";
+import { open } from "./engine/engine.js";
 import * as attention from "./attention.js";
 import { drawChanges, listenChanges } from "./changes.js";
 import { button, bytes, clearNotice, element, find, notice, sentence, visible } from "./dom.js";
 import { clearTexts, follow, listenGeneration, showCount } from "./generation.js";
+import { continues, doubt, head, isSpecial, readPlace, readsTokens, words } from "./heads.js";
 import * as lens from "./lens.js";
 import { drawLesson, openLesson, setLessons } from "./lessons.js";
 import { readLink, writeLink } from "./link.js";
@@ -15,15 +16,20 @@ import { drawExport, listenShare } from "./share.js";
 import { asPrompt, drawTyped, listenStarts, showStarts } from "./starts.js";
 import { answers, change, forgetPast, isTyping, onAnswer, onChange, state, waiting, whenTyped } from "./state.js";
 import * as steering from "./steering.js";
+import * as stream from "./stream.js";
 import { listenTheme } from "./theme.js";
 
-const VIEWS = { lens, attention, parts, steer: steering };
+const VIEWS = { lens, stream, attention, parts, steer: steering };
 let built = null, written = "", ready = false;
 
-// A recurrent model has no patterns.
-function views() { return Object.entries(VIEWS).filter(([name]) => name !== "attention" || theEngine()?.manifest.patterns.length !== 0); }
+// A recurrent model has no patterns; a head of whole texts reads no cell alone, so that there is no lens.
+function views() {
+  const absent = [theEngine()?.manifest.patterns.length === 0 ? "attention" : "", readsTokens() ? "stream" : "lens"];
+  return Object.entries(VIEWS).filter(([name]) => !absent.includes(name));
+}
 
 function drawTabs() {
+  if (!views().some(([name]) => name === state.view)) [[state.view]] = views();
   find("tabs").replaceChildren(...views().map(([name, view]) => element("button", {
     type: "button", role: "tab", id: "tab-" + name, "aria-selected": String(state.view === name), "aria-controls": "view", tabindex: state.view === name ? 0 : -1,
     onclick: () => change({ view: name }),
@@ -53,19 +59,25 @@ function drawView() {
 }
 
 function drawTokens() {
-  const { end_tokens: ends } = theEngine().manifest.model, unknown = [];
+  const { end_tokens: ends, unknown: word } = theEngine().manifest.model, unknown = [], chosen = readsTokens() && head() !== "next_token";
   find("tokens").replaceChildren(...answers.tokens.map((id, i) => {
-    const text = tokenText(id), lost = text.trim() === "<unk>";
+    const text = tokenText(id), lost = word !== null && text.trim() === word;
     if (lost) unknown.push(i);
-    return element("span", { class: lost ? "unknown" : "", title: `position ${i}, token ${id}` + (ends.includes(id) ? ", end of text" : "") }, element("sup", {}, String(i)), visible(text).trim());
+    const title = `position ${i}, token ${id}` + (ends.includes(id) ? ", end of text" : ""), shown = [element("sup", {}, String(i)), visible(text).trim()];
+    if (!chosen || (isSpecial(id) && head() === "token_classes")) return element("span", { class: lost ? "unknown" : "", title }, ...shown);
+    return element("button", { type: "button", class: lost ? "unknown" : "", title: title + ": read the model here", "aria-pressed": String(i === readPlace()), dataset: { place: i }, onclick: () => change({ place: i }) }, ...shown);
   }));
-  if (unknown.length) notice(`The model does not know the word at position ${unknown.join(", ")}: it reads <unk> there.`, "unknown");
+  if (unknown.length) notice(`The model does not know the word at position ${unknown.join(", ")}: it reads ${word} there.`, "unknown");
   else clearNotice("unknown");
+  if (doubt()) notice(doubt(), "mask");
+  else clearNotice("mask");
   find("continue").disabled = !answers.tokens.length;
 }
 
 onChange((part) => {
-  if ("prompt" in part) drawTyped();
+  if ("prompt" in part || "compare" in part) drawTyped();
+  if ("prompt" in part && !("place" in part)) state.place = null;
+  if ("place" in part && theEngine() && answers.tokens.length) drawTokens();
   if ("prompt" in part || "entries" in part) clearTexts();
   if ("entries" in part || "prompt" in part) { drawChanges(); if (theEngine()) drawExport(); }
   if ("count" in part) showCount();
@@ -73,7 +85,7 @@ onChange((part) => {
   if ("view" in part) { closeMenu(false); drawTabs(); }
   if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
   if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
-  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined) {
+  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined || part.place !== undefined || part.compare !== undefined) {
     waiting();
     refresh();
   }
@@ -124,6 +136,10 @@ function introduce({ manifest, backend }) {
   find("title").textContent = document.title = manifest.title;
   find("facts").textContent = `${model.layers} layers, ${model.heads} heads, ${bytes(manifest.download)}, ${weights}; runs on this device`;
   const threads = backend.threads === 1 ? "1 thread" : backend.threads + " threads";
+  find("next-title").textContent = words().card;
+  find("prompt-title").firstChild.textContent = words().text;
+  find("writing").hidden = !continues();
+  find("compare-box").hidden = head() !== "embedding";
   find("backend").textContent = backend.name === "webgpu" ? "It runs by WebGPU." : `It runs by WebAssembly, ${threads}.` + (backend.note ? " " + backend.note : "");
 }
 
@@ -132,12 +148,9 @@ async function start() {
   find("page").inert = true; // by keyboard too
   try {
     const engine = await open("./", { onProgress: progress });
-    introduce(engine);
     setEngine(engine);
+    introduce(engine);
     drawTabs();
-    next.setMeasures({ probabilities, kl });
-    parts.setMeasures({ kl });
-    steering.setMeasures({ kl });
     setLessons(engine.examples);
     find("loading").hidden = true;
     find("page").classList.remove("waiting");
@@ -161,11 +174,12 @@ async function begin({ examples, manifest }) {
     openLesson(0);
     return forgetPast();
   }
-  change({ prompt: examples.length ? examples[0].prompt : first, entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
+  change({ ...(examples.length ? { prompt: examples[0].prompt } : first), entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
   return forgetPast();
 }
 
 find("prompt").addEventListener("input", () => whenTyped("prompt", 200, () => change({ prompt: asPrompt(find("prompt").value) })));
+find("compare").addEventListener("input", () => whenTyped("compare", 300, () => change({ compare: find("compare").value })));
 find("tabs").addEventListener("keydown", tabKeys);
 for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
 // The event's own address: by now `remember` may have written another over it.

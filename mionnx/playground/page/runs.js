@@ -1,17 +1,20 @@
-// Asks the engine for what the state needs: the next token before and after at once, then what the open view shows.
+// Asks the engine for what the state needs: the prediction before and after at once, then what the open view shows.
 import { clearNotice, notice, sentence } from "./dom.js";
+import { head, readPlace } from "./heads.js";
+import { setEngine, theEngine, tokenText } from "./opened.js";
 import { answered, answers, inForce, state } from "./state.js";
 
 const MOST_PRODUCTS = 15e6; // cells of a lens times vocabulary
-let engine = null, wanted = 0, done = 0, running = false;
-const kept = { prompt: null, entries: null, second: null, after: null, before: "" };
+let wanted = 0, done = 0, running = false;
+const kept = { prompt: null, place: null, compare: null, entries: null, second: null };
+const vectors = new Map(), MOST_VECTORS = 200; // text -> its embedding
 
-export function setEngine(opened) { engine = opened; }
+export { setEngine, theEngine, tokenText };
 
 // Something changed: run again what depends on it. Changes during a run are taken together afterwards.
 export async function refresh() {
   wanted++;
-  if (running || !engine) return;
+  if (running || !theEngine()) return;
   running = true;
   while (done !== wanted) {
     const round = wanted;
@@ -30,14 +33,41 @@ export async function refresh() {
 async function run(current) {
   if (state.prompt !== kept.prompt) await newPrompt();
   if (!answers.tokens.length || !current()) return;
-  if (!answers.before) answers.before = await engine.run({ tokens: answers.tokens, want: { top: 10 } });
+  if (head() === "embedding" && state.compare !== kept.compare) await newCompare();
+  const engine = theEngine(), place = readPlace();
+  if (place !== kept.place) Object.assign(answers, { before: null, after: null }); // lens and patterns are of all positions
+  if (!answers.before) Object.assign(kept, { place, entries: null });
+  if (!answers.before) answers.before = await engine.run({ tokens: answers.tokens, want: read({ top: 10 }) });
   if (state.entries !== kept.entries) await newEntries();
   answered("next");
   if (current()) await inside(current);
 }
 
+// What is wanted of a run: the prediction at the place that is read.
+function read(want) {
+  const position = readPlace();
+  return position === null ? want : { ...want, position };
+}
+
+// The embeddings of the texts that the prompt is compared with, one text a line; no intervention reaches them.
+async function newCompare() {
+  const texts = state.compare.split("\n").map((line) => line.trim()).filter(Boolean);
+  kept.compare = state.compare;
+  answers.others = [];
+  clearNotice("compare");
+  for (const text of texts) {
+    try {
+      if (!vectors.has(text)) vectors.set(text, (await theEngine().run({ tokens: await theEngine().encode(text) })).logits);
+      answers.others = [...answers.others, { text, vector: vectors.get(text) }];
+    } catch (error) {
+      notice(`The text “${text}”: ` + sentence(error), "compare");
+    }
+  }
+  while (vectors.size > MOST_VECTORS) vectors.delete(vectors.keys().next().value);
+}
+
 async function newPrompt() {
-  const prompt = state.prompt;
+  const prompt = state.prompt, engine = theEngine();
   Object.assign(answers, { before: null, after: null, insideBefore: null, insideAfter: null });
   Object.assign(kept, { prompt, entries: null });
   answers.tokens = prompt.trim() ? await engine.encode(prompt) : [];
@@ -46,20 +76,21 @@ async function newPrompt() {
 }
 
 async function newEntries() {
-  const entries = state.entries, tokens = answers.tokens;
+  const entries = state.entries, tokens = answers.tokens, engine = theEngine();
   const problems = entries.length ? await engine.check(entries, tokens) : [];
   answers.problems = problems;
   kept.entries = entries;
   const active = entries.filter((entry, i) => entry.on !== false && !problems[i] && inPrompt(entry));
   answers.insideAfter = null;
-  answers.after = active.length ? await engine.run({ tokens, interventions: active, want: { top: 10 } }) : null;
+  answers.after = active.length ? await engine.run({ tokens, interventions: active, want: read({ top: 10 }) }) : null;
 }
 
 // Lens and patterns of what the open view shows.
 async function inside(current) {
   const want = { lens: { top: 5, lens: lensLayers() }, attention: { top: 5, patterns: true } }[state.view];
+  if (state.view === "stream") await secondTokens();
   if (!want) return answered("inside");
-  const tokens = answers.tokens, sameLayers = (found) => found.lens?.layers.length === want.lens.length;
+  const tokens = answers.tokens, engine = theEngine(), sameLayers = (found) => found.lens?.layers.length === want.lens.length;
   const lacks = (found) => !found || (want.lens ? !sameLayers(found) : !Object.keys(found.patterns).length);
   if (lacks(answers.insideBefore)) answers.insideBefore = await engine.run({ tokens, want });
   if (!current()) return undefined;
@@ -73,12 +104,19 @@ async function inside(current) {
 
 // The layers that a lens reads: all, or every second, third, ... up to the last where a head product for each would take seconds.
 export function lensLayers() {
-  const { layers, vocabulary } = engine.manifest.model, cells = vocabulary * layers * answers.tokens.length;
+  const { layers, choices } = theEngine().manifest.model, cells = choices * layers * answers.tokens.length;
   const step = state.allLayers ? 1 : Math.max(1, Math.ceil(cells / MOST_PRODUCTS));
   return Array.from({ length: layers }, (_, layer) => layer).filter((layer) => (layers - 1 - layer) % step === 0);
 }
 
+// The tokens of the second text alone, where no lens reads it.
+async function secondTokens() {
+  answers.secondTokens = state.second.trim() ? await theEngine().encode(state.second) : [];
+  await theEngine().tokenTexts(answers.secondTokens);
+}
+
 async function secondPrompt(layers) {
+  const engine = theEngine();
   if (state.second === kept.second && (!answers.second || answers.second.lens.layers.length === layers.length)) return;
   const text = state.second;
   try {
@@ -106,8 +144,8 @@ export async function measure(parts, divergence, told, stopped) {
 
 // A run with the last of some entries; those before it that it overwrites are left out. null where it is idle itself.
 async function without(entries, tokens) {
-  const problems = await engine.check(entries, tokens);
-  return problems.at(-1) ? null : engine.run({ tokens, interventions: entries.filter((_, i) => !problems[i]), want: { top: 1 } });
+  const problems = await theEngine().check(entries, tokens);
+  return problems.at(-1) ? null : theEngine().run({ tokens, interventions: entries.filter((_, i) => !problems[i]), want: read({ top: 1 }) });
 }
 
 // A run of the prompt with the entries in force and one more, instead of one of them; null where that cannot apply.
@@ -117,6 +155,3 @@ export function tried(entry, instead) {
 
 // What holds for generated tokens alone is no part of the prompt's run.
 function inPrompt({ positions }) { return positions !== "generated"; }
-
-export function tokenText(id) { return engine.tokenText(id); }
-export function theEngine() { return engine; }

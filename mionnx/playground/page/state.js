@@ -1,6 +1,7 @@
 // What the reader has chosen, and what the model answered. Views read both; `change` is the only way to choose.
 export const state = {
   prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8, allLayers: false,
+  place: null, compare: "", // the position that is read, where the reader chose one; the texts that an embedding model compares, one a line
   picked: false, // whether somebody chose the head; else the page opens a telling one
 };
 
@@ -9,11 +10,12 @@ export const answers = {
   insideBefore: null, insideAfter: null, // Results with lens and patterns
   secondTokens: [], second: null, // the second prompt, and its lens
   problems: [], // one an entry: null, or why it cannot apply
+  others: [], // {text, vector}: what the prompt is compared with
   busy: false,
 };
 
 const choosing = [], answering = [], past = [];
-const UNDONE = ["prompt", "second", "entries", "lesson"], MOST_STEPS = 50, TOGETHER = 400; // what an undo brings back; milliseconds within which changes are one, a slider's for one
+const UNDONE = ["prompt", "second", "compare", "entries", "lesson"], MOST_STEPS = 50, TOGETHER = 400; // what an undo brings back; milliseconds within which changes are one, a slider's for one
 let last = 0;
 export function onChange(listener) { choosing.push(listener); }
 export function onAnswer(listener) { answering.push(listener); }

@@ -1,21 +1,20 @@
 // Makes a steering vector: the mean activation of some texts less that of others, added to the stream.
 import { place, pointInWords, steer } from "./entries.js";
 import { fillGrid } from "./grid.js";
-import { button, clearNotice, element, inWords, nats, notice, percent, visible } from "./dom.js";
-import { theEngine, tokenText, tried } from "./runs.js";
+import { button, clearNotice, element, notice } from "./dom.js";
+import { briefly, effect, effectShare, effectText, inWords, readsBoth } from "./heads.js";
+import { theEngine, tried } from "./runs.js";
 import { addEntry, answers, replaceEntry, state } from "./state.js";
 
 export const title = "Steer";
 const DOSES = [1, 2, 4, 8], MOST_LAYERS = 8;
-let more, less, hook, mean, spot, made, trial, doses, note, measures, wanted = null, doing = 0;
-
-export function setMeasures(found) { measures = found; }
+let more, less, hook, mean, spot, made, trial, doses, note, wanted = null, doing = 0;
 
 export function build(box) {
   more = texts("more", "The capital of Germany is");
   less = texts("less", "The capital of France is");
   hook = element("select", { id: "steer-hook" });
-  mean = element("select", { id: "steer-mean" }, element("option", { value: "mean" }, "mean of each text"), element("option", { value: "-1" }, "last token of each text"));
+  mean = element("select", { id: "steer-mean" }, element("option", { value: "mean" }, "mean of each text"), readsBoth() ? element("option", { value: "0" }, "first token of each text") : element("option", { value: "-1" }, "last token of each text"));
   spot = element("select", { id: "steer-spot" });
   made = button("Add this vector", press, { class: "main", id: "steer-add" });
   trial = button("Try layers and strengths", tryAll, { id: "steer-try" });
@@ -39,7 +38,8 @@ export function draw() {
     hook.value = streams[Math.max(0, Math.ceil(streams.length / 2) - 1)] || hooks[0]?.[0] || "";
   }
   const now = wanted ?? (spot.value || "null");
-  spot.replaceChildren(element("option", { value: "null" }, "every position"), element("option", { value: "[-1]" }, "the prompt's last position"),
+  const last = readsBoth() ? [] : [element("option", { value: "[-1]" }, "the prompt's last position")];
+  spot.replaceChildren(element("option", { value: "null" }, "every position"), ...last,
     ...answers.tokens.map((_, i) => element("option", { value: `[${i}]` }, place(i))));
   spot.value = now;
   if (spot.value) wanted = null; // else the prompt that has this position is still to come
@@ -95,7 +95,7 @@ export async function tryAll() {
       try {
         const result = await tried({ ...asked(name), strength }, instead);
         if (!current()) return;
-        found[r][c] = result && { next: result.next[0], effect: measures.kl(answers.before.logits, result.logits) };
+        found[r][c] = result && { ...briefly(result), effect: effect(answers.before.logits, result.logits) };
       } catch (error) {
         note.textContent = error.message;
         return;
@@ -103,18 +103,17 @@ export async function tryAll() {
     }
     drawDoses(rows, found, instead);
   }
-  note.textContent = "What comes next, by layer and strength; the deeper the colour, the stronger the effect. Press a cell to use it.";
+  note.textContent = "What the model then says, by layer and strength; the deeper the colour, the stronger the effect. Press a cell to use it.";
 }
 
 function drawDoses(rows, found, instead) {
   fillGrid(doses, {
-    label: "Next token by layer and strength", corner: "", rows: rows.map((name) => pointInWords(name).replace("the stream ", "")), columns: DOSES.map((dose) => "× " + dose),
+    label: "Prediction by layer and strength", corner: "", rows: rows.map((name) => pointInWords(name).replace("the stream ", "")), columns: DOSES.map((dose) => "× " + dose),
     cell: (r, c) => {
       const one = found[r][c];
-      return one && { text: visible(tokenText(one.next.id)).trim(), share: Math.min(1, one.effect / 3),
-        name: `${pointInWords(rows[r])}, strength ${DOSES[c]}: ${visible(tokenText(one.next.id)).trim()}, effect ${inWords(one.effect)}` };
+      return one && { text: one.text, share: effectShare(one.effect), name: `${pointInWords(rows[r])}, strength ${DOSES[c]}: ${one.text}, effect ${inWords(one.effect)}` };
     },
-    tell: (r, c) => { const one = found[r][c]; return one && `${percent(one.next.probability)}  ${visible(one.next.text).trim()}\neffect ${inWords(one.effect)}, KL ${nats(one.effect)} nats`; },
+    tell: (r, c) => { const one = found[r][c]; return one && `${one.line}\neffect ${inWords(one.effect)}, ${effectText(one.effect)}`; },
     pick: (r, c) => {
       const entry = { ...asked(rows[r]), strength: DOSES[c] }, at = state.entries.indexOf(instead ?? alike(entry));
       hook.value = rows[r];

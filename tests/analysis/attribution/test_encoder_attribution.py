@@ -1,14 +1,18 @@
 """Direct attribution of a masked language model: the token at the mask, or at a position that is named."""
 
 import json
+from copy import deepcopy
+from math import sqrt
+from types import MethodType
 
 import numpy as np
 import pytest
+import torch
 from encoder_texts import make_tokenizer
 from encoders import make_encoder
 
 from exporters.transformers import export
-from mionnx import InputError, MIModel
+from mionnx import HookSpec, InputError, Intervention, MIModel, ModelError
 
 TEXTS = ["the man plays the [MASK] on stage.", "a [MASK] plays"]
 
@@ -55,3 +59,98 @@ def test_a_token_is_followed_at_the_mask(model):
     logits = model.forward(TEXTS[0]).output()[0, at].astype(np.float64)
     expected = np.exp(logits - logits.max())[model.token_id("music")] / np.exp(logits - logits.max()).sum()
     assert found[-1] == pytest.approx(expected, rel=1e-4)
+
+
+class FrozenBert:
+    """BERT in torch with its norms' scales and its activation's factors for constants, and each addition a leaf."""
+
+    def __init__(self, reference):
+        self.model, self.leaves = deepcopy(reference).double(), {}
+        for norm in self.model.modules():
+            if isinstance(norm, torch.nn.LayerNorm):
+                norm.forward = MethodType(frozen_norm, norm)
+        curve = self.model.cls.predictions.transform.transform_act_fn
+        curve.forward = lambda x: x * ((1 + torch.erf(x / sqrt(2))) / 2).detach()
+        self.leaf("embed", self.model.bert.embeddings.LayerNorm)
+        for i, layer in enumerate(self.model.bert.encoder.layer):
+            self.leaf(f"z{i}", layer.attention.self)
+            self.leaf(f"{i}_mlp_out", layer.output.dense)
+
+    def leaf(self, name, module):
+        """Let nothing but the stream lead back from the output of a module."""
+
+        def cut(_module, _inputs, output):
+            value = (output[0] if isinstance(output, tuple) else output).detach().requires_grad_()
+            self.leaves[name] = value
+            return (value, *output[1:]) if isinstance(output, tuple) else value
+
+        module.register_forward_hook(cut)
+
+    def contributions(self, ids, at, answer, versus):
+        logits = self.model(input_ids=torch.tensor([ids])).logits[0, at]
+        logit = logits[answer] - logits[versus]
+        logit.backward()
+        found = {}
+        for name, value in self.leaves.items():
+            each = (value * value.grad).sum(1)[0]
+            if not name.startswith("z"):
+                found[name] = each.sum()
+                continue
+            layer = self.model.bert.encoder.layer[int(name[1:])]
+            found |= {f"L{name[1:]}H{head}": share.sum() for head, share in enumerate(each.reshape(4, -1))}
+            bias = layer.attention.output.dense.bias
+            found[f"{name[1:]}_attn_bias"] = bias @ bias.grad
+        layers = self.model.bert.encoder.layer
+        biases = [norm.bias for layer in layers for norm in (layer.attention.output.LayerNorm, layer.output.LayerNorm)]
+        return {name: value.item() for name, value in found.items()} | {
+            "norm_bias": sum(bias @ bias.grad for bias in biases).item(),
+            "logit": logit.item(),
+        }
+
+
+def frozen_norm(norm, x):
+    scale = (x.var(-1, keepdim=True, unbiased=False) + norm.eps).sqrt().detach()
+    return (x - x.mean(-1, keepdim=True)) / scale * norm.weight + norm.bias
+
+
+def test_parts_pass_the_norms_between_additions_as_torch_passes_them(text_encoder):
+    bert, reference = text_encoder("masked_lm")
+    at, (answer, versus) = [*bert.tokenize(TEXTS[0]).ids].index(4), (11, 17)
+    found = bert.attribute(TEXTS[0], answer, versus)
+    expected = FrozenBert(reference).contributions(bert.tokenize(TEXTS[0]).ids.tolist(), at, answer, versus)
+    assert found.position == at
+    assert found.logit == pytest.approx(expected.pop("logit"), abs=1e-5)
+    assert {*found.labels} - {*expected} == {"head_bias"}
+    largest = max(map(abs, expected.values()))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=2e-5 * largest)
+    assert min(abs(found.heads).ravel()) > 1e-4
+    assert found.total == pytest.approx(found.logit, abs=1e-6)
+    alone = bert.attribute(TEXTS[0], answer)
+    assert alone.total == pytest.approx(float(bert.forward(TEXTS[0]).output()[0, at, answer]), abs=1e-4)
+    stream = HookSpec().intervene("blocks.0.hook_resid_mid", Intervention.Scale(1.5))
+    with pytest.raises(ModelError, match="an intervention changes the stream itself"):
+        bert.attribute(TEXTS[0], answer, hooks=stream)
+    zeroed = bert.attribute(
+        TEXTS[0], answer, hooks=HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=2))
+    )
+    assert zeroed["L1H2"] == 0
+
+
+def test_rules_that_freeze_norms_freeze_those_between_additions(text_encoder):
+    """Gradients by every stream of the logit at the mask, beside autograd with the scales for constants."""
+    bert, reference = text_encoder("masked_lm")
+    ids = bert.tokenize(TEXTS[0]).ids
+    frozen, streams = deepcopy(reference).double(), {}
+    for norm in frozen.modules():
+        if isinstance(norm, torch.nn.LayerNorm):
+            norm.forward = MethodType(frozen_norm, norm)
+    for i, layer in enumerate(frozen.bert.encoder.layer):
+        layer.register_forward_pre_hook(lambda _, inputs, i=i: streams.setdefault(i, inputs[0]).retain_grad())
+    frozen(input_ids=torch.from_numpy(ids)[None]).logits[0, [*ids].index(4), 11].backward()
+    for i, stream in streams.items():
+        name = f"blocks.{i}.hook_resid_pre"
+        found, plain = (
+            bert.gradients(TEXTS[0], name, answer=11, rules=rules).grad[name] for rules in ("frozen_norm", "gradient")
+        )
+        assert np.abs(found - stream.grad.numpy()).max() < 1e-5 * max(1, np.abs(found).max())
+        assert np.abs(found - plain).max() > 1e-3 * np.abs(found).max()

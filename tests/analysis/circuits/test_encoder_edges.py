@@ -80,6 +80,9 @@ def test_streams_that_are_normed_between_additions_have_no_edges(verb, text_enco
         getattr(model, verb)("a man plays", "a woman plays", answer="good", versus="bad")
 
 
-def test_a_logit_of_a_normed_stream_is_no_sum(text_encoder):
+def test_stacks_of_a_normed_stream_and_labels_are_no_sums_of_its_parts(text_encoder):
+    model = text_encoder("classes")[0]
     with pytest.raises(InputError, match="'bert' norms it"):
-        text_encoder("classes")[0].attribute("a man plays", answer="good")
+        model.decompose_resid("a man plays")
+    with pytest.raises(InputError, match="reads a stream as tokens"):
+        model.attribute("a man plays", answer="good")
