@@ -4,9 +4,9 @@
     python benchmarks/new_structures.py [--model smollm2] [--threads 0] [--save]
 
 Every structure is called twice in each of two processes, by turns: one opens the pieces that it touches, the other a
-graph, as it was before. The logits are compared bit by bit. The first structure of a process, which is one graph in
-both, is not counted; nor is the second, with which all pieces are opened, but its time is shown. `store` is the time
-where the rewritten graph is in the store already, as in a second process.
+graph, as it was before. The logits are compared bit by bit. The first
+structure of a process opens all pieces and is not counted, but its time is shown. `store` is the time where the
+rewritten graphs are in the store already, as in a second process.
 """
 
 import argparse
