@@ -4,9 +4,9 @@
     python benchmarks/new_structures.py [--model smollm2] [--threads 0] [--save]
 
 Every structure is called twice in each of two processes, by turns: one opens the pieces that it touches, the other a
-graph, as it was before. The logits are compared bit by bit. The first
-structure of a process opens all pieces and is not counted, but its time is shown. `store` is the time where the
-rewritten graphs are in the store already, as in a second process.
+graph, as it was before. The logits are compared bit by bit. The first structure
+of a process opens all pieces; its time is shown, and not counted. `store` is the time where the rewritten graphs are in
+the store already, as in a second process.
 """
 
 import argparse
