@@ -18,7 +18,7 @@ sys.path.insert(0, str(REPOSITORY / "models"))
 from evaluate import accuracy, by_kind
 from world import World
 
-TRANSFORMERS = ["world-llama", "world-gpt2"]
+TRANSFORMERS = ["world-llama", "world-gpt2", "world-hybrid"]
 NAMES = [*TRANSFORMERS, "world-rwkv7"]
 PROMPTS = [
     "The capital of France is",

