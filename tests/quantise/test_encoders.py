@@ -118,7 +118,6 @@ def test_what_has_no_meaning_is_refused_by_name(text_encoder, blocks, tmp_path):
             lambda: blocks("embedding", 4).verify(TEXTS[0], ["ort-cpu"], other=embedding, matrices=True),
             "'embedding' gives no probabilities",
         ),
-        (lambda: embedding.forecast(texts=TEXTS), "no probabilities"),
     ):
         with pytest.raises(InputError, match=message):
             call()

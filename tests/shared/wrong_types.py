@@ -677,6 +677,8 @@ def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[C
     yield Call("MIModel(rwkv).forward", lambda: recurrent.forward, {"tokens": PROMPT, "hooks": HookSpec()})
     source = {"source": model.hooked.folder}
     yield Call("MIModel.from_pretrained", lambda: MIModel.from_pretrained, source)
+    baked = model.compile(HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Scale(0.5)), folder / "baked")
+    yield Call("MIModel.from_compiled", lambda: MIModel.from_compiled, {"folder": baked, "base": model.hooked.folder})
 
 
 def _anew(write: Callable[..., Any]) -> Callable[..., Any]:

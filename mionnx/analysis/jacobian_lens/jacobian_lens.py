@@ -17,6 +17,7 @@ from mionnx.analysis.jacobian_lens.lens_file import read_lens
 from mionnx.errors import InputError, SpecFileError
 from mionnx.graph import matrices as graph_matrices
 from mionnx.machine.brief import Brief, count
+from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.stored import ENDING, Stored
 from mionnx.machine.tensor_file import told_of
@@ -272,7 +273,7 @@ class JacobianLens(Brief, Stored):
 
     def _lines(self) -> Iterator[str]:
         for layer, cosine in self.cosines.items():
-            yield f"layer {layer}: cosine of the two halves {cosine:.4f}"
+            yield f"layer {layer}: cosine of the two halves {decimal(cosine, 4)}"
 
 
 def unembedding_rows(model: Runner, tokens: Sequence[int | str]) -> NDArray[np.float32]:

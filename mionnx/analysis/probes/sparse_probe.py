@@ -152,6 +152,8 @@ def sparse_probe(
     if not counts or counts[0] < 1:
         raise InputError(f"sizes={list(sizes)}: numbers of coordinates from 1")
     names = [*activations] if points is None else [*points]
+    if not names:
+        raise InputError(f"points={points}: hook points that were harvested: {', '.join(activations)}")
     for name in names:
         if name not in activations:
             raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")

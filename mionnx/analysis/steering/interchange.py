@@ -105,7 +105,7 @@ class SubspaceEffect(Shown):
         return (
             f"change of {self.metric} {decimal(self.effect, 3)} of {between}; "
             f"{random if len(means) else 'no placebos'} {spread}; "
-            f"{100 * self.shares.mean():.0f} % of the squared distance"
+            f"{decimal(float(100 * self.shares.mean()), 0)} % of the squared distance"
         )
 
     def view(self) -> View:
