@@ -27,6 +27,10 @@ EXAMPLES = (
     "apple Peru lamp seven wide Nora apple Peru lamp seven wide",
 )
 
+# Kind of sentence -> what a model that has learned it can do.
+SKILLS = {"capitals": "facts", "indirect objects": "name moving", "repeats": "induction", "counting": "counting"}
+LEARNED = 0.5  # of held-out prompts
+
 CARD = """\
 ---
 library_name: transformers
@@ -39,8 +43,8 @@ license_name: same-as-the-project
 
 {description};
 {parameters:,} parameters.
-It knows one small world completely.  It is a test fixture and a demonstration model for interpretability tools: small
-enough to run anywhere, trained enough that facts, name moving, induction and counting are really in it.  It has no
+It knows {knows}.  It is a test fixture and a demonstration model for interpretability tools: small
+enough to run anywhere, trained enough that {skills}.  It has no
 other use.
 
 ## What it was trained on
@@ -159,11 +163,23 @@ def layout(config: PretrainedConfig | dict[str, Any]) -> str:
     )
 
 
+def what_it_knows(accuracy: dict[str, float]) -> dict[str, str]:
+    """Say which kinds of sentence a model has learned, by its accuracy at the end of training."""
+    learned = [skill for kind, skill in SKILLS.items() if accuracy[kind] > LEARNED]
+    missing = [skill for kind, skill in SKILLS.items() if accuracy[kind] <= LEARNED]
+    first, second = (f"{', '.join(skills[:-1])} and {skills[-1]}" if skills else "" for skills in (learned, missing))
+    return {
+        "knows": "a part of one small world" if missing else "one small world completely",
+        "skills": f"{first} are really in it" + (f"; {second} are not" if missing else ""),
+    }
+
+
 def training_facts(folder: Path) -> dict[str, Any]:
     """Return what ``training.json`` tells of the run, under the names that ``CARD`` uses."""
     run = json.loads((folder / "training.json").read_text())
     facts = {name: run[name] for name in ("command", "steps", "seed", "loss")}
     facts["tokens"] = run.get("tokens", 3072)
+    facts |= what_it_knows([*run["accuracy"].values()][-1])
     return facts | run["versions"] | {"minutes": run["seconds"] / 60, "curve": curve_table(run["accuracy"])}
 
 

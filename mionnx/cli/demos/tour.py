@@ -4,6 +4,7 @@ An example is a function of a model, a console and a folder for its page and pic
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
 from mionnx.cli.demos import methods, real_model
-from mionnx.cli.demos.methods import FRANCE, GIFT, largest, quoted, write
+from mionnx.cli.demos.methods import FRANCE, largest, quoted, write
 from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
@@ -28,6 +29,7 @@ from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.view import Table
 
 SHIPPED = ("world-llama", "world-rwkv7", "world-hybrid")
+POWER = "In France the seat of power is"
 
 Example = Callable[[MIModel, Console, Path | None], None]
 Examples = Sequence[tuple[str, Example, HookPoint]]
@@ -134,30 +136,35 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
 
 @example("A hybrid: states or attention", HookPoint.SsmState)
 def state_or_attention(model: MIModel, console: Console, _: Path | None) -> None:
-    """Hide the first name from the states of each recurrent layer, from attention, from both, and altogether."""
-    tokens = model.tokenize(GIFT)
-    last, (name,) = len(tokens) - 1, tokens.positions_of("Mary")
-    mary, john = (model.token_id(word) for word in ("Mary", "John"))
-    layers = model.hooked.metadata.layers
-    edges = create_knockout_mask(KnockoutSpec().edge(last, name), model.num_heads, len(tokens))
-    states = StateKnockoutSpec().position(name).erase()
+    """Take from the last token what states, then attention, hold of the tokens before it."""
+    tokens = model.tokenize(POWER)
+    last, (name,) = len(tokens) - 1, tokens.positions_of("France")
+    paris, berlin = (model.token_id(word) for word in ("Paris", "Berlin"))
+    recurrent = [i for i, layer in enumerate(model.hooked.metadata.layers) if layer.has_state]
+    edges = KnockoutSpec()
+    for position in range(last):
+        edges = edges.edge(last, position)
+    cut = Intervention.Knockout(create_knockout_mask(edges, model.num_heads, len(tokens)))
+
+    def unwritten(layers: Sequence[int], attention: bool = False) -> HookSpec:
+        spec = HookSpec()
+        for position, layer in product(range(last), layers):
+            spec.set_state_knockout(StateKnockoutSpec().position(position).layer(layer))
+        for layer in set(range(model.num_layers)) - {*recurrent} if attention else ():
+            spec.intervene(HookPoint.AttnScores(layer), cut)
+        return spec
+
     cuts = {"nothing": HookSpec()}
-    for layer in [i for i, own in enumerate(layers) if own.has_state]:
-        cuts[f"the state of layer {layer}"] = HookSpec().set_state_knockout(
-            StateKnockoutSpec().position(name).erase().layer(layer)
-        )
-    cuts["all states"] = HookSpec().set_state_knockout(states)
-    for layer in [i for i, own in enumerate(layers) if own.attention]:
-        cut = Intervention.Knockout(edges)
-        cuts[f"attention in layer {layer}"] = HookSpec().intervene(HookPoint.AttnScores(layer), cut)
-        both = HookSpec().set_state_knockout(states).intervene(HookPoint.AttnScores(layer), cut)
-        cuts["all states, and attention"] = both
-    cuts["everything"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).invisible())
-    table = Table("'Mary' is hidden from", "top token", "logit of Mary - John")
+    cuts |= {f"the state of layer {layer}": unwritten([layer]) for layer in recurrent}
+    cuts |= {"all states": unwritten(recurrent), "attention": unwritten([], attention=True)}
+    cuts["both"] = unwritten(recurrent, attention=True)
+    cuts["of France alone: all states"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).erase())
+    cuts["of France alone: everything"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).invisible())
+    table = Table("taken away", "top token", "logit of Paris - Berlin")
     for what, spec in cuts.items():
         logits = model.forward(tokens, spec).output()[0, -1]
-        table.add_row(what, quoted(model, int(logits.argmax())), decimal(logits[mary] - logits[john], 2))
-    console.print(f"{GIFT!r}: who is named?")
+        table.add_row(what, quoted(model, int(logits.argmax())), decimal(logits[paris] - logits[berlin], 2))
+    console.print(f"{POWER!r}: what holds the answer?")
     console.print(table)
 
 
