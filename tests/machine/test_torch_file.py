@@ -7,7 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from mionnx import SpecFileError
 from mionnx.machine.torch_file import read_torch, write_torch
@@ -16,6 +15,8 @@ PROBLEM = "x.pt is no file of these"
 
 
 def contents() -> dict[str, object]:
+    import torch
+
     return {
         "J": {0: torch.arange(6.0).reshape(2, 3).half(), 7: torch.ones(2, 2, dtype=torch.bfloat16).T},
         "transposed": torch.arange(6.0, dtype=torch.float64).reshape(2, 3).T,
@@ -30,6 +31,8 @@ def contents() -> dict[str, object]:
 
 def plain(value):
     """Tensors as arrays."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         return value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
     if isinstance(value, dict):
@@ -55,6 +58,8 @@ def same(one, other) -> None:
 
 
 def test_what_torch_writes_is_read(tmp_path):
+    import torch
+
     torch.save(contents(), tmp_path / "x.pt")
     read = read_torch(tmp_path / "x.pt", PROBLEM)
     same(read, plain(contents()))
@@ -63,6 +68,8 @@ def test_what_torch_writes_is_read(tmp_path):
 
 
 def test_what_is_written_torch_reads(tmp_path):
+    import torch
+
     value = {
         "J": {0: np.arange(6, dtype=np.float16).reshape(2, 3), 3: np.float32([[1]])},
         "n": [1, -(2**35), True, None],
@@ -105,6 +112,8 @@ def tensor(shape: bytes, strides: bytes, offset: bytes = b"K\x00", count: bytes 
 
 
 def test_nothing_that_a_file_names_is_run(tmp_path):
+    import torch
+
     torch.save({"J": Evil(tmp_path / "was here")}, tmp_path / "evil.pt")
     with pytest.raises(SpecFileError, match=r"it names .*nothing was run"):
         read_torch(tmp_path / "evil.pt", PROBLEM)
@@ -147,6 +156,8 @@ def test_a_damaged_file_is_refused(tmp_path, data, message):
 
 
 def test_another_file_is_refused(tmp_path):
+    import torch
+
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(SpecFileError, match=r"torch before 1\.6"):
         read_torch(tmp_path / "old.pt", PROBLEM)
