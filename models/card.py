@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from evaluate import Logits, evaluate, load_model, table, torch_logits
 from lexicon import CAPITALS
-from transformers import GPT2Config, PretrainedConfig
+from transformers import GPT2Config, PretrainedConfig, Qwen3_5TextConfig
 from world import CAPITAL_FRAMES, EOS, PAD, UNK, World
 
 EXAMPLES = (
@@ -26,6 +26,10 @@ EXAMPLES = (
     "42 41 40",
     "apple Peru lamp seven wide Nora apple Peru lamp seven wide",
 )
+
+# Kind of sentence -> what a model that has learned it can do.
+SKILLS = {"capitals": "facts", "indirect objects": "name moving", "repeats": "induction", "counting": "counting"}
+LEARNED = 0.5  # of held-out prompts
 
 CARD = """\
 ---
@@ -39,8 +43,8 @@ license_name: same-as-the-project
 
 {description};
 {parameters:,} parameters.
-It knows one small world completely.  It is a test fixture and a demonstration model for interpretability tools: small
-enough to run anywhere, trained enough that facts, name moving, induction and counting are really in it.  It has no
+It knows {knows}.  It is a test fixture and a demonstration model for interpretability tools: small
+enough to run anywhere, trained enough that {skills}.  It has no
 other use.
 
 ## What it was trained on
@@ -63,7 +67,7 @@ may stand at the front of a prompt but need not; `<pad>` is {pad}; `<unk>` is {u
 
 ## Training
 
-{steps} steps of 3,072 tokens (AdamW; one cycle of the learning rate, up to 2e-3, per command under "Remake"), seed
+{steps} steps of {tokens:,} tokens (AdamW; one cycle of the learning rate, up to 2e-3, per command under "Remake"), seed
 {seed}, {minutes:.1f} minutes on two CPU cores that other work shared, torch {torch}, transformers {transformers}; last
 training loss {loss:.3f}.  Accuracy on the way, for at most a hundred
 bare prompts of each kind:
@@ -132,7 +136,7 @@ def curve_table(accuracy: dict[str, dict[str, float]]) -> str:
 
 
 def layout(config: PretrainedConfig | dict[str, Any]) -> str:
-    """Describe a Llama, GPT-2 or RWKV-7 configuration in words."""
+    """Describe a Llama, GPT-2, RWKV-7 or Qwen3.5 configuration in words."""
     if isinstance(config, dict):
         return (
             f"An RWKV-7 of {config['num_hidden_layers']} layers, width {config['hidden_size']}, "
@@ -142,6 +146,16 @@ def layout(config: PretrainedConfig | dict[str, Any]) -> str:
         )
     if isinstance(config, GPT2Config):
         return f"A GPT-2 of {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, learned positions"
+    if isinstance(config, Qwen3_5TextConfig):
+        attending = config.layer_types.count("full_attention")
+        return (
+            f"A Qwen3.5 of {config.num_hidden_layers} layers, width {config.hidden_size}: "
+            f"{config.num_hidden_layers - attending} of gated DeltaNet, {config.linear_num_value_heads} heads with a "
+            f"state of {config.linear_key_head_dim} x {config.linear_value_head_dim} each behind a convolution of "
+            f"{config.linear_conv_kernel_dim} tokens, and {attending} of gated attention, "
+            f"{config.num_attention_heads} heads over {config.num_key_value_heads} key/value heads, the last; "
+            f"feed-forward width {config.intermediate_size}"
+        )
     return (
         f"A {config.model_type.capitalize()} of {config.num_hidden_layers} layers, width {config.hidden_size}, "
         f"{config.num_attention_heads} heads over {config.num_key_value_heads} key/value heads, "
@@ -149,10 +163,23 @@ def layout(config: PretrainedConfig | dict[str, Any]) -> str:
     )
 
 
+def what_it_knows(accuracy: dict[str, float]) -> dict[str, str]:
+    """Say which kinds of sentence a model has learned, by its accuracy at the end of training."""
+    learned = [skill for kind, skill in SKILLS.items() if accuracy[kind] > LEARNED]
+    missing = [skill for kind, skill in SKILLS.items() if accuracy[kind] <= LEARNED]
+    first, second = (f"{', '.join(skills[:-1])} and {skills[-1]}" if skills else "" for skills in (learned, missing))
+    return {
+        "knows": "a part of one small world" if missing else "one small world completely",
+        "skills": f"{first} are really in it" + (f"; {second} are not" if missing else ""),
+    }
+
+
 def training_facts(folder: Path) -> dict[str, Any]:
     """Return what ``training.json`` tells of the run, under the names that ``CARD`` uses."""
     run = json.loads((folder / "training.json").read_text())
     facts = {name: run[name] for name in ("command", "steps", "seed", "loss")}
+    facts["tokens"] = run.get("tokens", 3072)
+    facts |= what_it_knows([*run["accuracy"].values()][-1])
     return facts | run["versions"] | {"minutes": run["seconds"] / 60, "curve": curve_table(run["accuracy"])}
 
 

