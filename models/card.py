@@ -152,7 +152,7 @@ def layout(config: PretrainedConfig | dict[str, Any]) -> str:
             f"A Qwen3.5 of {config.num_hidden_layers} layers, width {config.hidden_size}: "
             f"{config.num_hidden_layers - attending} of gated DeltaNet, {config.linear_num_value_heads} heads with a "
             f"state of {config.linear_key_head_dim} x {config.linear_value_head_dim} each behind a convolution of "
-            f"{config.linear_conv_kernel_dim} tokens, and {attending} of gated attention, "
+            f"{config.linear_conv_kernel_dim} tokens,\nand {attending} of gated attention, "
             f"{config.num_attention_heads} heads over {config.num_key_value_heads} key/value heads, the last; "
             f"feed-forward width {config.intermediate_size}"
         )
