@@ -2,7 +2,8 @@
 
 ONNX Runtime packs all weights that a graph reads when it opens it, a base's too: nine tenths of the time that opening
 takes. A graph in pieces opens those that a plan touches; the others serve all plans. The nodes and bits are those of
-the whole graph, a call is 3 to 8 % slower: a structure that is called again and again gets a graph of its own.
+the whole graph. A call of few tokens is up to a fifth slower, as threads start anew for each piece: a structure that is
+called again and again gets a graph of its own (`benchmarks/new_structures.py`).
 """
 
 from collections import Counter
