@@ -10,7 +10,7 @@ from mionnx import HookSpec, Intervention, MIModel
 PROMPTS = [[5, 9, 2, 7, 11], [3, 8]]
 # Families of other forms: latents, parallel halves, experts, biases by distance, norms behind sums, relative positions,
 # states. All families of the table: benchmarks/rescaled_families.py.
-OTHERS = ("deepseek_v3", "phi", "jetmoe", "bloom")
+OTHERS = ("deepseek_v3", "phi", "jetmoe", "bloom", "gemma3n_text")
 ENCODERS, RECURRENT = ("bert", "modernbert", "deberta-v2", "t5"), ("lfm2", "mamba2", "qwen3_next", "kimi_linear")
 
 
@@ -23,7 +23,7 @@ def same_bits(model, other):
     points = other.hooked.metadata.exponents
     assert points
     last = list(points)[-1]
-    spec = HookSpec().capture("*hook_resid*").intervene(next(iter(points)), Intervention.Scale(1.5))
+    spec = HookSpec().capture("*hook_resid*").capture(last).intervene(next(iter(points)), Intervention.Scale(1.5))
     for prompt in (PROMPTS[0], PROMPTS):
         for hooks in (None, spec):
             one, two = (each.forward(prompt, hooks, batch_size=None) for each in (model, other))
