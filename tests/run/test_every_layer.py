@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from alike import assert_same_bits
 from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
@@ -67,13 +68,6 @@ def pair() -> Iterator[Callable[[str], tuple[MIModel, MIModel]]]:
         yield find
 
 
-def same(one, other) -> None:
-    assert {*one} == {*other}
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])
-    np.testing.assert_array_equal(one.output(), other.output())
-
-
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["world-gpt2", "world-llama"])
 def test_every_layer_gives_the_bits_of_its_own_graph(pair, name: str, make: Make) -> None:
@@ -81,7 +75,7 @@ def test_every_layer_gives_the_bits_of_its_own_graph(pair, name: str, make: Make
     before = len(wide.variants.open)
     for prompt in (TEXTS[0], TEXTS):
         for layer in range(4):
-            same(wide.forward(prompt, make(wide, layer)), narrow.forward(prompt, make(narrow, layer)))
+            assert_same_bits(wide.forward(prompt, make(wide, layer)), narrow.forward(prompt, make(narrow, layer)))
     # the first layer's own graph and the one of every layer, for a text and for a batch with padding
     assert len(wide.variants.open) <= before + 4
 
@@ -91,7 +85,7 @@ def test_of_a_recurrent_model(pair, make: Make) -> None:
     wide, narrow = pair("world-rwkv7")
     before = len(wide.variants.open)
     for layer in range(4):
-        same(wide.forward(TEXTS[0], make(wide, layer)), narrow.forward(TEXTS[0], make(narrow, layer)))
+        assert_same_bits(wide.forward(TEXTS[0], make(wide, layer)), narrow.forward(TEXTS[0], make(narrow, layer)))
     assert len(wide.variants.open) == before + 2
 
 
@@ -99,7 +93,7 @@ def test_several_layers_at_once_share_it_too(pair) -> None:
     wide, narrow = pair("world-llama")
     both = add(wide, 0).intervene(HookPoint.ResidPost(2), Intervention.Add(1.0))
     for spec in (both, add(wide, 3)):
-        same(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
+        assert_same_bits(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
 
 
 def test_gradients_by_the_layer(pair) -> None:
@@ -111,7 +105,7 @@ def test_gradients_by_the_layer(pair) -> None:
             model.gradients(TEXTS, f"blocks.{layer}.hook_resid_post", answer="Paris", hooks=spec)
             for model in (wide, narrow)
         )
-        same(one, other)
+        assert_same_bits(one, other)
     assert len(wide.variants.open) == before + 2
 
 
@@ -157,7 +151,7 @@ def test_what_costs_much_at_every_layer_stays_at_its_own(pair, monkeypatch) -> N
     before = len(wide.variants.open)
     for layer in range(3):
         spec = HookSpec().capture(HookPoint.MlpOut(layer))
-        same(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
+        assert_same_bits(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
     assert len(wide.variants.open) == before + 3
 
 
@@ -165,4 +159,4 @@ def test_two_limits_of_one_name_have_graphs_of_their_own(pair) -> None:
     wide, narrow = pair("world-llama")
     for layer in range(3):
         spec = add(wide, layer).intervene(HookPoint.ResidPost(3 - layer), Intervention.Add(1.0, positions=-1))
-        same(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
+        assert_same_bits(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))

@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from alike import assert_same_bits
 from random_specs import draw
 from repository import REPOSITORY
 
@@ -37,13 +38,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], P
         yield find
 
 
-def same(one, other) -> None:
-    assert {*one} == {*other}
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])
-    np.testing.assert_array_equal(one.output(), other.output())
-
-
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("world-gpt2", "world-rwkv7")]
 
 
@@ -64,7 +58,7 @@ def test_random_specs_have_the_bits_of_one_graph(pair, name: str, monkeypatch) -
         if isinstance(found[0], str):
             assert found[0] == found[1]
             continue
-        same(*found)
+        assert_same_bits(*found)
         one, other = ((cache.state or cache.kv_cache).device_parts() for cache in found)
         for parts, others in zip(one, other, strict=True):
             assert {*parts} == {*others} != set()
@@ -89,7 +83,7 @@ def test_a_structure_that_is_called_again_and_again_gets_a_graph_of_its_own(pair
     spec = HookSpec().intervene("blocks.3.mlp.hook_act", Intervention.Scale(0.5))
     plan = cut.binder.bind(spec).plan
     for call in range(4):
-        same(cut.forward(TEXT, spec), whole.forward(TEXT, spec))
+        assert_same_bits(cut.forward(TEXT, spec), whole.forward(TEXT, spec))
         assert any(one.edits == plan.edits and not one.starts for one in cut.variants.open) is (call >= 2)
 
 

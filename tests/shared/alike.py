@@ -29,3 +29,11 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, PLAIN) or not hasattr(one, "__dict__"):
         return one == other or one != one
     return alike(vars(one), vars(other))
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """Two results of `forward` have the same captures and outputs, bit by bit."""
+    assert {*one} == {*other}
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+    np.testing.assert_array_equal(one.output(), other.output())
