@@ -6,6 +6,7 @@ positions) by the stream of a layer. The text runs forwards once, and every row 
 of a batch of `gradients`: the same numbers, with the text computed once a row.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.gradients.gradients import gradients
-from mionnx.errors import InputError, MIError
+from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_several_streams, refuse_without_vocabulary
 from mionnx.rewrite.gradient.rows import mean_name
@@ -54,9 +55,9 @@ class Pullback:
         try:
             both = self._at_once(ids, pair, at)
             apart = np.concatenate([self._at_once(ids, one[None], at) for one in pair], axis=1)
-        except MIError:
-            return False
-        except Exception:  # of an engine: shapes of one row where there are several
+        except Exception as error:  # mionnx' own, or of an engine: shapes of one row where there are several
+            name = self.model.hooked.name
+            warnings.warn(f"{name} takes its rows back as a batch, which is slower: {error}", stacklevel=2)
             return False
         return both.shape == apart.shape and bool(np.abs(both - apart).max() <= AGREE * np.abs(apart).max())
 
