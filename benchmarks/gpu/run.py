@@ -43,7 +43,7 @@ STEPS: dict[str, Step] = {
     "tests": Step("Tests on the device", ("test", "outcome", "why"), 300),
     "verify": Step("CPU, CUDA and torch beside each other", ("model", "dtype", "tolerance", "said"), 180),
     "generation": Step(
-        "Generation, 128 tokens after 32, tokens a second",
+        "Generation, 64 tokens after 32, tokens a second",
         ("model", "dtype", "batch", "case", "mionnx", "CUDA graphs", *SPEEDS, "same ids as sdpa"),
         360,
         "Ratios are of seconds: above 1 in the last two, mionnx is faster.",
@@ -141,7 +141,8 @@ def command_of(step: str, machine: Machine) -> list[str]:
     if step == "tests":
         marked = "gpu" if machine.provider == "cuda" else "not slow and not gpu"
         chosen = ["-k", "llama or knockout or lens"] if machine.tiny else []
-        options = ["-p", "no:xdist", "-o", "addopts=--import-mode=importlib", "-m", marked, *chosen, "-rA", "--tb=line"]
+        workers = ["-p", "no:xdist"] if machine.tiny else ["-n", "8", "--dist", "worksteal"]
+        options = [*workers, "-o", "addopts=--import-mode=importlib", "-m", marked, *chosen, "-rA", "--tb=short"]
         return [sys.executable, "-m", "pytest", "tests/engine/test_cuda.py", *options]
     words = [
         sys.executable,

@@ -115,8 +115,8 @@ def _on_device(peer: Any, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Te
 
 
 def generation_table(place: Place, emit: Emit) -> None:
-    """Generation of 128 tokens after 32."""
-    new, prompt = (128, 32) if not place.tiny else (6, 4)
+    """Generation of 64 tokens after 32."""
+    new, prompt = (64, 32) if not place.tiny else (6, 4)
     for name, dtype in measured(place):
         folder = place.folder(name, dtype)
         for batch in (1, 8):
@@ -137,7 +137,7 @@ def _generation_rows(
             ids, direction = _on_device(peer, (batch, prompt))
             for case in found:
                 work = partial(generate, peer, ids, case, direction, new)
-                found[case][kind], made = attempt(partial(timed, work, place.device, 2))
+                found[case][kind], made = attempt(partial(timed, work, place.device, 1))
                 if made is not None and case in texts:
                     same[case] = f"{(made.cpu().numpy() == texts[case]).cumprod(1).sum(1).mean():.0f} of {new}"
     plain = found["plain"]["mionnx"]

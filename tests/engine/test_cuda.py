@@ -9,6 +9,8 @@ import warnings
 import numpy as np
 import onnxruntime
 import pytest
+from repository import REPOSITORY
+from rescaled import TEXTS, loud_model
 
 from exporters.transformers import export
 from mionnx import (
@@ -320,6 +322,67 @@ def test_a_compiled_model_runs_by_itself(models, provider, tmp_path):
     assert not session.get_overridable_initializers()
     found = session.run(["logits"], feeds | {one: np.zeros(shape, np.float32) for one, shape in shapes.items()})[0]
     assert np.abs(found - model.forward(IDS, spec).output()).max() < 2e-3  # by itself it computes in TF32 on a GPU
+
+
+def assert_same_class(theirs, provider, spec):
+    """What a model's own provider of the other device gives, with captures and steering, and the null law."""
+    ours = MIModel.from_pretrained(theirs.hooked.folder, provider=provider)
+    ids = np.arange(1, 31)[None]
+    assert_close(ours.forward(ids, spec), theirs.forward(ids, spec))
+    captured = ours.forward(ids, HookSpec().capture("*"))
+    assert np.array_equal(captured.output(), ours.forward(ids).output())
+    return ours
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "lfm2"])
+def test_layers_with_states_equal_the_cpus(family, hybrid, provider):
+    """Scans, convolutions, states, a cache carried on, decoding."""
+    theirs = hybrid(family)
+    spec = HookSpec().capture("*").intervene(HookPoint.ResidPost(0), Intervention.Scale(1.1, positions=[3, -1]))
+    ours, ids = assert_same_class(theirs, provider, spec), np.arange(1, 31)[None]
+    if family != "lfm2":  # whose only state is what a convolution has read
+        states = HookSpec().capture("*.hook_states")
+        assert_close(ours.forward(ids, states), theirs.forward(ids, states))
+    made = [one.generate(ids[:, :9], max_new_tokens=5, eos_token_id=[]).new_ids[0].tolist() for one in (ours, theirs)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", ["world-bert", "world-hybrid"])
+def test_shipped_models_equal_the_cpus(name, provider):
+    theirs = MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1)
+    assert_same_class(theirs, provider, steering(theirs))
+
+
+def test_an_encoders_verbs_equal_the_cpus(text_encoder, provider):
+    """Embeddings of a ragged batch, after a direction at one layer."""
+    theirs = text_encoder("embedding")[0]
+    ours = MIModel.from_pretrained(theirs.hooked.folder, provider=provider)
+    texts = ["Music is loud", "Rome", "the capital of France is Paris"]
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5))
+    for chosen in (None, spec):
+        found, expected = (one.embed(texts, chosen) for one in (ours, theirs))
+        assert np.abs(np.asarray(found) - np.asarray(expected)).max() < CLOSE
+
+
+@pytest.mark.slow
+def test_a_rescaled_model_in_half_precision(provider, tmp_path):
+    """A stream past float16 stays finite on the device, and the steered logits are those of float32 on the CPU."""
+    loud = loud_model(tmp_path / "loud")
+    spec = HookSpec().intervene(HookPoint.ResidPost(1), Intervention.Scale(0.9)).capture("blocks.2.hook_resid_post")
+    folder = loud.compile(spec, tmp_path / "half", dtype="float16", texts=TEXTS)
+    name = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}[provider]
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=[name])
+    ids = loud.tokenize(TEXTS).ids[None]
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
+    feeds["mionnx.token_positions"] = feeds["position_ids"]
+    past = {one: np.zeros(shape, np.float16) for one, shape in loud.hooked.metadata.past_shapes(1, 0).items()}
+    known = {one.name for one in session.get_inputs()}
+    outputs = ["logits", "blocks.2.hook_resid_post"]
+    logits, stream = session.run(outputs, {key: value for key, value in {**feeds, **past}.items() if key in known})
+    expected = loud.forward(TEXTS, spec)
+    assert np.abs(logits.astype(np.float32) - expected.output()).max() < 0.05
+    assert np.abs(expected["blocks.2.hook_resid_post"]).max() > 65504
+    assert np.abs(stream - expected["blocks.2.hook_resid_post"]).max() < 2e-3 * np.abs(stream).max()
 
 
 def test_memory_is_given_back_and_models_open_again(opened):
