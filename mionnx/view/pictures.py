@@ -1,6 +1,6 @@
 """A view as a matplotlib figure: each panel in a part of its own, rows of panels below one another."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import ceil
 from textwrap import fill

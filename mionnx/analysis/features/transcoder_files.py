@@ -1,13 +1,11 @@
 """Files of transcoders: what kind each is, by the names of its tensors, and the layer that it is of, by its path.
 
-| file | tensors |
-| --- | --- |
-| circuit-tracer, `layer_{i}.safetensors` | `W_enc` [f, d], `W_dec` [f, d], maybe `activation_function.threshold`, `W_skip` (turned) |
-| circuit-tracer across layers, `W_enc_{i}` and `W_dec_{i}.safetensors` | `W_enc_{i}` [f, d], ...; `W_dec_{i}` [f, L - i, d] |
-| Gemma Scope, `params.npz` | `W_enc` [d, f], `W_dec` [f, d], `threshold` |
-| Gemma Scope 2, `.safetensors` | `w_enc` [d, f], `w_dec` [f, d] or [f, L, d], `threshold`, maybe `affine_skip_connection` |
-| SAELens, `cfg.json` and `sae_weights.safetensors` | `W_enc` [d, f], `W_dec` [f, d], maybe `threshold`, `W_skip` (turned) |
-| sparsify, `cfg.json` and `sae.safetensors` | `encoder.weight` [f, d], `encoder.bias`, `W_dec` [f, d], maybe `W_skip` (turned) |
+circuit-tracer, `layer_{i}.safetensors`: `W_enc` [f, d], `W_dec` [f, d], maybe `activation_function.threshold`, and
+`W_skip`, turned. Across layers `W_enc_{i}.safetensors` with `W_enc_{i}` [f, d], and `W_dec_{i}.safetensors` with
+`W_dec_{i}` [f, L - i, d]. Gemma Scope, `params.npz`: `W_enc` [d, f], `W_dec` [f, d], `threshold`. Gemma Scope 2:
+`w_enc` [d, f], `w_dec` [f, d] or [f, L, d], `threshold`, maybe `affine_skip_connection`. SAELens, `cfg.json` and
+`sae_weights.safetensors`: `W_enc` [d, f], `W_dec` [f, d], maybe `threshold`, and `W_skip`, turned. sparsify, `cfg.json`
+and `sae.safetensors`: `encoder.weight` [f, d], `encoder.bias`, `W_dec` [f, d], maybe `W_skip`, turned.
 """
 
 import re

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from mionnx.analysis.tracing import circuit_tracer_file, set_features, trace_view
-from mionnx.analysis.tracing.effect_graph import EDGES, NODES, EffectGraph
+from mionnx.analysis.tracing.effect_graph import EDGES, NODES, EffectGraph, index_of
 from mionnx.analysis.tracing.influence import shares
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Columns, View
+from mionnx.view import Columns, Shown, View
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
-class AttributionGraph(EffectGraph):
+class AttributionGraph(EffectGraph, Shown):
     """Direct effects of features, errors and tokens on features and logits, in one prompt (Ameisen et al. 2025).
 
     Nodes are named "layer_feature_position" (features), "error_layer_position", "E_token_position" (embeddings) and
@@ -58,9 +58,7 @@ class AttributionGraph(EffectGraph):
         rows = np.concatenate([features, np.arange(few, len(self.effects))])
         columns = np.concatenate([features, np.arange(few, self.effects.shape[1])])
         effects = np.where(best.edges, self.effects, 0)[np.ix_(rows, columns)]
-        return replace(
-            self, features=self.features[features], activations=self.activations[features], effects=effects
-        )
+        return replace(self, features=self.features[features], activations=self.activations[features], effects=effects)
 
     @property
     def replacement_score(self) -> float:
@@ -73,7 +71,7 @@ class AttributionGraph(EffectGraph):
     def completeness_score(self) -> float:
         """Share of what nodes read that comes of features and tokens, weighted by influence."""
         few, explained = len(self.features), 1 - shares(self.effects)[:, self._errors].sum(axis=1)
-        weight = self.weights()
+        weight = self._weights()
         weight[:few] += self.influence()[:few]
         return float((explained * weight).sum() / weight.sum())
 
@@ -86,7 +84,7 @@ class AttributionGraph(EffectGraph):
         """The sources of most influence, by name.
 
         Args:
-            toward: see `AttributionGraph.weights`.
+            toward: see `AttributionGraph.influence`.
         """
         at_least("k", k, 0)
         own, names = self.influence(toward), self.sources
@@ -105,7 +103,7 @@ class AttributionGraph(EffectGraph):
             raise InputError(f"the supernode {name!r} has no nodes")
         names = [*self.sources, *self.receivers[len(self.features) :]]
         for node in nodes:
-            self.place(node, names)
+            index_of(node, names)
         return replace(self, groups={**self.groups, name: tuple(nodes)})
 
     def to_circuit_tracer(

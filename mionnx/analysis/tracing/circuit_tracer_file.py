@@ -17,10 +17,12 @@ SCHEMA, LARGEST = 1, 2**30  # bytes of a file
 
 def entries(graph: EffectGraph, best: Leading, slug: str, scan: str | None, nodes: float) -> dict[str, Any]:
     """The file's contents."""
-    seq, few, sources = len(graph.tokens), len(graph.features), graph.effects.shape[1]
+    few, sources = len(graph.features), graph.effects.shape[1]
     tables = {i: _node(graph, i, float(best.cumulated[i])) for i in np.flatnonzero(best.nodes).tolist()}
     tables |= {sources + i: _logit(graph, i) for i in range(len(graph.targets))}
-    pairs = [(row if row < few else sources + row - few, row, column) for row, column in np.argwhere(best.edges).tolist()]
+    pairs = [
+        (row if row < few else sources + row - few, row, column) for row, column in np.argwhere(best.edges).tolist()
+    ]
     links = [
         {
             "source": tables[column]["node_id"],
@@ -141,7 +143,9 @@ def _contents(file: dict[str, Any], path: Path) -> dict[str, Any]:
         ids[one["ctx_idx"]] = int(one["node_id"].split("_")[1])
     ours = {one["node_id"]: f"error_{one['layer']}_{one['ctx_idx']}" for one in kinds[ERROR]}
     ours |= {one["node_id"]: f"logit_{one['feature']}" for one in kinds[LOGIT]}
-    groups = {str(name): tuple(ours.get(one, one) for one in members) for name, *members in file["qParams"]["supernodes"]}
+    groups = {
+        str(name): tuple(ours.get(one, one) for one in members) for name, *members in file["qParams"]["supernodes"]
+    }
     return {
         "prompt": str(file["metadata"]["prompt"]),
         "tokens": tokens,

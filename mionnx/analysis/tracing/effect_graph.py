@@ -1,6 +1,5 @@
 """`EffectGraph`: nodes, direct effects between them, and the influence that follows; the base of `AttributionGraph`."""
 
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,14 +10,13 @@ from mionnx.analysis.tracing.influence import Leading, influence, leading, share
 from mionnx.errors import InputError, nearest
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
-from mionnx.view import Shown
 
 NODES, EDGES = 0.8, 0.98  # shares of all influence that pruning leaves, as in circuit-tracer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
-class EffectGraph(Shown, ABC):
+class EffectGraph:
     """Nodes of one prompt and the direct effects between them; see `AttributionGraph`."""
 
     prompt: str
@@ -53,29 +51,27 @@ class EffectGraph(Shown, ABC):
         logits = [f"logit_{a}" if b < 0 else f"logit_{a}_{b}" for a, b in self.target_ids.tolist()]
         return self.sources[: len(self.features)] + logits
 
-    def weights(self, toward: str | None = None) -> NDArray[np.float64]:
-        """How much each row counts, [features + logits]: probabilities of logits, or all on one node.
-
-        Args:
-            toward: a feature or a logit, by name.
-
-        Raises:
-            InputError: no such node.
-        """
+    def _weights(self, toward: str | None = None) -> NDArray[np.float64]:
+        """How much each row counts, [features + logits]: probabilities of logits, or all on one node."""
         weights = np.zeros(len(self.effects))
         if toward is None:
             weights[len(self.features) :] = self.probabilities
         else:
-            weights[self.place(toward, self.receivers)] = 1
+            weights[index_of(toward, self.receivers)] = 1
         return weights
 
     def influence(self, toward: str | None = None) -> NDArray[np.float64]:
         """What share of the logits, or of one node, goes through each source, [features + errors + tokens].
 
         Args:
-            toward: see `AttributionGraph.weights`.
+            toward: the node, a feature or a logit, by name; the logits by their probabilities if left out.
+
+        Raises:
+            InputError: no such node.
         """
-        return influence(shares(self.effects), self.features[:, 0], np.arange(len(self.features)), self.weights(toward))
+        return influence(
+            shares(self.effects), self.features[:, 0], np.arange(len(self.features)), self._weights(toward)
+        )
 
     def leading(self, nodes: float = NODES, edges: float = EDGES, toward: str | None = None) -> Leading:
         """Masks of the nodes and edges of most influence, as circuit-tracer prunes.
@@ -83,7 +79,7 @@ class EffectGraph(Shown, ABC):
         Args:
             nodes: share of all influence that nodes are to have.
             edges: share of the influence between these that edges are to have.
-            toward: see `AttributionGraph.weights`.
+            toward: see `AttributionGraph.influence`.
 
         Raises:
             InputError: shares outside 0 to 1.
@@ -91,15 +87,11 @@ class EffectGraph(Shown, ABC):
         for name, share in (("nodes", nodes), ("edges", edges)):
             at_least(name, share, 0)
             at_most(name, share, 1)
-        return leading(self.effects, self.features[:, 0], len(self.tokens), self.weights(toward), nodes, edges)
+        return leading(self.effects, self.features[:, 0], len(self.tokens), self._weights(toward), nodes, edges)
 
-    @staticmethod
-    def place(node: str, names: Sequence[str]) -> int:
-        """The index of a node among names.
 
-        Raises:
-            InputError: it is not there.
-        """
-        if node not in names:
-            raise InputError(f"no node {node!r} among {len(names):,}{nearest(node, names)}")
-        return names.index(node)
+def index_of(node: str, names: Sequence[str]) -> int:
+    """The index of a node among names."""
+    if node not in names:
+        raise InputError(f"no node {node!r} among {len(names):,}{nearest(node, names)}")
+    return names.index(node)

@@ -22,7 +22,9 @@ def shares(effects: Matrix) -> Matrix:
     return sizes
 
 
-def influence(part: NDArray[np.floating], layer: NDArray[np.int64], feature: NDArray[np.int64], weights: Vector) -> Vector:
+def influence(
+    part: NDArray[np.floating], layer: NDArray[np.int64], feature: NDArray[np.int64], weights: Vector
+) -> Vector:
     """The influence of each source, [sources].
 
     Args:
@@ -53,7 +55,9 @@ class Leading:
     cumulated: Vector
 
 
-def leading(effects: Matrix, layer: NDArray[np.int64], tokens: int, weights: Vector, nodes: float, edges: float) -> Leading:
+def leading(
+    effects: Matrix, layer: NDArray[np.int64], tokens: int, weights: Vector, nodes: float, edges: float
+) -> Leading:
     """Nodes with a share of all influence, then edges with a share of theirs, then no node without ways in and out.
 
     Args:

@@ -84,7 +84,7 @@ class LocalModel:
         if self.model.bidirectional:
             raise InputError(f"an attribution graph counts on causal attention, and {hooked.name} reads both ways")
         if any(layer.recurrence for layer in hooked.metadata.layers):
-            raise InputError(f"{hooked.name} has recurrent layers, which are no pattern that mixes values: not traced")
+            raise InputError(f"{hooked.name} has recurrent layers, which no pattern mixes: they are not traced")
         refuse_several_streams(hooked, "an attribution graph")
         if hooked.metadata.dtype != "float32":
             raise InputError(
@@ -169,7 +169,11 @@ class LocalModel:
         graph = weights(self.model).graph
         norm = graph.norm("ln_final").weight if graph.has_norm("ln_final", 0) else None
         wide = vectors if norm is None else vectors * np.asarray(norm, np.float32)
-        matrix, best, tops = self.model.opened(Vocabulary).unembedding, np.zeros((len(vectors), 0)), np.zeros((len(vectors), 0), np.int64)
+        matrix, best, tops = (
+            self.model.opened(Vocabulary).unembedding,
+            np.zeros((len(vectors), 0)),
+            np.zeros((len(vectors), 0), np.int64),
+        )
         for begin in range(0, matrix.shape[1], READ):
             part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
             numbers = np.broadcast_to(begin + np.arange(part.shape[1]), part.shape)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.features.transcoder import Floats
 from mionnx.analysis.features.transcoder_set import TranscoderSet
-from mionnx.analysis.tracing.effect_graph import EffectGraph
+from mionnx.analysis.tracing.effect_graph import EffectGraph, index_of
 from mionnx.analysis.tracing.local_model import LocalModel
 from mionnx.errors import InputError, InterventionError
 from mionnx.graph.fragment import Fragment, written
@@ -121,11 +121,13 @@ def _goals(graph: EffectGraph, local: LocalModel, fix: dict[str, float], scale: 
     goals: Goals = defaultdict(list)
     for node, number in (*fix.items(), *scale.items()):
         parts = node.split("_")
-        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 10 for part in parts):
             raise InterventionError(f'{node!r} names no feature: "layer_feature_position", as "1_230_4"')
         layer, feature, position = map(int, parts)
         if layer >= local.layers or position >= len(graph.tokens):
-            raise InterventionError(f"{node}: layer {layer} of {local.layers}, position {position} of {len(graph.tokens)}")
+            raise InterventionError(
+                f"{node}: layer {layer} of {local.layers}, position {position} of {len(graph.tokens)}"
+            )
         if feature >= (features := local.transcoders.layer(layer).features):
             raise InterventionError(f"{node}: feature {feature} of {features}")
         if node in scale and node not in own:
@@ -142,9 +144,7 @@ def _read(local: LocalModel, layer: int, values: Floats) -> Floats:
     return values if scale is None else values / scale
 
 
-def _constrain(
-    spec: HookSpec, local: LocalModel, goals: Goals, clean: HookCache, constrained: list[int]
-) -> HookSpec:
+def _constrain(spec: HookSpec, local: LocalModel, goals: Goals, clean: HookCache, constrained: list[int]) -> HookSpec:
     outputs = {i: np.array(clean[local.write_at[i]][0]) for i in constrained}
     for (layer, position), ones in goals.items():
         coder, features = local.transcoders.layer(layer), np.array([feature for feature, _ in ones])
@@ -173,7 +173,8 @@ def _skipping(matrix: Floats) -> Fragment:
     width, out = matrix.shape
     return written(
         f"""<ir_version: 10, opset_import: ["": 21]>
-skip (float[batch, seq, {out}] old, float[batch, seq, {width}] x, float[{width}, {out}] w) => (float[batch, seq, {out}] y) {{
+skip (float[batch, seq, {out}] old, float[batch, seq, {width}] x, float[{width}, {out}] w)
+=> (float[batch, seq, {out}] y) {{
   product = MatMul(x, w)
   y = Add(old, product)
 }}""",
@@ -236,7 +237,7 @@ def confirm(
     """
     if factor == 1:
         raise InputError("factor=1 changes nothing")
-    column = self.place(node, self.sources[: len(self.features)])
+    column = index_of(node, self.sources[: len(self.features)])
     local, numbers = LocalModel(model, transcoders), []
     changed = [intervene(self, model, transcoders, scale={node: factor}, constrained=layers)
                for layers in ([*range(local.layers)], None)]  # fmt: skip

@@ -33,10 +33,9 @@ MEMORY = 4 * 2**30  # bytes
 STEP = 2048  # features that are chosen at a time, where not all become nodes
 LABELLED, PROMOTED = 200, 4  # features that have words, and tokens of each
 FIRST = ("bos_token", "pad_token", "eos_token")  # what is put in front of a text, the first that there is
-Tokens = int | str | Sequence[int | str] | None
 
 
-@typed(leave=["prompt", "answer", "versus"])
+@typed(leave=["prompt"])
 def trace(
     model: Runner,
     prompt: Prompt,
@@ -147,13 +146,15 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
     return np.concatenate([[first], ids])
 
 
-def _pairs(model: Runner, answer: Tokens, versus: int | str | None) -> NDArray[np.int64] | None:
+def _pairs(
+    model: Runner, answer: int | str | Sequence[int | str] | None, versus: int | str | None
+) -> NDArray[np.int64] | None:
     """Answer and versus of each target, [targets, 2], -1 for none; None where the prompt tells."""
     if answer is None:
         if versus is not None:
             raise InputError("versus= is taken from an answer's logit: give answer= too")
         return None
-    answers = [answer] if isinstance(answer, int | str | np.integer) else [*answer]
+    answers = [answer] if isinstance(answer, int | str) else [*answer]
     if not answers:
         raise InputError("answer= has no tokens")
     other = -1 if versus is None else token_of(model, versus)

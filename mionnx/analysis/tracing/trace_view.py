@@ -7,7 +7,7 @@ from mionnx.view import Table, Trace, TraceNode, View, readable
 
 DRAWN = 120  # features and errors of a page
 LISTED = 40  # rows of the table
-EDGE_SHARE = 0.95
+EDGE_SHARE, EDGES_DRAWN = 0.95, 3000
 
 
 def view_of(graph: EffectGraph) -> View:
@@ -35,22 +35,23 @@ def view_of(graph: EffectGraph) -> View:
     rows = {column: i for column, i in number.items() if column < few}
     rows |= {few + i: len(columns) + i for i in range(len(graph.targets))}
     edges = [
-        (number[column], rows[row if row < few else row], float(graph.effects[row, column]))
+        (number[column], rows[row], float(graph.effects[row, column]))
         for row, column in np.argwhere(best.edges).tolist()
         if row in rows and column in number
     ]
-    edges.sort(key=lambda edge: -abs(edge[2]))
+    edges = sorted(edges, key=lambda edge: -abs(edge[2]))[:EDGES_DRAWN]
     table = Table("node", "token", "activation", "influence", title="Nodes of most influence", on_page={"most": 15})
     for i in order[:LISTED]:
         position = int(graph.features[i, 1]) if i < few else (i - few) % seq
-        active = readable(float(graph.activations[i])) if i < few else "–"
+        active = readable(float(graph.activations[i])) if i < few else readable(None)
         table.add_row(names[i], graph.tokens[position], active, readable(float(own[i])))
     left = int(best.nodes[: len(own) - seq].sum()) - len(order)
     more = f" {left} more nodes of less influence are left out." if left > 0 else ""
     note = (
         "Circles are features, squares errors of transcoders, boxes tokens and logits; larger is more influence. Red "
-        f"edges raise what they lead to, blue ones lower it. Click a node for its ways in and out, again to pin it.{more}"
+        "edges raise what they lead to, blue ones lower it. Click a node for its ways in and out, again to pin it."
     )
+    note += more
     facts = (
         f"{few:,} of {graph.active:,} active features; replacement {graph.replacement_score:.3f}, completeness "
         f"{graph.completeness_score:.3f}"

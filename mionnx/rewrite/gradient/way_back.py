@@ -153,7 +153,9 @@ class _WayBack:
         op = Backward(FreshNames(f"mionnx.trace.{piece}"), facts, active, FROZEN, SUBGRAPH_RULES, opset(self.proto))
         gradients = op.run(between, {of: seed})
         if lacking := [name for name in by if name not in gradients]:
-            raise GradientError(f"{of} does not depend on {lacking[0]} where patterns and scales of norms are constants")
+            raise GradientError(
+                f"{of} does not depend on {lacking[0]} where patterns and scales of norms are constants"
+            )
         self.nodes += op.nodes
         self.tensors |= {tensor.name: tensor for tensor in op.names.tensors.values()}
         return [gradients[name] for name in by]
@@ -175,7 +177,9 @@ class _WayBack:
             if node.op_type == "NonZero":
                 raise GradientError(f"{node.name} sums over axes that the run tells: it would sum over rows too")
         constants = [name for name in dict.fromkeys(name for node in back for name in reads(node)) if name in varying]
-        still = prune([node for node in fore if varying.isdisjoint(node.output)], [n for one in back for n in reads(one)])
+        still = prune(
+            [node for node in fore if varying.isdisjoint(node.output)], [n for one in back for n in reads(one)]
+        )
         facts, value = Facts(graph), helper.make_tensor_value_info
         facts.follow(fore)
         inputs = [value(name, TensorProto.FLOAT, dims) for name, dims in self.inputs.items()]
