@@ -506,7 +506,7 @@ def _graphs(model: MIModel, folder: Path) -> Iterator[Call]:
     node, of_both = graph.sources[0], {"model": model, "transcoders": transcoders}
     (folder / "graph.json").write_text(json.dumps(graph.to_circuit_tracer()))
     methods: dict[str, dict[str, Any]] = {
-        **dict.fromkeys(("influence", "leading", "prune", "top", "table", "to_circuit_tracer"), {}),
+        **{name: {} for name in ("influence", "leading", "prune", "top", "table", "to_circuit_tracer")},
         "group": {"name": "a", "nodes": [node]},
         "read": {"path": folder / "graph.json"},
         "intervene": {**of_both, "scale": {node: 0.0}},

@@ -10,6 +10,7 @@ from mionnx.analysis.features.transcoder import Transcoder
 from mionnx.analysis.features.transcoder_files import MOST_LAYERS, files_of, hooks_of, of_sae, read_transcoder
 from mionnx.errors import HookError, InputError, ModelError
 from mionnx.graph.folder_file import LARGEST_BESIDE, check_regular
+from mionnx.machine.ranges import index_within
 from mionnx.machine.typed import typed
 
 CONFIG = "config.yaml"
@@ -111,7 +112,7 @@ class TranscoderSet:
 
     def layer(self, number: int) -> Transcoder:
         """One layer's transcoder, opened anew: nothing of it stays in memory."""
-        return self._readers[number]()
+        return self._readers[index_within("layer", number, len(self))]()
 
     def __len__(self) -> int:
         return len(self._readers)

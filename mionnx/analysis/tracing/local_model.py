@@ -84,11 +84,11 @@ class LocalModel:
         if self.model.bidirectional:
             raise InputError(f"an attribution graph counts on causal attention, and {hooked.name} reads both ways")
         if any(layer.recurrence for layer in hooked.metadata.layers):
-            raise InputError(f"{hooked.name} has recurrent layers, which no pattern mixes: they are not traced")
+            raise InputError(f"{hooked.name} has recurrent layers, which have no patterns to hold: not traced")
         refuse_several_streams(hooked, "an attribution graph")
         if hooked.metadata.dtype != "float32":
             raise InputError(
-                f"{hooked.name} computes in {hooked.metadata.dtype}; effects are sums of many terms, traced in float32: "
+                f"{hooked.name} computes in {hooked.metadata.dtype}; effects are sums of many terms, in float32: "
                 'from_pretrained(..., dtype="float32"), or "int4"'
             )
         if len(coders) != self.layers:
