@@ -1,6 +1,7 @@
 """Attribution graphs: equal to autograd in float64 from the equations, whatever the transcoders and the family are."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,31 +146,42 @@ def test_effects_are_gradients_with_mlps_replaced_in_every_family(family, models
     model, ids = models(family), np.random.default_rng(0).integers(3, 60, 7)
     if NEEDED - {*model.hooked.metadata.hooks}:
         pytest.skip("it has no attention patterns, or MLPs without an input of their own")
-    layers = write_set(model, tmp_path, features=24, texts=[ids])
     if model.bidirectional:
+        write_set(model, tmp_path, features=24, texts=[ids])
         with pytest.raises(InputError, match="both ways"):
             model.trace(ids, TranscoderSet.load(tmp_path))
         return
-    graph = model.trace(ids, TranscoderSet.load(tmp_path))
+    check_against_gradients(model, ids, tmp_path)
+
+
+def test_effects_of_weights_in_blocks_are_gradients_too(model, tmp_path):
+    """Products of integers are dequantised on the way back."""
+    blocks = MIModel.from_pretrained(model.quantise(tmp_path / "int4"), threads=1)
+    check_against_gradients(blocks, np.array([1, 5, 9, 12, 4]), tmp_path / "transcoders")
+
+
+def check_against_gradients(model: MIModel, ids: np.ndarray, folder: Path) -> None:
+    layers = write_set(model, folder, features=24, texts=[ids])
+    graph = model.trace(ids, TranscoderSet.load(folder))
     points = [f"blocks.{i}.hook_mlp_out" for i in range(model.num_layers)]
     clean = model.forward(ids, HookSpec().capture(points))
     spec = HookSpec()
     for point in points:
         spec.intervene(point, Intervention.Replace(clean[point]))
-    few = len(graph.features)
-    own = [i for i in range(few) if graph.features[i, 0] == model.num_layers - 1][:3]
-    assert own
-    for i in own:
-        layer, position, feature = graph.features[i].tolist()
+    few, last = len(graph.features), model.num_layers - 1
+    targets = [i for i in range(few) if graph.features[i, 0] == last][:2]
+    assert targets
+    for i in targets:
+        _, position, feature = graph.features[i].tolist()
         seed = np.zeros((1, len(ids), model.hidden_size), np.float32)
-        seed[0, position] = layers[layer]["W_enc"][feature]
-        by = points[:layer]
+        seed[0, position] = layers[last]["W_enc"][feature]
+        by = points[:last]
         grad = model.gradients(
-            ids, by, of=PRE.format(layer), cotangent=seed, rules="frozen_norm_pattern", hooks=spec
+            ids, by, of=PRE.format(last), cotangent=seed, rules="frozen_norm_pattern", hooks=spec
         ).grad
         expected = [
-            float(grad[points[other]][0, p] @ layers[other]["W_dec"][f, 0] * value) if other < layer else 0.0
-            for (other, p, f), value in zip(graph.features.tolist(), graph.activations, strict=True)
+            float(grad[points[layer]][0, p] @ layers[layer]["W_dec"][f, 0] * value) if layer < last else 0.0
+            for (layer, p, f), value in zip(graph.features.tolist(), graph.activations, strict=True)
         ]
         close(graph.effects[i, :few], np.array(expected))
 
