@@ -24,19 +24,19 @@ from mionnx.graph.folder_file import read_json
 from mionnx.machine.tensor_file import map_tensors
 
 Tensors = dict[str, NDArray[Any]]
-LAYER = re.compile(r"(?<![A-Za-z0-9])(?:layers?|blocks|h|W_enc)[._](\d{1,4})(?!\d)")
-DECODER = re.compile(r"W_dec_(\d+)")
+LAYER_IN_PATH = re.compile(r"(?<![A-Za-z0-9])(?:layers?|blocks|h|W_enc)[._](\d{1,4})(?!\d)")
+DECODER_FILE = re.compile(r"W_dec_(\d+)")
 SPARSIFY = "sae.safetensors"
-MOST_LAYERS = 1000
+MOST_TRANSCODERS = 1000
 
 
 def files_of(folder: Path) -> dict[int, Path]:
     """Layer -> its file, in the order of the layers."""
     files: dict[int, Path] = {}
     for path in sorted([*folder.rglob("*.safetensors"), *folder.rglob(PARAMS)]):
-        if DECODER.fullmatch(path.stem):  # beside its encoder
+        if DECODER_FILE.fullmatch(path.stem):  # beside its encoder
             continue
-        numbers = LAYER.findall(str(path.relative_to(folder)))
+        numbers = LAYER_IN_PATH.findall(str(path.relative_to(folder)))
         if not numbers:
             raise ModelError(f"{path}: neither its name nor its folder's says of which layer it is: layer_3, layers.3")
         layer = int(numbers[-1])

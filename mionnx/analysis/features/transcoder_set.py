@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.features.transcoder import Transcoder
-from mionnx.analysis.features.transcoder_files import MOST_LAYERS, files_of, hooks_of, of_sae, read_transcoder
+from mionnx.analysis.features.transcoder_files import MOST_TRANSCODERS, files_of, hooks_of, of_sae, read_transcoder
 from mionnx.errors import HookError, InputError, ModelError
 from mionnx.graph.folder_file import LARGEST_BESIDE, check_regular
 from mionnx.machine.ranges import index_within
@@ -74,7 +74,7 @@ class TranscoderSet:
         if not folder.is_dir():
             raise ModelError(f"{folder} is no folder of transcoders")
         files = files_of(folder)
-        if len(files) > MOST_LAYERS:
+        if len(files) > MOST_TRANSCODERS:
             raise ModelError(f"{folder} has transcoders of {len(files)} layers")
         config = folder / CONFIG
         entries: dict[str, str] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mionnx.analysis.tracing import circuit_tracer_file, set_features, trace_view
-from mionnx.analysis.tracing.effect_graph import EDGES, NODES, EffectGraph, index_of
+from mionnx.analysis.tracing.effect_graph import EDGE_SHARE, NODE_SHARE, EffectGraph, index_of
 from mionnx.analysis.tracing.influence import shares
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
@@ -44,7 +44,9 @@ class AttributionGraph(EffectGraph, Shown):
     intervene = set_features.intervene
     confirm = set_features.confirm
 
-    def prune(self, nodes: float = NODES, edges: float = EDGES, toward: str | None = None) -> "AttributionGraph":
+    def prune(
+        self, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE, toward: str | None = None
+    ) -> "AttributionGraph":
         """Keep the nodes and edges of most influence; all other effects are 0.
 
         Args:
@@ -107,7 +109,7 @@ class AttributionGraph(EffectGraph, Shown):
         return replace(self, groups={**self.groups, name: tuple(nodes)})
 
     def to_circuit_tracer(
-        self, slug: str = "graph", scan: str | None = None, nodes: float = NODES, edges: float = EDGES
+        self, slug: str = "graph", scan: str | None = None, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE
     ) -> dict[str, Any]:
         """The graph's leading part as circuit-tracer's file (schema 1), which its pages and Neuronpedia read.
 

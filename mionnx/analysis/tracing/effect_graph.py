@@ -11,7 +11,7 @@ from mionnx.errors import InputError, nearest
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 
-NODES, EDGES = 0.8, 0.98  # shares of all influence that pruning leaves, as in circuit-tracer
+NODE_SHARE, EDGE_SHARE = 0.8, 0.98  # shares of all influence that pruning leaves, as in circuit-tracer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,7 +73,7 @@ class EffectGraph:
             shares(self.effects), self.features[:, 0], np.arange(len(self.features)), self._weights(toward)
         )
 
-    def leading(self, nodes: float = NODES, edges: float = EDGES, toward: str | None = None) -> Leading:
+    def leading(self, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE, toward: str | None = None) -> Leading:
         """Masks of the nodes and edges of most influence, as circuit-tracer prunes.
 
         Args:

@@ -126,16 +126,18 @@ class LocalModel:
         )
         return OpenWays(graphs, forward, back)
 
-    def run(self, ids: Sequence[int]) -> Arrays:
-        """One text forwards: values at hook points, logits, and the constants of the way back."""
-        ways = self.opened
-        outputs = [*ways.graphs.constants, *ways.graphs.captures]
-        rows = Rows(np.asarray(ids, np.int64)[None])
-        return self.model.opened(Segments).compute(ways.forward, rows, outputs, {})
+    def constants(self, ids: Sequence[int]) -> Arrays:
+        """What the way back reads of one text."""
+        return self._run(ids, self.opened.graphs.constants)
 
-    def constants(self, values: Arrays) -> Arrays:
-        """What the way back reads of a run."""
-        return {name: values[name] for name in self.opened.graphs.constants}
+    def run(self, ids: Sequence[int]) -> Arrays:
+        """One text forwards: the same, values at hook points, and logits."""
+        graphs = self.opened.graphs
+        return self._run(ids, [*graphs.constants, *graphs.captures])
+
+    def _run(self, ids: Sequence[int], outputs: Sequence[str]) -> Arrays:
+        rows = Rows(np.asarray(ids, np.int64)[None])
+        return self.model.opened(Segments).compute(self.opened.forward, rows, outputs, {})
 
     def back(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
         """Run the way back."""

@@ -9,7 +9,7 @@ from mionnx.analysis.features.transcoder import Floats, Numbers
 from mionnx.analysis.tracing.local_model import Arrays
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.rewrite.gradient.way_back import (
-    PRODUCTS,
+    ROW_PRODUCTS,
     ROW_PLACES,
     ROW_VECTORS,
     SKIPS,
@@ -44,8 +44,8 @@ class EffectRows:
             if not len(mine):
                 continue
             # what the first tokens compute does not depend on those behind them
-            values = sources.values if end == seq else sources.local.run(sources.ids[:end])
-            feeds = sources.local.constants(values) | self._skips
+            feeds = sources.constants if end == seq else sources.local.constants(sources.ids[:end])
+            feeds = {**feeds, **self._skips}
             feeds |= {SOURCES(i): one.vectors[:end] for i, one in enumerate(sources.written)}
             feeds[TOKEN_SOURCES] = sources.tokens[:end]
             chunk = max(1, COTANGENTS // (end * sources.tokens.shape[1]))
@@ -71,11 +71,11 @@ class EffectRows:
             feeds[ROW_PLACES(i)] = places
             order.append(rows[own])
         targets = np.concatenate(order)
-        got = sources.local.back([*(PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS], feeds)
+        got = sources.local.back([*(ROW_PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS], feeds)
         for i, one in enumerate(sources.written):
             reached = targets[: above[layers - i]]
             if len(reached):
-                products, near = got[PRODUCTS(i)], one.position < end
+                products, near = got[ROW_PRODUCTS(i)], one.position < end
                 out[reached[:, None], one.feature[near]] += products[one.position[near], :, one.place[near]].T
                 first = sources.count + i * len(sources.ids)
                 out[reached[:, None], first + np.arange(end)] = products[:, :, 0].T

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.features.transcoder import Floats, Numbers
 from mionnx.analysis.tracing.local_model import LocalModel
-from mionnx.rewrite.gradient.way_back import EMBED
+from mionnx.graph.output_head import LOGITS
+from mionnx.rewrite.gradient.way_back import EMBED_POINT
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,18 @@ class Sources:
         encoders: [n, hidden], what they read.
         written: of each layer.
         tokens: [seq, hidden], the embeddings.
+        logits: [vocab], of the last position.
+        constants: of the way back.
     """
 
     def __init__(self, local: LocalModel, ids: Sequence[int], skip: int) -> None:
-        self.local, self.ids, self.values = local, [*ids], local.run(ids)
+        self.local, self.ids = local, [*ids]
+        values = local.run(ids)
         parts, outputs = [], []
         reconstructed = np.zeros((local.layers, len(self.ids), local.model.hidden_size), np.float32)
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
-            x = self.values[local.read_at[layer]][0]
+            x = values[local.read_at[layer]][0]
             x = np.ascontiguousarray(x if scale is None else x / scale)
             one = coder.active(x[skip:], f"the transcoder of layer {layer}")
             position = one.position + skip
@@ -56,10 +60,12 @@ class Sources:
             outputs.append(one.written)
         columns = (np.concatenate(column) for column in zip(*parts, strict=True))
         self.layer, self.position, self.feature, self.value, self.encoders = columns
-        errors = np.stack([self.values[name][0] for name in local.write_at]) - reconstructed
+        errors = np.stack([values[name][0] for name in local.write_at]) - reconstructed
         errors[:, :skip] = 0
         self.written = [self._written(layer, errors[layer], outputs) for layer in range(local.layers)]
-        self.tokens = np.ascontiguousarray(self.values[EMBED][0])
+        self.tokens = np.ascontiguousarray(values[EMBED_POINT][0])
+        self.logits = values[LOGITS][0, -1].astype(np.float64)
+        self.constants = {name: values[name] for name in local.opened.graphs.constants}
 
     @property
     def count(self) -> int:
@@ -74,7 +80,7 @@ class Sources:
     @property
     def bytes(self) -> int:
         """Memory that they take, constants of the way back included."""
-        arrays = [self.encoders, *self.values.values(), *(one.vectors for one in self.written)]
+        arrays = [self.encoders, *self.constants.values(), *(one.vectors for one in self.written)]
         return sum(array.nbytes for array in arrays)
 
     def _written(self, layer: int, errors: Floats, outputs: list[NDArray[np.float32]]) -> Written:

@@ -18,7 +18,6 @@ from mionnx.analysis.tracing.local_model import LocalModel
 from mionnx.analysis.tracing.rows import EffectRows
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.errors import InputError
-from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.chat_template import load_chat_template
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, shown
@@ -32,7 +31,7 @@ from mionnx.run.tokenizing import Prompt
 MEMORY = 4 * 2**30  # bytes
 STEP = 2048  # features that are chosen at a time, where not all become nodes
 LABELLED, PROMOTED = 200, 4  # features that have words, and tokens of each
-FIRST = ("bos_token", "pad_token", "eos_token")  # what is put in front of a text, the first that there is
+FIRST_TOKENS = ("bos_token", "pad_token", "eos_token")  # what is put in front of a text, the first that there is
 
 
 @typed(leave=["prompt"])
@@ -140,7 +139,7 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
         return ids
     words = load_chat_template(model.hooked.folder, "").tokens
     special = {name: model.tokenizer.token_to_id(word) for name, word in words.items()}
-    first = next((special[name] for name in FIRST if special.get(name) is not None), None)
+    first = next((special[name] for name in FIRST_TOKENS if special.get(name) is not None), None)
     if first is None or ids[0] in special.values():
         return ids
     return np.concatenate([[first], ids])
@@ -168,7 +167,7 @@ def _targets(
     sources: Sources, pairs: NDArray[np.int64] | None, most: int, share: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Pairs of answer and versus, and the probabilities of the answers; of differences, one share each."""
-    own = softmax(sources.values[LOGITS][0, -1].astype(np.float64))
+    own = softmax(sources.logits)
     if pairs is None:
         top = np.argsort(-own, kind="stable")[:most]
         top = top[: int(np.searchsorted(np.cumsum(own[top]), share)) + 1]

@@ -7,12 +7,12 @@ from mionnx.view import Table, Trace, TraceNode, View, readable
 
 DRAWN = 120  # features and errors of a page
 LISTED = 40  # rows of the table
-EDGE_SHARE, EDGES_DRAWN = 0.95, 3000
+DRAWN_SHARE, EDGES_DRAWN = 0.95, 3000
 
 
 def view_of(graph: EffectGraph) -> View:
     """The leading nodes and their edges."""
-    best, few, seq = graph.leading(edges=EDGE_SHARE), len(graph.features), len(graph.tokens)
+    best, few, seq = graph.leading(edges=DRAWN_SHARE), len(graph.features), len(graph.tokens)
     own = graph.influence()
     order = [i for i in np.argsort(-own, kind="stable").tolist() if best.nodes[i] and i < len(own) - seq][:DRAWN]
     columns = [*sorted(order), *range(len(own) - seq, len(own))]

@@ -29,12 +29,12 @@ from mionnx.rewrite.gradient.rules import SETS, SUBGRAPH_RULES
 from mionnx.rewrite.gradient.subgraph import activity, prune
 
 FROZEN = {**SETS["frozen_norm_pattern"], **IN_ROWS}
-EMBED, FINAL = str(HookPoint.Embed), str(HookPoint.FinalNorm)
+EMBED_POINT, FINAL_POINT = str(HookPoint.Embed), str(HookPoint.FinalNorm)
 # Names of the way back's inputs, of a layer or, of the logits, one more; and of its outputs.
 ROW_VECTORS, ROW_PLACES, SOURCES, SKIPS = (
     f"mionnx.trace.{{}}.{name}".format for name in ("vectors", "places", "sources", "skip")
 )
-PRODUCTS = "mionnx.trace.{}.products".format
+ROW_PRODUCTS = "mionnx.trace.{}.products".format
 TOKEN_SOURCES, TOKEN_PRODUCTS = "mionnx.trace.tokens", "mionnx.trace.token_products"
 
 
@@ -44,7 +44,7 @@ class TwoGraphs:
 
     The way back reads `ROW_VECTORS` [n, hidden] and `ROW_PLACES` [n, seq], one-hot, of each layer and of the logits;
     `SOURCES` [seq, hidden, m] of each layer, `SKIPS` [hidden, hidden] where there are skip connections, and
-    `TOKEN_SOURCES` [seq, hidden]. It gives `PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS` [rows, seq],
+    `TOKEN_SOURCES` [seq, hidden]. It gives `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS` [rows, seq],
     the rows of the logits first, then those of the last layer.
 
     Attributes:
@@ -69,7 +69,7 @@ def way_back(
     """Write both graphs of a model."""
     builder = _WayBack(proto, hooks, read_at, write_at, width, skips)
     builder.pieces()
-    return builder.parted([*dict.fromkeys([*read_at, *write_at, EMBED, *ends])])
+    return builder.parted([*dict.fromkeys([*read_at, *write_at, EMBED_POINT, *ends])])
 
 
 class _WayBack:
@@ -97,18 +97,18 @@ class _WayBack:
     def pieces(self) -> None:
         """Add the whole way, from the logits' vectors down to the embedding."""
         layers = len(self.read_at)
-        (stream,) = self._piece("final", FINAL, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
+        (stream,) = self._piece("final", FINAL_POINT, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
         for layer in reversed(range(layers)):
             before, end = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidPost(layer))
             passed, arrived = self._piece(f"{layer}.step", end, [before, self.write_at[layer]], stream)
             sources = self._input(SOURCES(layer), ["positions", self.width, f"sources_{layer}"])
             turned = self._node("Transpose", [arrived], f"mionnx.trace.{layer}.turned", perm=[1, 0, 2])
-            self.outputs.append(self._node("MatMul", [turned, sources], PRODUCTS(layer)))
+            self.outputs.append(self._node("MatMul", [turned, sources], ROW_PRODUCTS(layer)))
             (entered,) = self._piece(f"{layer}.enter", self.read_at[layer], [before], self._seed(layer))
             stream = self._node("Concat", [passed, entered], f"mionnx.trace.{layer}.stream", axis=0)
         first = str(HookPoint.ResidPre(0))
-        if first != EMBED and EMBED in self.hooks:
-            (stream,) = self._piece("embed", first, [EMBED], stream)
+        if first != EMBED_POINT and EMBED_POINT in self.hooks:
+            (stream,) = self._piece("embed", first, [EMBED_POINT], stream)
         weighed = self._node("Mul", [stream, self._input(TOKEN_SOURCES, ["positions", self.width])], "mionnx.trace.own")
         last = self._constant("mionnx.trace.last", [-1])
         self.outputs.append(self._node("ReduceSum", [weighed, last], TOKEN_PRODUCTS, keepdims=0))
