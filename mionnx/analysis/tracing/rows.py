@@ -9,8 +9,8 @@ from mionnx.analysis.features.transcoder import Floats, Numbers
 from mionnx.analysis.tracing.local_model import Arrays
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.rewrite.gradient.way_back import (
-    ROW_PRODUCTS,
     ROW_PLACES,
+    ROW_PRODUCTS,
     ROW_VECTORS,
     SKIPS,
     SOURCES,

@@ -44,8 +44,8 @@ class TwoGraphs:
 
     The way back reads `ROW_VECTORS` [n, hidden] and `ROW_PLACES` [n, seq], one-hot, of each layer and of the logits;
     `SOURCES` [seq, hidden, m] of each layer, `SKIPS` [hidden, hidden] where there are skip connections, and
-    `TOKEN_SOURCES` [seq, hidden]. It gives `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS` [rows, seq],
-    the rows of the logits first, then those of the last layer.
+    `TOKEN_SOURCES` [seq, hidden]. It gives `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS`
+    [rows, seq], the rows of the logits first, then those of the last layer.
 
     Attributes:
         constants: outputs of the graph forwards that the way back reads; `captures`: its other outputs.
