@@ -33,6 +33,7 @@ def random_layers(
         if kind == "jump_skip":
             one |= {"b_enc": np.zeros(features), "threshold": np.maximum(edge, 1e-3)}
             one["skip"] = 0.02 * random.standard_normal((width, width))
+        one["b_enc"][: model.num_layers] -= 1e3  # circuit-tracer names errors as features of these numbers
         layers.append({name: np.ascontiguousarray(array, np.float32) for name, array in one.items()})
     return layers
 

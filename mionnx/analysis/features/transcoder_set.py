@@ -4,6 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.features.transcoder import Transcoder
@@ -96,6 +99,7 @@ class TranscoderSet:
             if not point:
                 what = "read" if name == "hook" else "stand for"
                 raise HookError(f"the files do not say what features {what}: TranscoderSet.load(path, {name}='...')")
+        self._mapped: dict[int, Transcoder] = {}
         self.hook, self.hook_out, self.scan, self._readers = _pattern(hook), _pattern(hook_out), scan, tuple(readers)
         layers = [self.layer(i) for i in range(len(self))]
         self.d_in, self.d_out = layers[0].encoder.shape[1], layers[0].decoder.shape[2]
@@ -111,8 +115,17 @@ class TranscoderSet:
                 raise ModelError(f"layer {i} writes to {written[i]} layers, of {len(self)}")
 
     def layer(self, number: int) -> Transcoder:
-        """One layer's transcoder, opened anew: nothing of it stays in memory."""
-        return self._readers[index_within("layer", number, len(self))]()
+        """One layer's transcoder; what is no mapped file is read anew each time, so that it does not stay in memory."""
+        number = index_within("layer", number, len(self))
+        if number in self._mapped:
+            return self._mapped[number]
+        one = self._readers[number]()
+        if isinstance(one.encoder, np.memmap):
+            self._mapped[number] = one
+        return one
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mapped": {}}  # a pickle has the files' names, and no numbers of theirs
 
     def __len__(self) -> int:
         return len(self._readers)

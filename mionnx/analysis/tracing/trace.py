@@ -126,7 +126,7 @@ def _promoted(local: LocalModel, graph: AttributionGraph) -> dict[str, tuple[str
     best = np.argsort(-graph.influence()[:few], kind="stable")[:LABELLED]
     if not len(best):
         return {}
-    rows = np.stack([local.written(*graph.features[i, [0, 2]].tolist()) for i in best.tolist()])
+    rows = np.stack([local.written(layer, feature) for layer, _, feature in graph.features[best].tolist()])
     tops = local.top_tokens(rows, PROMOTED)
     words = {token: token_text(local.model, token) for token in {*tops.ravel().tolist()}}
     return {names[i]: tuple(words[token] for token in top) for i, top in zip(best.tolist(), tops.tolist(), strict=True)}

@@ -89,7 +89,7 @@ def test_a_column_is_what_its_feature_does_with_all_else_held(case, model):
     close(got.predicted, after - before)
     close(got.constrained, live - before, 1e-4)
     close(got.free, free - before, 1e-4)
-    assert 0 < got.difference < 1
+    assert got.difference > 0  # norms are live there
 
 
 def test_interventions_that_change_nothing_change_nothing(case, model):
