@@ -76,11 +76,11 @@ def test_a_column_is_what_its_feature_does_with_all_else_held(case, model):
     best = int(np.argmax(np.abs(graph.effects[few:, :few]).max(axis=0)))
     layer, position, feature = graph.features[best].tolist()
     tokens = graph.target_ids[:, 0].tolist()
-    before = np.array([float(one) for one in oracle.numbers(oracle.clean, tokens)])
+    before = np.array([one.item() for one in oracle.numbers(oracle.clean, tokens)])
     oracle.setting = {layer: [(position, feature, 0.0)]}
     try:
         after, live, free = (
-            np.array([float(one) for one in oracle.numbers(oracle.run(*hold), tokens)])
+            np.array([one.item() for one in oracle.numbers(oracle.run(*hold), tokens)])
             for hold in (("patterns", "norms", "mlps"), ("patterns", "mlps"), ("patterns",))
         )
     finally:
@@ -163,21 +163,20 @@ def test_effects_of_weights_in_blocks_are_gradients_too(model, tmp_path):
 def check_against_gradients(model: MIModel, ids: np.ndarray, folder: Path) -> None:
     layers = write_set(model, folder, features=24, texts=[ids])
     graph = model.trace(ids, TranscoderSet.load(folder))
-    points = [f"blocks.{i}.hook_mlp_out" for i in range(model.num_layers)]
+    few, last = len(graph.features), model.num_layers - 1
+    points = [f"blocks.{i}.hook_mlp_out" for i in range(last)]
     clean = model.forward(ids, HookSpec().capture(points))
     spec = HookSpec()
     for point in points:
         spec.intervene(point, Intervention.Replace(clean[point]))
-    few, last = len(graph.features), model.num_layers - 1
     targets = [i for i in range(few) if graph.features[i, 0] == last][:2]
     assert targets
     for i in targets:
         _, position, feature = graph.features[i].tolist()
         seed = np.zeros((1, len(ids), model.hidden_size), np.float32)
         seed[0, position] = layers[last]["W_enc"][feature]
-        by = points[:last]
         grad = model.gradients(
-            ids, by, of=PRE.format(last), cotangent=seed, rules="frozen_norm_pattern", hooks=spec
+            ids, points, of=PRE.format(last), cotangent=seed, rules="frozen_norm_pattern", hooks=spec
         ).grad
         expected = [
             float(grad[points[layer]][0, p] @ layers[layer]["W_dec"][f, 0] * value) if layer < last else 0.0
