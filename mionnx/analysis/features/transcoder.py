@@ -63,7 +63,10 @@ class Transcoder:
         if ranks != (2, 3):
             raise ModelError(f"{where}: an encoder of {ranks[0]} axes and a decoder of {ranks[1]}, not 2 and 3")
         (count, d_in), d_out = self.encoder.shape, self.decoder.shape[2]
-        shapes = {"b_enc": (self.bias, (count,)), "b_dec": (self.output_bias, (d_out,))}
+        shapes: dict[str, tuple[Floats, tuple[int, ...]]] = {
+            "b_enc": (self.bias, (count,)),
+            "b_dec": (self.output_bias, (d_out,)),
+        }
         shapes |= {} if self.threshold is None else {"threshold": (self.threshold, (count,))}
         shapes |= {} if self.skip is None else {"W_skip": (self.skip, (d_in, d_out))}
         if len(self.decoder) != count or 0 in (*self.encoder.shape, *self.decoder.shape):

@@ -9,7 +9,6 @@ import numpy as np
 
 from mionnx.analysis.tracing import circuit_tracer_file, set_features, trace_view
 from mionnx.analysis.tracing.effect_graph import EDGE_SHARE, NODE_SHARE, EffectGraph, index_of
-from mionnx.analysis.tracing.influence import shares
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
 from mionnx.machine.ranges import at_least
@@ -27,7 +26,7 @@ class AttributionGraph(EffectGraph, Shown):
 
     Attributes:
         prompt: the text; `tokens`, `token_ids`: [seq], of its tokens.
-        layers: of the model.
+        layers: number of layers of the model.
         hook, hook_out: the hook points that features read and stand for, "{}" for the layer.
         features: int64 [features, 3], layer, position and number of each feature that is a node.
         activations: [features].
@@ -61,26 +60,6 @@ class AttributionGraph(EffectGraph, Shown):
         columns = np.concatenate([features, np.arange(few, self.effects.shape[1])])
         effects = np.where(best.edges, self.effects, 0)[np.ix_(rows, columns)]
         return replace(self, features=self.features[features], activations=self.activations[features], effects=effects)
-
-    @property
-    def replacement_score(self) -> float:
-        """Share of the influence that ends in tokens rather than in errors."""
-        own = self.influence()
-        tokens = own[-len(self.tokens) :].sum()
-        return float(tokens / (tokens + own[self._errors].sum()))
-
-    @property
-    def completeness_score(self) -> float:
-        """Share of what nodes read that comes of features and tokens, weighted by influence."""
-        few, explained = len(self.features), 1 - shares(self.effects)[:, self._errors].sum(axis=1)
-        weight = self._weights()
-        weight[:few] += self.influence()[:few]
-        return float((explained * weight).sum() / weight.sum())
-
-    @property
-    def _errors(self) -> slice:
-        few = len(self.features)
-        return slice(few, few + self.layers * len(self.tokens))
 
     def top(self, k: int = 10, toward: str | None = None) -> list[tuple[str, float]]:
         """The sources of most influence, by name.

@@ -89,6 +89,26 @@ class EffectGraph:
             at_most(name, share, 1)
         return leading(self.effects, self.features[:, 0], len(self.tokens), self._weights(toward), nodes, edges)
 
+    @property
+    def replacement_score(self) -> float:
+        """Share of the influence that ends in tokens rather than in errors."""
+        own = self.influence()
+        tokens = own[-len(self.tokens) :].sum()
+        return float(tokens / (tokens + own[self._errors].sum()))
+
+    @property
+    def completeness_score(self) -> float:
+        """Share of what nodes read that comes of features and tokens, weighted by influence."""
+        few, explained = len(self.features), 1 - shares(self.effects)[:, self._errors].sum(axis=1)
+        weight = self._weights()
+        weight[:few] += self.influence()[:few]
+        return float((explained * weight).sum() / weight.sum())
+
+    @property
+    def _errors(self) -> slice:
+        few = len(self.features)
+        return slice(few, few + self.layers * len(self.tokens))
+
 
 def index_of(node: str, names: Sequence[str]) -> int:
     """The index of a node among names."""

@@ -96,11 +96,10 @@ def intervene(
     points = [*local.read_at, *local.write_at] if constrained else []
     patterns = [str(HookPoint.AttnPattern(i)) for i in layers] if frozen or constrained else []
     spec = HookSpec()
-    clean = model.forward(self.token_ids, HookSpec().capture([*points, *patterns])) if points or patterns else None
-    for point in patterns if clean is not None else ():
+    clean = model.forward(self.token_ids, HookSpec().capture([local.read_at[0], *points, *patterns]))
+    for point in patterns:
         spec.intervene(point, Intervention.Replace(clean[point]))
     if constrained:
-        assert clean is not None  # its points were captured
         return _constrain(spec, local, goals, clean, [*dict.fromkeys(constrained)])
     for (layer, position), ones in goals.items():
         coder = transcoders.layer(layer)
@@ -227,7 +226,7 @@ def confirm(
     Args:
         model, transcoders: those of the graph.
         node: a feature of the graph, by name.
-        factor: of its activation; 0 ablates it.
+        factor: what its activation is multiplied by; 0 ablates it.
 
     Raises:
         InputError: no such feature, or the factor 1.

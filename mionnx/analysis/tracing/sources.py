@@ -33,7 +33,7 @@ class Sources:
     Attributes:
         layer, position, feature, value: [n], of the active features.
         encoders: [n, hidden], what they read.
-        written: of each layer.
+        written: what is written at the MLP of each layer.
         tokens: [seq, hidden], the embeddings.
         logits: [vocab], of the last position.
         constants: of the way back.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,8 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
     if not isinstance(prompt, str):
         return ids
     words = load_chat_template(model.hooked.folder, "").tokens
-    special = {name: model.tokenizer.token_to_id(word) for name, word in words.items()}
+    tokenizer: Any = model.tokenizer  # that of a model with attention
+    special = {name: tokenizer.token_to_id(word) for name, word in words.items()}
     first = next((special[name] for name in FIRST_TOKENS if special.get(name) is not None), None)
     if first is None or ids[0] in special.values():
         return ids

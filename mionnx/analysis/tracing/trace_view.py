@@ -1,6 +1,7 @@
 """The page and picture of an attribution graph: tokens across, layers up."""
 
 import numpy as np
+from rich.markup import escape
 
 from mionnx.analysis.tracing.effect_graph import EffectGraph
 from mionnx.view import Table, Trace, TraceNode, View, readable
@@ -43,8 +44,8 @@ def view_of(graph: EffectGraph) -> View:
     table = Table("node", "token", "activation", "influence", title="Nodes of most influence", on_page={"most": 15})
     for i in order[:LISTED]:
         position = int(graph.features[i, 1]) if i < few else (i - few) % seq
-        active = readable(float(graph.activations[i])) if i < few else readable(None)
-        table.add_row(names[i], graph.tokens[position], active, readable(float(own[i])))
+        activation = float(graph.activations[i]) if i < few else None
+        table.add_row(names[i], escape(graph.tokens[position]), readable(activation), readable(float(own[i])))
     left = int(best.nodes[: len(own) - seq].sum()) - len(order)
     more = f" {left} more nodes of less influence are left out." if left > 0 else ""
     note = (

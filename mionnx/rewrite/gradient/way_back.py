@@ -13,6 +13,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -123,7 +124,7 @@ class _WayBack:
         wide = [self._node("Unsqueeze", [value, axis], end) for value, axis, end in ends]
         return self._node("Mul", wide, name)
 
-    def _node(self, operator: str, inputs: Sequence[str], name: str, **settings: int | Sequence[int]) -> str:
+    def _node(self, operator: str, inputs: Sequence[str], name: str, **settings: Any) -> str:
         self.nodes.append(helper.make_node(operator, inputs, [name], name, **settings))
         return name
 
@@ -164,7 +165,8 @@ class _WayBack:
         """Part what depends on rows from what does not."""
         graph = self.proto.graph
         varying = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
-        seeded, fore, back = {name for name in self.inputs if ".skip" not in name}, [], []
+        seeded = {name for name in self.inputs if ".skip" not in name}
+        fore, back = list[NodeProto](), list[NodeProto]()
         for node in [*graph.node, *self.nodes]:
             own = {*reads(node)}
             (back if own & seeded else fore).append(node)

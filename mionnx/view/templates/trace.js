@@ -41,7 +41,7 @@ PANELS.Trace = (part, panel) => {
       per[position] = Math.max(per[position], wide);
       high[layer + 1] = Math.max(high[layer + 1], kind === "logit" ? list.length : Math.ceil(list.length / PER_ROW));
     }
-    const widths = per.map((count) => Math.max(74, count * STEP + 18)), left = [64], floor = [0];
+    const widths = per.map((count) => Math.max(panel.tokens.length > 10 ? 62 : 76, count * STEP + 14)), left = [64], floor = [0];
     widths.forEach((wide, i) => left.push(left[i] + wide));
     high.forEach((count, i) => floor.push(floor[i] + count * STEP + 26));
     const total = [left.at(-1) + 10, floor.at(-1) + 10], at = {};
@@ -60,8 +60,8 @@ PANELS.Trace = (part, panel) => {
     for (const [from, to, weight] of [...edges].reverse()) {
       const [a, b] = [at[from], at[to]], strength = Math.abs(weight) / limit, middle = (a[1] + b[1]) / 2;
       const near = !group || group.has(from) || group.has(to);
-      const line = shape("path", { d: `M ${a[0]} ${a[1]} C ${a[0]} ${middle} ${b[0]} ${middle} ${b[0]} ${b[1]}`,
-        stroke: weight > 0 ? mix(RED, RED, 0) : mix(BLUE, BLUE, 0), class: near ? "" : "dim" });
+      const line = shape("path", { d: `M ${a[0]} ${a[1]} C ${a[0]} ${middle} ${b[0]} ${middle} ${b[0]} ${b[1]}`, class: near ? "" : "dim" });
+      line.style.stroke = weight > 0 ? "var(--c3)" : "var(--c0)";  // of the page's colours, light and dark
       line.style.strokeWidth = .5 + 3.5 * strength;
       line.style.strokeOpacity = group && near ? .55 + .45 * strength : .1 + .8 * strength;
       explain(line, () => `${caption(nodes[from])} → ${caption(nodes[to])}\n${spelled(weight)}`);
@@ -75,7 +75,7 @@ PANELS.Trace = (part, panel) => {
       if (one.kind === "feature") box.append(shape("circle", { cx: x, cy: y, r: Math.min(radius, 10) }));
       else if (one.kind === "error") box.append(shape("rect", { x: x - radius * .8, y: y - radius * .8, width: radius * 1.6, height: radius * 1.6 }));
       else {
-        const text = visible(one.label), shown = text.length > 11 ? text.slice(0, 10) + "…" : text, wide = Math.max(24, 7 * shown.length + 10);
+        const text = visible(one.label), shown = text.length > 8 ? text.slice(0, 7) + "…" : text, wide = Math.max(24, 7 * shown.length + 10);
         box.append(shape("rect", { x: x - wide / 2, y: y - 10, width: wide, height: 20, rx: 5 }), shape("text", { x, y: y + 4, "text-anchor": "middle" }, shown));
       }
       if (one.group && one.kind === "feature") box.append(shape("text", { x, y: y - 12, "text-anchor": "middle", class: "named" }, one.group));
@@ -122,4 +122,5 @@ PANELS.Trace = (part, panel) => {
     ways("Ways out", ranked(out));
   }
   draw();
+  picture.scrollLeft = picture.scrollWidth;  // what is traced stands at the last token
 };
