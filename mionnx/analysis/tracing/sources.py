@@ -36,7 +36,7 @@ class Sources:
         written: what is written at the MLP of each layer.
         tokens: [seq, hidden], the embeddings.
         logits: [vocab], of the last position.
-        constants: of the way back.
+        constants: what the way back reads, by name.
     """
 
     def __init__(self, local: LocalModel, ids: Sequence[int], skip: int) -> None:
