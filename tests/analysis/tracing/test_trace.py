@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from local_llama import LocalLlama
+from safetensors.numpy import load_file, save_file
 from transcoder_files import KINDS, write_set
 
 from mionnx import (
@@ -183,6 +184,23 @@ def check_against_gradients(model: MIModel, ids: np.ndarray, folder: Path) -> No
             for (layer, p, f), value in zip(graph.features.tolist(), graph.activations, strict=True)
         ]
         close(graph.effects[i, :few], np.array(expected))
+
+
+def test_features_may_read_the_norm_before_its_weight(model, tmp_path):
+    """TransformerLens' `ln2.hook_normalized`, of Gemma Scope, is no value of the graph: the weight is divided out."""
+    write_set(model, tmp_path / "one")
+    write_set(model, tmp_path / "other")
+    for i in range(model.num_layers):
+        path = tmp_path / "other" / f"layer_{i}.safetensors"
+        file = load_file(path)
+        save_file({**file, "W_enc": file["W_enc"] * model.weights.reader.read("ln2_w", i)}, path)
+    one = model.trace(TEXT, TranscoderSet.load(tmp_path / "one"))
+    transcoders = TranscoderSet.load(tmp_path / "other", hook="ln2.hook_normalized")
+    other = model.trace(TEXT, transcoders)
+    assert np.array_equal(one.features, other.features)
+    close(other.effects, one.effects)
+    spec = other.intervene(model, transcoders, scale={other.sources[0]: 1.0})
+    close(model.forward(other.token_ids, spec).output(), model.forward(other.token_ids).output())
 
 
 def test_what_cannot_be_traced_is_refused(model, tmp_path):
