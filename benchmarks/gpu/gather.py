@@ -1,6 +1,6 @@
 """Everything that a bare machine without a network lacks, in parts that can be carried there one by one.
 
-    python benchmarks/gpu/gather.py [--parts benchmarks/gpu/parts] [--largest 42] [--architecture 90] [--whole]
+    python benchmarks/gpu/gather.py [--parts benchmarks/gpu/parts] [--largest 35] [--architecture 90] [--whole]
 
 1. Wheels of PyPI for the other machine's Python (`--python 3.12`), in this environment's versions: onnxruntime-gpu,
    cut down to one GPU architecture (`slim_wheel.py`; `--whole` leaves it as it is), and `PACKAGES`.
@@ -96,7 +96,7 @@ def main() -> None:
     """Gather everything, and part it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", type=Path, default=HERE / "parts")
-    parser.add_argument("--largest", type=float, default=42, help="megabytes of a part")
+    parser.add_argument("--largest", type=float, default=35, help="megabytes of a part")
     parser.add_argument("--python", default="3.12")
     parser.add_argument("--architecture", type=int, default=90, help="90: H100, H200; 80: A100; 120: RTX 5090")
     parser.add_argument("--whole", action="store_true", help="leave onnxruntime-gpu's wheel as it is")
