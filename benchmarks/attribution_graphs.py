@@ -153,7 +153,7 @@ def compared(graph: Any, path: Path, prompt: str) -> list[str]:
     theirs = np.load(path)
     few, size = len(graph.features), graph.effects.shape[1]
     if not np.array_equal(theirs["active"], graph.features):
-        return [f"{few}, other features", "-", "-", "-", "-"]
+        return [f"{few}, other features", "-", "-", "-"]
     expected = np.concatenate([theirs["matrix"][:few, :size], theirs["matrix"][size:, :size]])
     largest = np.abs(expected).max(axis=1)
     gaps = np.abs(graph.effects - expected).max(axis=1)
@@ -164,8 +164,7 @@ def compared(graph: Any, path: Path, prompt: str) -> list[str]:
     file["metadata"]["prompt"] = other["metadata"]["prompt"] = prompt  # theirs has decoded it
     return [
         f"{few}, the same",
-        f"{gaps.max() / largest.max():.1e}",
-        f"{(gaps[largest > 0] / largest[largest > 0]).max():.1e}",
+        f"{gaps.max() / largest.max():.1e}; {(gaps[largest > 0] / largest[largest > 0]).max():.1e}",
         f"{nodes} of {int(best.nodes.sum())}, {int((best.edges != edges).sum())} of {int(best.edges.sum())}",
         differences(file, other),
     ]
@@ -196,10 +195,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "mionnx-circuit-tracer")
-    parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--features", type=int, default=384)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 128])
     options = parser.parse_args()
     sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
     from environments import python_of
@@ -228,9 +227,11 @@ def main() -> None:
                     times.append((time.perf_counter() - begin, theirs.run(batch)))
         own, other = (median(one) for one in zip(*times, strict=True))
         speed = median(b / a for a, b in times)
-        rows.append([name, kind, THEIRS[hook], *numbers, f"{own:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}"])
+        rows.append(
+            [f"{name}, {kind}, {THEIRS[hook]}", *numbers, f"{own:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}"]
+        )
         print(*rows[-1], sep=" | ", flush=True)
-    columns = ["model", "transcoders", "reads", "active features", "largest difference", "worst row"]
+    columns = ["model, transcoders, what they read", "active features", "largest difference; worst row"]
     columns += ["nodes, edges that differ", "files differ", "mionnx, s", "circuit-tracer, s (batch)", "times"]
     title = (
         f"{len(ids)} tokens, {options.features} features a layer, {options.threads} threads, {options.repeats} turns"
