@@ -168,7 +168,7 @@ def load_cuda() -> None:
 def _without_stderr() -> Iterator[None]:
     """Let nothing that a library writes by itself come to the terminal."""
     try:
-        kept = os.dup(2)
+        terminal = os.dup(2)
     except OSError:  # a process without one
         yield
         return
@@ -177,8 +177,8 @@ def _without_stderr() -> Iterator[None]:
         os.dup2(nothing, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(terminal, 2)
+        os.close(terminal)
         os.close(nothing)
 
 
