@@ -26,7 +26,7 @@ from mionnx.run.runner import Runner
 
 FLOAT16, INT4 = "float16", "int4"
 CHOICES = (FLOAT16, INT4, *DEPLOYMENTS)
-STEPS = {  # how a step of a rescale begins -> its kind
+CURES = {  # how a step of a rescale begins -> its kind
     "behind": "powers of two behind nodes",
     "constant factor": "constant factors times a power of two",
     "epsilon": "epsilons of norms times a power of four",
@@ -118,7 +118,7 @@ def _diagnosed(
 def _short(remedy: Remedy) -> list[str]:
     """The steps of a rescale by their kind, how many each."""
     kinds = Counter(
-        next(kind for begin, kind in STEPS.items() if one.startswith(begin)) for one in remedy.rescaled.steps
+        next(kind for begin, kind in CURES.items() if one.startswith(begin)) for one in remedy.rescaled.steps
     )
     return [f"{number} {kind}" for kind, number in kinds.items()]
 
