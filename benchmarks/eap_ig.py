@@ -7,7 +7,8 @@
 The names task on world-gpt2 and world-llama, whose keys and values are shared by two heads: EAP-IG has them by query
 head, which is `ungrouped=True` here. Their scores are compared with ours, read from their own file. Circuits at MIB's
 ten shares are then run by both codes by the same scores, theirs: CPR ranks by score, CMD by size. Their code asks for
-a CUDA device in places; here it runs on the CPU with that name replaced, and is changed in no other way.
+a CUDA device in places; here it runs on the CPU with that name replaced, and is changed in no other way, but for one
+row: there their points of EAP-IG-inputs are ours, k/5 of the way for k = 1 .. 5 instead of 0 .. 4.
 """
 
 import argparse
@@ -45,8 +46,10 @@ MODULES = (
 METHODS: dict[str, dict[str, Any]] = {
     "EAP": {},
     "EAP-IG-inputs": {"steps": 5},
+    "EAP-IG-inputs, k = 1 .. 5": {"steps": 5},
     "EAP-IG-activations": {"steps": 5, "along": "activations"},
 }
+LEFT, RIGHT = "for step in range(0, steps):", "for step in range(1, steps + 1):"  # their points between the two prompts
 # Theirs -> ours. Their "mean" takes one position, and then the mean over nodes, so that it is no mean of a node.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "patching": {},
@@ -55,8 +58,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def their_code(checkout: Path) -> dict[str, ModuleType]:
-    """Their modules, with "cpu" in the place of "cuda"."""
+def their_code(checkout: Path, right: bool) -> dict[str, ModuleType]:
+    """Their modules, with "cpu" in the place of "cuda"; `right`: with the points k = 1 .. n instead of 0 .. n - 1."""
     package = ModuleType("eap")
     package.__path__ = []
     sys.modules["eap"] = package
@@ -68,6 +71,8 @@ def their_code(checkout: Path) -> dict[str, ModuleType]:
         text = (
             (checkout / "src" / "eap" / f"{name}.py").read_text().replace("'cuda'", "'cpu'").replace('"cuda"', '"cpu"')
         )
+        assert name != "attribute" or text.count(LEFT) == 1
+        text = text.replace(LEFT, RIGHT) if right else text
         exec(compile(text, full, "exec"), module.__dict__)
     return {name: sys.modules[f"eap.{name}"] for name in MODULES}
 
@@ -127,8 +132,8 @@ def lead(logits: Any, clean: Any, lengths: Any, labels: Any, loss: bool = False)
 class Beside:
     """One model in both codes, on the same pairs."""
 
-    def __init__(self, name: str, code: dict[str, ModuleType], count: int) -> None:
-        self.code, self.model, self.theirs = code, MIModel.from_pretrained(MODELS / name), hooked(MODELS / name)
+    def __init__(self, name: str, codes: Sequence[dict[str, ModuleType]], count: int) -> None:
+        self.codes, self.model, self.theirs = codes, MIModel.from_pretrained(MODELS / name), hooked(MODELS / name)
         known = [one for one in NAMES if self.model.tokenizer.token_to_id(one) is not None]
         pairs = [(a, b) for a in known for b in known if a != b][:count]
         self.answer, self.versus = [a for a, _ in pairs], [b for _, b in pairs]
@@ -143,11 +148,11 @@ class Beside:
 
     def attributed(self, method: str, folder: Path) -> tuple[Any, EdgeAttribution, EdgeAttribution, list[float]]:
         """Their graph with scores, those in our form, ours, and the seconds of both."""
-        graph, given = self.code["graph"].Graph.from_model(self.theirs), METHODS[method]
+        code, given, theirs = self.codes["k = 1" in method], METHODS[method], method.partition(",")[0]
+        graph, attribute = code["graph"].Graph.from_model(self.theirs), code["attribute"].attribute
         begin = time.process_time()
-        attribute = self.code["attribute"].attribute
         attribute(
-            self.theirs, graph, self.batches, partial(lead, loss=True), method, ig_steps=given.get("steps"), quiet=True
+            self.theirs, graph, self.batches, partial(lead, loss=True), theirs, ig_steps=given.get("steps"), quiet=True
         )
         seconds = [time.process_time() - begin]
         graph.to_json(str(folder / "importances.json"))
@@ -166,7 +171,8 @@ class Beside:
 
     def their_shares(self, graph: Any, rank: str, intervention: str) -> list[float]:
         """Their faithfulness at MIB's shares."""
-        evaluate, baseline = self.code["evaluate"].evaluate_graph, self.code["evaluate"].evaluate_baseline
+        module = self.codes[0]["evaluate"]
+        evaluate, baseline = module.evaluate_graph, module.evaluate_baseline
         options = {"quiet": True, "intervention": intervention, "intervention_dataloader": self.batches}
         clean = baseline(self.theirs, self.batches, lead, quiet=True).mean().item()
         leads = []
@@ -182,9 +188,9 @@ def area(shares: Sequence[float], distance: bool) -> float:
     return float(np.trapezoid(values, MIB_SHARES))
 
 
-def rows_of(name: str, code: dict[str, ModuleType], count: int) -> tuple[list[list[str]], list[list[str]]]:
+def rows_of(name: str, codes: Sequence[dict[str, ModuleType]], count: int) -> tuple[list[list[str]], list[list[str]]]:
     """The lines of both tables for one model."""
-    beside = Beside(name, code, count)
+    beside = Beside(name, codes, count)
     scored, run = [], []
     for method in METHODS:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,10 +227,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results/eap_ig.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    code = their_code(chosen.checkout)
-    for module in code.values():
-        module.tokenize_plus = tokens_of  # type: ignore[attr-defined]
-    parts = [rows_of(name, code, chosen.pairs) for name in chosen.models]
+    codes = [their_code(chosen.checkout, right) for right in (False, True)]
+    for code in codes:
+        for module in code.values():
+            module.tokenize_plus = tokens_of  # type: ignore[attr-defined]
+    parts = [rows_of(name, codes, chosen.pairs) for name in chosen.models]
     scores, circuits = ([row for part in parts for row in part[which]] for which in (0, 1))
     tables = [
         (["model", "method", "edges", "Pearson", "largest difference", "their seconds", "seconds"], scores),
@@ -234,8 +241,7 @@ def main() -> None:
         ),
     ]
     notes = [
-        "Largest difference of scores: of the largest score. Their points of EAP-IG-inputs are k/5, k = 0 .. 4, and "
-        "1 .. 5 here.",
+        "Largest difference of scores: of the largest score. Their own points of EAP-IG-inputs are k/5, k = 0 .. 4.",
         "Circuits of both codes are by the same scores, theirs. Seconds: processor time of one thread.",
     ]
     title = f"Names task, {chosen.pairs} pairs in one batch"

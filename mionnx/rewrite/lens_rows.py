@@ -35,7 +35,7 @@ TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
 
 
 class RowMap(NamedTuple):
-    """A linear map of one stream, before the head reads it."""
+    """A linear map of one stream, of its dtype, before the head reads it."""
 
     stream: str
     matrix: NDArray[Any]  # J, [hidden, hidden]
@@ -68,8 +68,8 @@ def _mapped(op: Builder, tensors: dict[str, gs.Tensor], maps: Sequence[RowMap]) 
     positions, rows = op.input(MAPPED, np.int64, 1), []
     for stream, matrix, bias in maps:
         chosen = op.Gather(tensors[stream], positions, axis=1)
-        row = op.MatMul(chosen, matrix.T.astype(chosen.dtype), name="map")
-        rows.append(row if bias is None else op.Add(row, bias.astype(chosen.dtype)))
+        row = op.MatMul(chosen, np.ascontiguousarray(matrix.T), name="map")
+        rows.append(row if bias is None else op.Add(row, bias))
     return rows
 
 

@@ -35,7 +35,7 @@ four (float[batch, seq, 4] x) => (float[batch, seq, 6] logits) <float[4, 6] head
 """.replace("HEAD", HEAD)
 
 
-MATRIX, BIAS = np.cos(np.arange(16.0)).reshape(4, 4), np.arange(4.0)
+MATRIX, BIAS = np.cos(np.arange(16, dtype=np.float32)).reshape(4, 4), np.arange(4, dtype=np.float32)
 
 
 def rewritten(last: str, maps: Sequence[RowMap] = ()) -> onnx.ModelProto:

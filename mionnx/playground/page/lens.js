@@ -20,7 +20,7 @@ export function build(box) {
   second.addEventListener("input", () => whenTyped("second", 250, () => change({ second: second.value })));
   about = element("p", { class: "faint small" });
   readers = element("div", { class: "segments readers", role: "group", "aria-label": "Read each layer by the", hidden: !ownLens() },
-    ...["logit lens", ownLens()?.name ?? ""].map((name, i) => button(capital(name), () => change({ mapped: i === 1 }))));
+    ...["logit lens", ...(ownLens() ? [ownLens().name] : [])].map((name, i) => button(capital(name), () => change({ mapped: i === 1 }))));
   box.replaceChildren(
     about, readers,
     element("div", { class: "scroll" }, table), thinned,
