@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
@@ -196,7 +196,7 @@ class EdgeGradients:
             moving += dict.fromkeys(node.hook for node in parts.nodes.senders[1:])
         for hook, begin in product(moving, range(0, self.steps, most)):
             cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads, hook)
-            for key, value in _read_back(parts, cache, self.rules):
+            for key, value in _read_back(parts, cache, self.rules, _feeding(hook) if self.steps > 1 else set()):
                 # Steps may be in several batches; each adds its share of the mean.
                 total[key] = total.get(key, 0) + value / (self.steps * len(moving))
         return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
@@ -221,7 +221,8 @@ class EdgeGradients:
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
         # The last receiver is the final norm, whose gradient is by the stream before it.
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
-        inside = _attended(nodes)
+        hooks = [hook for hook in hooks if self.steps == 1 or hook not in _feeding(moving)]
+        inside = _attended(nodes, hooks)
         hooks += [z for z in inside if z not in hooks]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, rows, pair)
@@ -230,18 +231,27 @@ class EdgeGradients:
         return self.model.forward(rows, spec, logits=part_of(pair, self.model))
 
 
-def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:
-    """The gradients by the streams as each receiver reads them, summed over steps."""
+def _feeding(moving: str) -> set[str]:
+    """What a layer's heads, mixer or MLP read: once what they write is replaced, nothing depends on it."""
+    point = HookPoint.parse(moving)
+    reads = {"AttnZ": tuple(ROLES), "AttnOut": ("SsmPre",), "MlpOut": ("MlpPre",)}.get(point.variant, ())
+    return {str(getattr(HookPoint, variant)(point.layer)) for variant in reads}
+
+
+def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as each receiver reads them, summed over steps; `idle`: 0, and left out."""
     nodes, grad = parts.nodes, cast(HookCache, cache.grad)
     layers = range(nodes.layers)
-    attending = [layer for layer in layers if layer not in nodes.mixers]
-    split = _split(parts, cache, rules)
+    attending = [layer for layer in layers if layer not in nodes.mixers and str(HookPoint.AttnQ(layer)) not in idle]
+    split = _split(parts, cache, rules, _attended(nodes, {node.hook for node in nodes.receivers} - idle))
     for variant in ROLES if attending else ():
         hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}
         yield from _by_head(parts, cache, hooks, rules, split)
     mixing = {str(HookPoint.SsmPre(layer)): nodes.stream(2 * layer) for layer in sorted(nodes.mixers)}
     neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
-    for inputs in filter(None, (mixing, neurons)):  # apart: the two may read the same stream
+    for own in (mixing, neurons):  # apart: the two may read the same stream
+        if not (inputs := {name: stream for name, stream in own.items() if name not in idle}):
+            continue
         streams = {name: _floats(cache[name]) for name in inputs.values()}
         back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
         for name, stream in inputs.items():
@@ -250,16 +260,16 @@ def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Rec
     yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
 
 
-def _attended(nodes: Nodes) -> dict[str, tuple[str, ...]]:
+def _attended(nodes: Nodes, hooks: Container[str]) -> dict[str, tuple[str, ...]]:
     """Values that heads read -> the queries, keys and values that they come of, where heads share some of these."""
-    layers = dict.fromkeys(layer for layer in map(layer_of, nodes.shared) if layer is not None)
+    layers = dict.fromkeys(layer for name in nodes.shared if name in hooks and (layer := layer_of(name)) is not None)
     names = {layer: tuple(str(getattr(HookPoint, variant)(layer)) for variant in ROLES) for layer in layers}
     return {str(HookPoint.AttnZ(layer)): own for layer, own in names.items()}
 
 
-def _split(parts: Parts, cache: HookCache, rules: str) -> Arrays:
+def _split(parts: Parts, cache: HookCache, rules: str, inside: Mapping[str, tuple[str, ...]]) -> Arrays:
     """The gradients by shared keys and values, each head's share by itself, [steps, n_heads, seq, head_dim]."""
-    inside, shared = _attended(parts.nodes), parts.nodes.shared
+    shared = {name: group for name, group in parts.nodes.shared.items() if any(name in own for own in inside.values())}
     entries = [name for names in inside.values() for name in names]
     values = {name: _floats(cache[name]) for name in entries}
     seeds = {z: _floats(cast(HookCache, cache.grad)[z]) for z in inside}
