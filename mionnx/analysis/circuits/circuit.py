@@ -14,7 +14,7 @@ from mionnx.analysis.circuits.edge_attribution import edge_attribution
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution, check_rank
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Node, Nodes, all_nodes
-from mionnx.analysis.circuits.outside import PATCHING, Outside, captured, check_outside, make_outside
+from mionnx.analysis.circuits.outside import PATCHING, Outside, captured, check_outside, make_outside, reached
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
@@ -76,8 +76,8 @@ def circuit(
         controls: number of random circuits of each size, that the leading edges' are compared with.
         seed: a number that determines these.
         ablation: what edges carry that are not kept: "patching", what their sender wrote on the corrupted prompt;
-            "zero"; or "mean", that of the sender's values over tokens. The corrupted metric is then the one with no
-            edge kept; scores are by patching all the same.
+            "zero"; or "mean", that of the sender's values over tokens. Then only edges that lead on from the
+            embedding count, and the corrupted metric is that of no edge; scores are by patching all the same.
         reference, by: prompts of "mean", by default the clean ones, and classes of their tokens, see `ablation_sweep`.
         ungrouped: whether keys and values that heads share are receivers of each of these heads, as in EAP-IG; by
             itself where the scores are.
@@ -111,6 +111,8 @@ def circuit(
     order, random = ranking.ranked(rank), np.random.default_rng(seed)
     orders = [order, *(random.permutation(order) for _ in range(controls))]
     masks = np.concatenate([_masks(one, nodes, sizes) for one in orders])
+    if ablation != PATCHING:
+        masks = reached(nodes, masks)
     measured, bases = _values(model, nodes, compared, masks, outside)
     # [pairs, 1 + controls, circuits]
     measured = measured.reshape(len(measured), len(orders), len(sizes))

@@ -2,10 +2,13 @@
 
 1. A head is ablated by its value (`hook_z`), so that the bias of the attention's output stays, and so do learned
    positions beside the embedding; MLPs and mixers are ablated by their outputs, with their biases.
-2. The streams beside are sums of these: the model of which every sender is ablated, to which a circuit with no edge
+2. A sender that no kept edges lead to from the embedding is ablated too: what it computes of ablated values alone is no
+   part of the circuit (EAP-IG prunes such nodes; with a corrupted prompt's values it would write just these).
+3. The streams beside are sums of these: the model of which every sender is ablated, to which a circuit with no edge
    comes down, and which is the 0 of its faithfulness.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.node_values import OFF, NodeValues
-from mionnx.analysis.circuits.nodes import Nodes
+from mionnx.analysis.circuits.nodes import Node, Nodes
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.gradients.first_order import rows_of
 from mionnx.analysis.sweep.ablation import class_places
@@ -93,6 +96,28 @@ def make_outside(
             own = Moments.of(np.moveaxis(cache[name][0], _tokens(name), 0), classes)
             moments[name] = moments[name].merged(own) if name in moments else own
     return Outside(ablation, by, moments)
+
+
+def reached(nodes: Nodes, masks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The kept edges whose sender reads something of the embedding by kept edges, [circuits, senders, receivers]."""
+    alive = np.zeros(masks.shape[:2], bool)
+    alive[:, 0] = True  # the embedding
+    counts = Counter(node.hook for node in (*nodes.senders, *nodes.receivers))
+    # In execution order: what comes before a sender is known.
+    for number, sender in enumerate(nodes.senders[1:], 1):
+        own = [column for column, node in enumerate(nodes.receivers) if _reads_for(node, sender, counts)]
+        alive[:, number] = (masks[:, :, own] & alive[:, :, None]).any(axis=(1, 2))
+    return masks & alive[:, :, None]
+
+
+def _reads_for(receiver: Node, sender: Node, counts: Counter[str]) -> bool:
+    """Whether what a receiver reads goes into what a sender writes."""
+    if sender.head is None or receiver.head is None:
+        return receiver.label == sender.label
+    # A head reads the keys and values of its group.
+    return (
+        receiver.layer == sender.layer and sender.head * counts[receiver.hook] // counts[sender.hook] == receiver.head
+    )
 
 
 def captured(ablation: str) -> list[str]:

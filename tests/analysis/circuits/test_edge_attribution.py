@@ -63,16 +63,17 @@ def test_scores_along_activations_are_those_of_autograd(models, oracle, name):
         model.edge_attribution(clean, corrupted, along="activation", **TOKENS)
 
 
+@pytest.mark.parametrize("along", ["inputs", "activations"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_shared_keys_are_receivers_of_each_head(models, references, name):
+def test_shared_keys_are_receivers_of_each_head(models, references, name, along):
     """Scores by query head are autograd's, and those of a group are their sum."""
     model, (clean, corrupted) = models(name), prompts(21)
     torch_model = EdgeModel(KINDS[name](references(name)), ungrouped=True)
     pair = [torch.from_numpy(ids) for ids in (clean, corrupted)]
-    grouped = model.edge_attribution(clean, corrupted, steps=3, **TOKENS)
-    found = model.edge_attribution(clean, corrupted, steps=3, ungrouped=True, **TOKENS)
+    grouped = model.edge_attribution(clean, corrupted, steps=3, along=along, **TOKENS)
+    found = model.edge_attribution(clean, corrupted, steps=3, along=along, ungrouped=True, **TOKENS)
     assert (grouped.ungrouped, found.ungrouped) == (False, True)
-    expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, 3))
+    expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, 3, along))
     assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
     group = model.num_heads // model.num_kv_heads
     assert group > 1
