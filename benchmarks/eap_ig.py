@@ -243,7 +243,7 @@ def main() -> None:
     notes = [
         "Largest difference of scores: of the largest score. Their own points of EAP-IG-inputs are k/5, k = 0 .. 4.",
         "Circuits of both codes are by the same scores, theirs. Seconds: processor time of one thread.",
-        "Where means leave the model about as good as it is (world-gpt2), shares are of next to nothing, and CPR is large.",
+        "Where means leave the model nearly as it is (world-gpt2), shares are of next to nothing, and CPR is large.",
     ]
     title = f"Names task, {chosen.pairs} pairs in one batch"
     present("eap_ig", "Edges and circuits beside EAP-IG's own code", title, tables, chosen.save, notes=notes)

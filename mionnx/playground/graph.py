@@ -118,12 +118,12 @@ def _maps(model: HookedModel, lens: JacobianLens) -> dict[int, RowMap]:
     for layer, own in behind.items():
         if layer < 0:
             continue
-        name = str(HookPoint.ResidPost(layer))
+        point = HookPoint.ResidPost(layer)
         with np.errstate(over="ignore"):  # refused below
-            arrays = [one[own].astype(model.dtype(name)) for one in (lens.matrices, lens.biases) if one]
+            arrays = [one[own].astype(model.dtype(point)) for one in (lens.matrices, lens.biases) if one]
         if not all(np.isfinite(one).all() for one in arrays):
             raise InputError(f"the lens has numbers above the range of {model.metadata.dtype} in layer {own}")
-        maps[layer] = RowMap(name, *arrays)
+        maps[layer] = RowMap(point.name, *arrays)
     return maps
 
 

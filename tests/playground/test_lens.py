@@ -65,13 +65,13 @@ def by_lens(page: Page, text: str, entries: list[dict] | None = None) -> dict:
 def test_the_engine_reads_by_it_what_logit_lens_reads(visited: Page, shipped: MIModel, lens: JacobianLens):
     found = by_lens(visited, PROMPT)
     assert found["layers"] == [1, 2, 3]  # behind 1 and 2, which is before 2 and 3; and the last as it is
-    expected = shipped.logit_lens(PROMPT, lens=lens, k=5)
-    rows = [1, 2, 3]  # of its layers 0, 2, 3 and the last
-    ids = np.array(found["ids"]).reshape(3, 5, 5)
-    assert (ids == expected.top_ids[rows]).all()
+    mapped, plain = (shipped.logit_lens(PROMPT, lens=one, k=5) for one in (lens, None))
+    tops, ids = (
+        np.concatenate([getattr(mapped, name)[1:], getattr(plain, name)[-1:]]) for name in ("top_probs", "top_ids")
+    )
+    assert (np.array(found["ids"]).reshape(ids.shape) == ids).all()
     chances = np.array(found["probabilities"]).reshape(ids.shape)
-    assert np.abs(chances - np.exp(expected.top[rows])).max() < 1e-5
-    plain = shipped.logit_lens(PROMPT, k=5)
+    assert np.abs(chances - tops).max() < 1e-5
     assert (plain.top_ids[[1, 2]] != ids[:2]).any()
     # An intervention reaches it: the stream is zero there, and what is left is the bias.
     zeroed = {"hook": SAID, "kind": "zero", "positions": None, "heads": None, "rows": None}
@@ -92,7 +92,8 @@ def test_the_page_switches_between_the_two_and_a_link_says_which(
     assert table.locator(rows).all_inner_texts() == ["layer 3", "layer 2", "layer 1"]
     second = visited.locator("#view table.lens").nth(1)
     for shown, text in ((table, PROMPT), (second, SECOND)):
-        ids = shipped.logit_lens(text, lens=lens).top_ids[[3, 2, 1], :, 0]
+        mapped, plain = (shipped.logit_lens(text, lens=one).top_ids[..., 0] for one in (lens, None))
+        ids = np.stack([plain[3], mapped[2], mapped[1]])
         words = [shipped.to_string(int(token)).strip() for token in ids.ravel()]
         assert [one.strip() for one in shown.locator("td").all_inner_texts()] == words
     assert "7 texts" in visited.locator("#view p").first.inner_text()
