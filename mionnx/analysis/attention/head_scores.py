@@ -61,8 +61,8 @@ TARGETS = {
     "separator": "the last position",
 }
 HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
-FIRST = "first_token"
-DECODER_KINDS = (*HEAD_KINDS, FIRST)
+FIRST_TOKEN = "first_token"
+DECODER_KINDS = (*HEAD_KINDS, FIRST_TOKEN)
 ENCODER_KINDS = ("previous_token", "next_token", "duplicate_token", "first_token", "separator")
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
@@ -152,8 +152,8 @@ class HeadScores(Shown):
             f"{count(self.batch, 'random sequence')} of {self.period} tokens, each repeated once. A head that attends "
             f"to all positions alike scores {readable(self.chance)}."
         )
-        if FIRST in self.kinds:
-            about += f" {about_sinks(self[FIRST], self.massive)}"
+        if FIRST_TOKEN in self.kinds:
+            about += f" {about_sinks(self[FIRST_TOKEN], self.massive)}"
         return View(f"Heads of {self.model}", [maps, self.table(8)], meaning=about)
 
     def table(self, k: int = 5) -> Table:
@@ -220,7 +220,7 @@ def head_scores(
     for point in points:
         # Queries of the second half alone: in the first no token has occurred before.
         spec.capture(point, positions=sequences.queries)
-    streams = streams_after(model, range(model.num_layers)) if FIRST in chosen else {}
+    streams = streams_after(model, range(model.num_layers)) if FIRST_TOKEN in chosen else {}
     if streams:
         spec.capture([*streams.values()])
     # patterns grow with the square of the length: few rows at a time

@@ -28,7 +28,7 @@ def streams_after(model: Runner, layers: Sequence[int]) -> dict[int, str]:
 
 def massive_in(streams: Mapping[int, NDArray[np.floating]]) -> list[Massive]:
     """The massive activations of streams [.., seq, hidden], by layer; of several rows the largest at each place."""
-    found: list[Massive] = []
+    massive: list[Massive] = []
     for layer, stream in streams.items():
         rows = stream.reshape(-1, *stream.shape[-2:]).astype(np.float32, copy=False)
         sizes = np.abs(rows)
@@ -37,8 +37,8 @@ def massive_in(streams: Mapping[int, NDArray[np.floating]]) -> list[Massive]:
         for row, position, feature in np.argwhere(sizes > limits).tolist():
             number, at = float(rows[row, position, feature]), (position, feature)
             largest[at] = max(largest.get(at, 0.0), number, key=abs)
-        found += [(layer, *at, number) for at, number in sorted(largest.items())]
-    return found
+        massive += [(layer, *at, number) for at, number in sorted(largest.items())]
+    return massive
 
 
 def merged(one: Sequence[Massive], other: Sequence[Massive]) -> list[Massive]:
@@ -55,8 +55,8 @@ def about_sinks(shares: NDArray[np.floating], massive: Sequence[Massive], tokens
 
     `shares`: mean attention of heads to the first token, NaN where there is no head.
     """
-    known = shares[np.isfinite(shares)]
-    heads = f"{int((known > SINK).sum())} of {count(len(known), 'head')}"
+    finite = shares[np.isfinite(shares)]
+    heads = f"{int((finite > SINK).sum())} of {count(len(finite), 'head')}"
     sinks = f"Sinks: from {heads} the first token gets more than {SINK} of the attention of later ones."
     return f"{sinks} {_about(massive, tokens)}" if massive else sinks
 

@@ -31,15 +31,15 @@ from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 PATCHING = "patching"  # the corrupted prompt's values
-OUTSIDE = (PATCHING, "zero", "mean")
-EMBEDDING = str(HookPoint.Embed)
+CARRIED = (PATCHING, "zero", "mean")
+EMBED_HOOK = str(HookPoint.Embed)
 
 
 def check_outside(ablation: str, reference: Prompt | None, by: By) -> None:
     """Refuse an ablation that does not exist, and what it has no use for."""
     check_by(by)
-    if ablation not in OUTSIDE:
-        raise InputError(f"ablation={ablation!r}; one of {', '.join(OUTSIDE)}{nearest(str(ablation), OUTSIDE)}")
+    if ablation not in CARRIED:
+        raise InputError(f"ablation={ablation!r}; one of {', '.join(CARRIED)}{nearest(str(ablation), CARRIED)}")
     for name, value in (("reference", reference), ("by", by)):
         if ablation != "mean" and value is not None:
             raise InputError(f"{name}= is of means: ablation={ablation!r} has no use for it")
@@ -62,7 +62,7 @@ class Outside:
         z = {layer: written[str(HookPoint.AttnZ(layer))][None] for layer in {*range(nodes.layers)} - nodes.mixers}
         for layer, out in (parts.attention_out(z) if z else {}).items():
             written[str(HookPoint.AttnOut(layer))] = out[0]
-        written[nodes.stream(0)] = stream = _positions(values) + written[EMBEDDING]
+        written[nodes.stream(0)] = stream = _positions(values) + written[EMBED_HOOK]
         for layer in range(nodes.layers):
             attended = stream + written[str(HookPoint.AttnOut(layer))]
             if not nodes.parallel:
@@ -122,7 +122,7 @@ def _reads_for(receiver: Node, sender: Node, counts: Counter[str]) -> bool:
 
 def captured(ablation: str) -> list[str]:
     """The hook points that are captured of a pair beside those of all circuits."""
-    return [] if ablation == PATCHING else [EMBEDDING]
+    return [] if ablation == PATCHING else [EMBED_HOOK]
 
 
 def _hooks(nodes: Nodes) -> list[str]:
@@ -137,7 +137,9 @@ def _tokens(name: str) -> int:
 def _positions(values: NodeValues) -> NDArray[Any]:
     """What the first stream has beside the embedding; the same of both prompts."""
     first = str(HookPoint.ResidPre(0))
-    beside, other = (values.of(first, row) - values.of(EMBEDDING, row) for row in (0, 1))
+    beside, other = (values.of(first, row) - values.of(EMBED_HOOK, row) for row in (0, 1))
     if np.abs(beside - other).max() > OFF * max(1.0, np.abs(values.of(first, 0)).max()):
-        raise InputError(f"{first} is no sum of {EMBEDDING} and what does not depend on the tokens: it has no ablation")
+        raise InputError(
+            f"{first} is no sum of {EMBED_HOOK} and what does not depend on the tokens: it has no ablation"
+        )
     return beside

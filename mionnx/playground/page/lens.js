@@ -20,7 +20,7 @@ export function build(box) {
   second.addEventListener("input", () => whenTyped("second", 250, () => change({ second: second.value })));
   about = element("p", { class: "faint small" });
   readers = element("div", { class: "segments readers", role: "group", "aria-label": "Read each layer by the", hidden: !ownLens() },
-    ...["logit lens", ...(ownLens() ? [ownLens().name] : [])].map((name, i) => button(capital(name), () => change({ mapped: i === 1 }))));
+    ...["logit lens", ...(ownLens() ? [named(ownLens())] : [])].map((name, i) => button(capital(name), () => change({ mapped: i === 1 }))));
   box.replaceChildren(
     about, readers,
     element("div", { class: "scroll" }, table), thinned,
@@ -47,11 +47,12 @@ export function draw() {
 
 function aboutCells() {
   const lens = ownLens(), cells = throughLens() ?
-    `Each cell: ${words().lens} if every later layer acted on the stream as it does on average, a linear map that the ${lens.name} was fitted for${lens.prompts ? ` on ${lens.prompts} texts` : ""}.` :
+    `Each cell: ${words().lens} if every later layer acted on the stream as it does on average, a linear map that the ${named(lens)} was fitted for${lens.prompts ? ` on ${lens.prompts} texts` : ""}.` :
     `Each cell: ${words().lens} if this layer were its last.`;
   return cells + " The deeper the colour, the surer. Point at a cell for more; press it to change what is there.";
 }
 
+function named(lens) { return lens.name.replace("jacobian", "Jacobian"); }
 function capital(name) { return name.slice(0, 1).toUpperCase() + name.slice(1); }
 
 // Rows stand with the last layer on top, as the stream flows upwards.
