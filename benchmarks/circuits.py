@@ -44,14 +44,16 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return call(), time.process_time() - begin
 
 
-def exact(model: MIModel, clean: str, corrupted: str, like: EdgeAttribution, direction: str) -> EdgeAttribution:
+def exact(
+    model: MIModel, clean: Any, corrupted: Any, like: EdgeAttribution, direction: str, **metric: Any
+) -> EdgeAttribution:
     """The effect of every edge by path patching, one receiver and one kind of sender at a time."""
     scores = np.zeros(like.scores.shape)
     for column, (hook, head) in enumerate(like.receiving):
         receiver = hook if head is None else (hook, head)
         for sender, over in SENDERS.items():
             first = [0] if sender == "resid_pre" else None
-            given: dict[str, Any] = {"patching": direction, "layers": first, "progress": False}
+            given: dict[str, Any] = {"patching": direction, "layers": first, "progress": False, **metric}
             try:
                 found = model.path_patch(clean, corrupted, [receiver], sender, over, **given)
             except InputError:  # all senders come after this receiver

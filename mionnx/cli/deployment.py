@@ -199,6 +199,10 @@ def playground(
         list[str] | None, typer.Option("--points", metavar="HOOK", help="Also change this; globs allowed.")
     ] = None,
     texts: Annotated[list[Path] | None, typer.Option("--texts", "--text", metavar="FILE", help=TEXTS_HELP)] = None,
+    lens: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read layers through this lens too; else lens.safetensors of the model."),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
     port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
@@ -220,7 +224,7 @@ def playground(
         # Without a folder the page is there as long as the server runs.
         site = folder or Path(scratch) / "site"
         site = write_playground(
-            model, site, hooks=spec, title=title, examples=examples, points=points or (), **narrowing
+            model, site, hooks=spec, title=title, examples=examples, points=points or (), lens=lens, **narrowing
         )
         facts, line = _summary(site)
         output.deliver(site, facts, [line])

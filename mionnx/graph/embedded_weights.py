@@ -14,9 +14,8 @@ import onnx
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import check_regular
-from mionnx.graph.onnx_file import check_texts
+from mionnx.graph.onnx_file import KEPT_INSIDE, check_texts
 
-SMALL_WEIGHT = 1024  # bytes up to which a weight stays inside the graph
 LONGEST = 10  # bytes of a number of variable length
 FIELDS = 2**19  # of one message; a graph's are its nodes, weights and notes on values
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
@@ -66,7 +65,7 @@ def _graph(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
     """The message of a graph without the bytes of its larger initializers."""
     return b"".join(
         _message(INITIALIZER, _tensor(data, begin, end, location))
-        if number == INITIALIZER and end - begin > SMALL_WEIGHT
+        if number == INITIALIZER and end - begin > KEPT_INSIDE
         else data[first:end]
         for number, first, begin, end in _fields(data, start, stop)
     )
@@ -75,7 +74,7 @@ def _graph(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
 def _tensor(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
     """The message of a tensor, its bytes external data if there are many."""
     fields = [*_fields(data, start, stop)]
-    spans = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > SMALL_WEIGHT]
+    spans = [(begin, end) for number, _, begin, end in fields if number == RAW_DATA and end - begin > KEPT_INSIDE]
     if not spans:
         return data[start:stop]
     ((begin, end),) = spans[-1:]  # of a field that is there twice, the last counts

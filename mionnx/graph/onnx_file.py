@@ -21,6 +21,7 @@ ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
 WEIGHTLESS = "no-weights"  # the file that all weights of a graph without weights point to: it does not exist
 LARGEST_FILE = 2**31  # bytes of an ONNX file
+KEPT_INSIDE = 1024  # bytes up to which a weight stays inside the graph
 PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbers in a byte
 
 
@@ -168,6 +169,19 @@ def embed(proto: onnx.ModelProto, folder: Path) -> None:
                 tensor.raw_data = file.read(int(entry["length"]))
             del tensor.external_data[:]
             tensor.data_location = onnx.TensorProto.DEFAULT
+
+
+def set_apart(proto: onnx.ModelProto, prefix: str, location: str) -> bytes:
+    """Make external data of the larger initializers of a prefix; the bytes of that file."""
+    data = bytearray()
+    for tensor in proto.graph.initializer:
+        if tensor.name.startswith(prefix) and len(tensor.raw_data) > KEPT_INSIDE:
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", location), ("offset", len(data)), ("length", len(tensor.raw_data))):
+                tensor.external_data.add(key=key, value=str(value))
+            data += tensor.raw_data
+            tensor.ClearField("raw_data")
+    return bytes(data)
 
 
 def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:

@@ -8,11 +8,13 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
 from mionnx.compile.in_dtype import in_dtype
 from mionnx.errors import InputError, ModelError, SpecFileError, nearest
 from mionnx.graph.folder_file import files_beside
@@ -26,7 +28,7 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.playground.examples import read_examples
-from mionnx.playground.graph import COMPUTED, PlaygroundGraph, build_graph
+from mionnx.playground.graph import COMPUTED, LENS_FILE, PlaygroundGraph, build_graph
 from mionnx.playground.npm_files import vendor
 from mionnx.playground.reading import chat_of, reading_of, special_tokens
 from mionnx.run.source_path import shipped_models
@@ -37,6 +39,7 @@ from mionnx.spec.intervention import Intervention
 HERE = Path(__file__).parent
 ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
 MANIFEST_FILE, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
+OWN_LENS = "lens.safetensors"  # a lens in a model's own folder
 FLOATS_GRAPH = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
@@ -70,6 +73,7 @@ def playground(
     dtype: str | None = None,
     texts: str | Sequence[str] | None = None,
     bound: float | None = None,
+    lens: JacobianLens | str | Path | None = None,
 ) -> Path:
     """Write a static folder in which a browser runs the model, looks inside, and changes it.
 
@@ -89,6 +93,8 @@ def playground(
         dtype: "float16" for a model of float32 in half the bytes: it is narrowed with an exact remedy for what
             overflows. If left out, the model's own.
         texts, bound: of a dtype, as for `narrow`.
+        lens: a Jacobian, ridge or tuned lens, or its file, by which the page reads layers too. If left out,
+            `lens.safetensors` in the model's folder, where there is one.
 
     Returns:
         the folder.
@@ -96,7 +102,7 @@ def playground(
     Raises:
         ModelError: the folder exists, or a model that a page cannot run.
         HookError, InterventionError: what a page cannot change.
-        InputError: examples that do not fit the model.
+        InputError: examples that do not fit the model, or the lens of another one.
         RuntimeMissingError: npm or the network is missing, the first time.
 
     Example:
@@ -110,16 +116,29 @@ def playground(
     if spec.captures or spec.gradients or spec.metric is not None:
         warnings.warn("captures, gradients and metrics of a spec are no part of a playground", stacklevel=2)
     chosen = [points] if isinstance(points, str) else points
-    graph = build_graph(model.hooked, spec, chosen)
+    maps = _lens_of(model, lens)
+    graph = build_graph(model.hooked, spec, chosen, maps)
     _refuse_files(model, graph, dtype)  # before anything is downloaded or measured
     shown = read_examples(lessons(model) if examples is None else examples, model, graph)
     shipped = _shipped(model)
     opened_as = model.source if shipped is None else (shipped, None)
     remove_leftovers(target.parent, holding=(MANIFEST_FILE,))
     with in_dtype(model, dtype, texts, bound, target) as written, new_folder(target, ModelError) as partial:
-        graph = graph if written is model else build_graph(written.hooked, spec, chosen)
-        _write(partial, written, graph, spec, title or model.hooked.name, shown, opened_as)
+        graph = graph if written is model else build_graph(written.hooked, spec, chosen, maps)
+        _write(partial, written, graph, spec, title or model.hooked.name, shown, opened_as, maps)
     return target
+
+
+def _lens_of(model: MIModel, lens: JacobianLens | str | Path | None) -> JacobianLens | None:
+    """The lens that is asked for, or the one in the model's folder."""
+    own = model.hooked.folder / OWN_LENS
+    if lens is None and own.exists():
+        files_beside(model.hooked.folder, [OWN_LENS])  # refuses a link that leads out of the folder
+        lens = own
+    read = JacobianLens.load(lens) if isinstance(lens, str | Path) else lens
+    if read is not None:
+        read.check(model)
+    return read
 
 
 def _refuse_files(model: MIModel, graph: PlaygroundGraph, dtype: str | None) -> None:
@@ -144,6 +163,7 @@ def _write(
     title: str,
     examples: dict[str, Any],
     opened_as: tuple[str, str | None] | None,
+    lens: JacobianLens | None,
 ) -> None:
     try:
         for source, target in ((PAGE, at), (ENGINE, at / "engine")):
@@ -163,6 +183,8 @@ def _write(
     )
     if graph.floats is not None:
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS_GRAPH}", "bytes": graph.floats_bytes}
+    if lens is not None:
+        manifest["engine"]["lens"] = {"name": lens.title, "prompts": lens.n_prompts, "layers": [*graph.mapped]}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
     manifest["files"] = {path.relative_to(at).as_posix(): _file_facts(path) for path in written}
@@ -195,15 +217,19 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
         # The tokenizer library reads both files; a config without entries changes nothing.
         (at / name).write_bytes(files[0].read_bytes() if files else b"{}")
     return [
-        {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
+        {"path": name, "parts": _write_parts(_weights(model, graph, name), at, f"weights-{n}")}
         for n, name in enumerate(graph.weights)
     ]
 
 
-def _write_parts(source: Path, at: Path, name: str) -> list[str]:
+def _weights(model: MIModel, graph: PlaygroundGraph, name: str) -> Path | BytesIO:
+    return BytesIO(graph.matrices) if name == LENS_FILE and graph.matrices else model.hooked.folder / name
+
+
+def _write_parts(source: Path | BytesIO, at: Path, name: str) -> list[str]:
     parts: list[str] = []
     try:
-        with source.open("rb") as file:
+        with source.open("rb") if isinstance(source, Path) else source as file:
             while data := file.read(PART):
                 path = at / f"{name}.{len(parts):03}.bin"
                 path.write_bytes(data)

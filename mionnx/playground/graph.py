@@ -9,7 +9,8 @@
 4. Keys and values of the past are inputs and outputs, for generation; what reads texts whole has none.
 5. Weights in blocks can be unpacked when the graph is opened, where there is memory for floats: a second graph of the
    same weight files, see `mionnx.rewrite.products_in_floats`.
-6. Of a model in float16 inputs and outputs are float32 all the same; see `mionnx.rewrite.float32_ports`. What is fed
+6. A lens' matrices map rows of the streams before the head reads them; they are a weight file of their own.
+7. Of a model in float16 inputs and outputs are float32 all the same; see `mionnx.rewrite.float32_ports`. What is fed
    must fit float16, except at hook points of a rescaled model that hold more.
 """
 
@@ -19,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
 from mionnx.bind.hook_index import index_hooks
-from mionnx.errors import HookError, InterventionError, ModelError, nearest
+from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import attributes
@@ -28,7 +30,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.float32_ports import with_float32_ports
-from mionnx.rewrite.lens_rows import lens_rows
+from mionnx.rewrite.lens_rows import ROWS_PREFIX, RowMap, lens_rows
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
 from mionnx.rewrite.products_in_floats import products_in_floats
 from mionnx.rewrite.prune import prune
@@ -44,6 +46,7 @@ COMPUTED = ("float32", "float16")  # dtypes of activations that browsers compute
 READS_BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
 AT_ROWS = ("FinalNorm", "Logits", "MlmHead", "TokenLogits")  # behind the rows that the head reads
 SHOWN = ("next_token", "masked_lm", "classes", "token_classes", "embedding")  # heads that a page can show
+LENS_FILE = "lens.bin"  # the weight file of a lens' matrices
 SLOT_KINDS = {"affine": ("scale", "add"), "mask": ("knockout",)} | {kind: (kind,) for kind in EXTRA}
 
 
@@ -72,11 +75,17 @@ class PlaygroundGraph:
     floats_bytes: int = 0  # the memory that these take then
     # Of the weights in blocks, each number of bits once; a file's own blocks keep theirs, whatever is asked.
     bits: Sequence[int] = ()
+    # The layers whose stream a lens maps, in the order of its rows; and its matrices, the contents of `LENS_FILE`.
+    mapped: Sequence[int] = ()
+    matrices: bytes = b""
 
 
-def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) -> PlaygroundGraph:
+def build_graph(
+    model: HookedModel, spec: HookSpec, points: Sequence[str] = (), lens: JacobianLens | None = None
+) -> PlaygroundGraph:
     """The graph of a transformer in which the usual hook points, those of a spec, and some more can be changed."""
     _refuse_model(model)
+    maps = {} if lens is None else _maps(model, lens)
     sites = _sites(model, spec, points)
     patterns = [name for name in model.order if HookPoint.parse(name).variant == "AttnPattern"]
     layers = model.metadata.sizes.num_layers or 0
@@ -85,14 +94,37 @@ def build_graph(model: HookedModel, spec: HookSpec, points: Sequence[str] = ()) 
     plan = Plan(tuple(edit for name, site in sites.items() for edit in _edits(name, site, model)), captures)
     graph, report = apply_plan(model.proto, plan, model.metadata)
     if model.metadata.positional:
-        lens_rows(graph, streams, report)
+        lens_rows(graph, streams, report, [*maps.values()])
     prune(graph, report)
     proto = with_float32_ports(to_proto(graph, model.proto, {}))
+    matrices = onnx_file.set_apart(proto, ROWS_PREFIX, LENS_FILE)
     unpacked, size = products_in_floats(proto)
     floats = unpacked.SerializeToString() if size else None
     bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in READS_BLOCKS})
     files = onnx_file.locations(proto)
-    return PlaygroundGraph(proto.SerializeToString(), files, sites, patterns, streams, floats, size, bits)
+    graph_bytes = proto.SerializeToString()
+    return PlaygroundGraph(graph_bytes, files, sites, patterns, streams, floats, size, bits, [*maps], matrices)
+
+
+def _maps(model: HookedModel, lens: JacobianLens) -> dict[int, RowMap]:
+    """The maps of a lens, by the layer behind which the stream is that they map."""
+    if not model.metadata.positional:
+        raise ModelError(f"the head of this {model.metadata.family} model reads no token alone: a lens has no place")
+    if lens.biases and model.metadata.exponents:
+        raise ModelError("streams of a rescaled model hold a power of two of their value, and this lens has biases")
+    # A stream before a layer is the one behind the layer before; the embedding has no row on the page.
+    behind = {layer - (lens.reads == "resid_pre"): layer for layer in lens.layers}
+    maps = {}
+    for layer, own in behind.items():
+        if layer < 0:
+            continue
+        point = HookPoint.ResidPost(layer)
+        with np.errstate(over="ignore"):  # refused below
+            arrays = [one[own].astype(model.dtype(point)) for one in (lens.matrices, lens.biases) if one]
+        if not all(np.isfinite(one).all() for one in arrays):
+            raise InputError(f"the lens has numbers above the range of {model.metadata.dtype} in layer {own}")
+        maps[layer] = RowMap(point.name, *arrays)
+    return maps
 
 
 def _refuse_model(model: HookedModel) -> None:

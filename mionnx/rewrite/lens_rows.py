@@ -8,12 +8,16 @@ One graph so gives next tokens, a lens of all layers or of one, and never comput
    Where the head asks for the shape of the token ids, it gets that of the rows.
 3. Every row gives its `K` (int64 [1]) largest log-probabilities, `TOP`, and their tokens, `TOP_IDS`, [batch, n, k]; and
    the log-probabilities of the tokens in the input `TRACKED`, int64 [t]: `TRACKED_LOG_PROBS`, [batch, n, t].
+4. Maps of streams, h J^T + b, are further rows behind all of those, of the positions in the input `MAPPED`, int64 [m]:
+   the n-th map's at `streams * seq + n * m`. With no positions nothing is mapped.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph.builder import Builder, sort_nodes
@@ -22,6 +26,7 @@ from mionnx.graph.report import Report
 
 ROWS_PREFIX, INPUT_IDS = "mionnx.rows", "input_ids"
 LENS_ROWS, WHOLE, K, TRACKED = ROWS_PREFIX, f"{ROWS_PREFIX}.whole", f"{ROWS_PREFIX}.k", f"{ROWS_PREFIX}.tracked"
+MAPPED = f"{ROWS_PREFIX}.mapped"
 TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
     f"{ROWS_PREFIX}.top",
     f"{ROWS_PREFIX}.top_ids",
@@ -29,14 +34,22 @@ TOP, ROWS_TOP_IDS, TRACKED_LOG_PROBS = (
 )
 
 
-def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
+class RowMap(NamedTuple):
+    """A linear map of one stream, of its dtype, before the head reads it."""
+
+    stream: str
+    matrix: NDArray[Any]  # J, [hidden, hidden]
+    bias: NDArray[Any] | None = None  # b, [hidden]
+
+
+def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report, maps: Sequence[RowMap] = ()) -> None:
     """Let the head read chosen rows of streams, the one that it reads last; see the module's text."""
     tensors = graph.tensors()
     op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]
     readers = list(last.outputs)  # before the stack becomes one of them
     rows = op.input(LENS_ROWS, np.int64, 1)
-    stack = op.Concat(*(tensors[name] for name in streams), axis=1, name="stack")
+    stack = op.Concat(*(tensors[name] for name in streams), *_mapped(op, tensors, maps), axis=1, name="stack")
     chosen = op.Gather(stack, rows, axis=1, name="chosen", dtype=last.dtype)
     for node in readers:
         node.inputs = [chosen if entry is last else entry for entry in node.inputs]
@@ -46,6 +59,18 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     _largest(graph, op, logits)
     _cut(graph, op, logits)
     sort_nodes(graph)
+
+
+def _mapped(op: Builder, tensors: dict[str, gs.Tensor], maps: Sequence[RowMap]) -> list[gs.Variable]:
+    """The rows of streams that maps give, [batch, m, hidden] each."""
+    if not maps:
+        return []
+    positions, rows = op.input(MAPPED, np.int64, 1), []
+    for stream, matrix, bias in maps:
+        chosen = op.Gather(tensors[stream], positions, axis=1)
+        row = op.MatMul(chosen, np.ascontiguousarray(matrix.T), name="map")
+        rows.append(row if bias is None else op.Add(row, bias))
+    return rows
 
 
 class _Head:

@@ -18,6 +18,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import SHIFTED_STATE
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
+from mionnx.rewrite.ssm_derived import scan_tokens
 
 # In the order in which the body reads them: (name of the value, whether it is a column vector there).
 _PER_TOKEN = {
@@ -69,7 +70,8 @@ class _Recurrence:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")  # without a receptance the body gives states
         _, wkv, _ = SHIFTED_STATE.layer_inputs(self.layer or 0)  # the state before this call, between two token shifts
-        return self._scan(self.tensors[wkv], self._vectors())
+        vectors = self._vectors()
+        return scan_tokens(self.op, self.tensors[wkv], vectors, self._body([*vectors]))
 
     def effective(self) -> gs.Variable:
         """[batch, n_heads, seq_q, seq_src]."""
@@ -79,7 +81,7 @@ class _Recurrence:
         # [batch, n_heads, key, seq_src], zeros: one key's vector times one row of the unit values, times 0
         first_key, first_row = op.Gather(vectors["k"], 0, axis=1), op.Gather(unit, 0, axis=1)
         empty = op.Expand(op.constant([0], np.float32), op.Shape(op.Mul(first_key, first_row)))
-        weights = self._scan(empty, vectors)  # [batch, seq_q, n_heads, 1, seq_src]
+        weights = scan_tokens(op, empty, vectors, self._body([*vectors]))  # [batch, seq_q, n_heads, 1, seq_src]
         # RWKV-6 reads the state before the token: the token's own value enters by this bonus alone
         if self.bonus is not None:
             weights = op.Add(weights, op.Mul(op.Unsqueeze(self.bonus, [4]), unit))
@@ -97,19 +99,6 @@ class _Recurrence:
         return {
             short: self.op.Unsqueeze(value, [-1 if column else -2]) for short, (value, column) in self.values.items()
         }
-
-    def _scan(self, start: gs.Tensor, vectors: dict[str, gs.Variable]) -> gs.Variable:
-        _, scanned = self.op.Scan(
-            start,
-            *vectors.values(),
-            outputs=2,
-            dtype=np.dtype(np.float32),
-            body=self._body(list(vectors)),
-            num_scan_inputs=len(vectors),
-            scan_input_axes=[1] * len(vectors),
-            scan_output_axes=[1],
-        )
-        return scanned
 
     def _body(self, names: list[str]) -> gs.Graph:
         """The body of the scan: one token's state, and its output."""

@@ -46,6 +46,22 @@ def mixer_attention(op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tens
     return op.Div(positive, op.Max(total, op.constant(np.finfo(np.float32).tiny, np.float32)))
 
 
+def scan_tokens(op: Builder, start: gs.Tensor, vectors: Mapping[str, gs.Tensor], body: gs.Graph) -> gs.Variable:
+    """What the body of a recurrence gives for each token of some vectors, along their axis 1."""
+    axes = [1] * len(vectors)
+    _, scanned = op.Scan(
+        start,
+        *vectors.values(),
+        outputs=2,
+        dtype=FLOAT,
+        body=body,
+        num_scan_inputs=len(vectors),
+        scan_input_axes=axes,
+        scan_output_axes=[1],
+    )
+    return scanned
+
+
 class _Mixer:
     """One layer's recurrence, step by step, on the values that the model's own reads."""
 
@@ -97,17 +113,7 @@ class _Mixer:
 
     def scan(self, start: gs.Tensor, vectors: Mapping[str, gs.Tensor]) -> gs.Variable:
         """What the body gives for each token, along axis 1."""
-        _, scanned = self.op.Scan(
-            start,
-            *vectors.values(),
-            outputs=2,
-            dtype=FLOAT,
-            body=self._body([*vectors]),
-            num_scan_inputs=len(vectors),
-            scan_input_axes=[1] * len(vectors),
-            scan_output_axes=[1],
-        )
-        return scanned
+        return scan_tokens(self.op, start, vectors, self._body([*vectors]))
 
     def _body(self, names: list[str]) -> gs.Graph:
         """The body of the scan: one token's state, and its output; the state itself where nothing reads it."""

@@ -8,6 +8,7 @@ so that autograd gives the gradient by exactly that.
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Gpt2:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = self.rotate(q, k)
-        k, v = (one.repeat_interleave(self.heads // self.kv, dim=0) for one in (k, v))
+        k, v = (one.repeat_interleave(self.heads // len(one), dim=0) for one in (k, v))
         scores = self.scores(q @ k.transpose(-1, -2) * self.scaling(layer))
         later = torch.ones(scores.shape[-2:]).triu(1).bool() & self.causal
         return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
@@ -198,6 +199,7 @@ class EdgeModel:
     """One model with every edge apart."""
 
     parts: Gpt2
+    ungrouped: bool = False  # whether each query head reads keys and values of its own, though it shares them
 
     def run(
         self,
@@ -206,6 +208,7 @@ class EdgeModel:
         keep: Keep = lambda *_: True,
         probes: dict[str, Tensor] | None = None,
         start: Tensor | None = None,
+        put: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Recorded]:
         """The last position's logits [vocab], and what senders wrote.
 
@@ -215,6 +218,7 @@ class EdgeModel:
             keep: whether an edge carries what its sender writes now.
             probes: filled with zeros that are added to what each receiver reads.
             start: what the embedding writes, if not that of the ids.
+            put: what a layer's heads ("a1") or its MLP ("m1") write, if not what they compute.
         """
         now = Recorded(self.parts.embed(ids) if start is None else start)
         old = corrupted or now
@@ -234,23 +238,28 @@ class EdgeModel:
 
         for layer in range(len(self.parts.layers)):
             given = [
-                torch.stack([self.parts.into(layer, role, read(name, layer, layer))[head] for head, name in named])
+                torch.stack([self.own(layer, role, head, read(name, layer, layer)) for head, name in named])
                 for role, named in self.roles(layer)
             ]
-            z = self.parts.attend(layer, *given)
+            z = (put or {}).get(f"a{layer}", self.parts.attend(layer, *given))
+            if not self.parts.parallel:
+                now.z.append(z)
+            mlp = self.parts.mlp(layer, read(f"m{layer}", layer + (not self.parts.parallel), layer))
+            now.mlp.append((put or {}).get(f"m{layer}", mlp))
             if self.parts.parallel:
-                now.mlp.append(self.parts.mlp(layer, read(f"m{layer}", layer, layer)))
                 now.z.append(z)
-            else:
-                now.z.append(z)
-                now.mlp.append(self.parts.mlp(layer, read(f"m{layer}", layer + 1, layer)))
         count = len(self.parts.layers)
         return self.parts.logits(read("logits", count, count)), now
+
+    def own(self, layer: int, role: str, head: int, stream: Tensor) -> Tensor:
+        """What a head computes of a stream: its queries, its keys or values, or those of its group."""
+        values = self.parts.into(layer, role, stream)
+        return values[head // (self.parts.heads // len(values)) if self.ungrouped else head]
 
     def roles(self, layer: int) -> Iterator[tuple[str, list[tuple[int, str]]]]:
         """Role -> (head, label) of the receivers of a layer's attention."""
         for role in "qkv":
-            count = self.parts.heads if role == "q" else self.parts.kv
+            count = self.parts.heads if role == "q" or self.ungrouped else self.parts.kv
             kind = "h" if count == self.parts.heads else "kv"
             yield role, [(head, f"a{layer}.{kind}{head}<{role}>") for head in range(count)]
 
@@ -267,18 +276,24 @@ class EdgeModel:
 
 
 def edge_scores(
-    model: EdgeModel, base: Tensor, other: Tensor, answer: int, versus: int, steps: int
+    model: EdgeModel, base: Tensor, other: Tensor, answer: int, versus: int, steps: int, along: str = "inputs"
 ) -> dict[tuple[str, str], float]:
     """(sender, receiver) -> EAP or EAP-IG score of the logit difference, by autograd."""
     with torch.no_grad():
         own, its = (model.run(ids)[1] for ids in (base, other))
         changes = model.changes(own, its)
     total: dict[str, Tensor] = {}
-    for step in range(1, steps + 1):
+    ends = {"start": (own.embed, its.embed)}
+    if along == "activations":
+        ends |= {f"a{layer}": pair for layer, pair in enumerate(zip(own.z, its.z, strict=True))}
+        ends |= {f"m{layer}": pair for layer, pair in enumerate(zip(own.mlp, its.mlp, strict=True))}
+    for step, (what, (here, there)) in product(range(1, steps + 1), ends.items()):
         probes: dict[str, Tensor] = {}
-        logits, _ = model.run(base, probes=probes, start=its.embed + step / steps * (own.embed - its.embed))
+        moved = there + step / steps * (here - there)
+        way: dict[str, Any] = {"start": moved} if what == "start" else {"put": {what: moved}}
+        logits, _ = model.run(base, probes=probes, **way)
         (logits[answer] - logits[versus]).backward()
         for name, probe in probes.items():
-            assert probe.grad is not None
-            total[name] = total.get(name, 0) + probe.grad / steps
+            if probe.grad is not None:  # what is replaced reads nothing
+                total[name] = total.get(name, 0) + probe.grad / (steps * len(ends))
     return {(s, r): float((change * grad).sum()) for s, change in changes.items() for r, grad in total.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.attention.massive import Massive, about_sinks, massive_in, streams_after
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint, Layered
 from mionnx.machine.brief import count
@@ -36,6 +37,8 @@ class AttentionPatterns(Shown):
         layers, heads: numbers of the layers and heads in `patterns`.
         patterns: [layer, head, query, key], float32.
         effective: whether they are effective attention, of a recurrence, positive and normalised.
+        massive: massive activations of the streams behind these layers: (layer, position, feature, number), see
+            `mionnx.analysis.attention.massive`.
     """
 
     tokens: list[str]
@@ -43,6 +46,7 @@ class AttentionPatterns(Shown):
     heads: list[int]
     patterns: NDArray[np.float32]
     effective: bool
+    massive: list[Massive] = field(default_factory=list)
 
     frame_height = 720  # pixels of the page in a notebook
 
@@ -55,6 +59,18 @@ class AttentionPatterns(Shown):
         if layer not in self.layers or head not in self.heads:
             raise InputError(f"layer {layer}, head {head}: there are the layers {self.layers} and heads {self.heads}")
         return self.patterns[self.layers.index(layer), self.heads.index(head)]
+
+    @property
+    def first_token(self) -> NDArray[np.float64]:
+        """Mean attention of later tokens to the first one, [layer, head]; above 0.3 a head is a sink.
+
+        Raises:
+            InputError: a text of one token.
+        """
+        if len(self.tokens) < 2:
+            raise InputError("a text of one token has no later ones that attend to the first")
+        shares: NDArray[np.float64] = self.patterns[:, :, 1:, 0].mean(axis=2, dtype=np.float64)
+        return shares
 
     def at(self, position: int) -> int:
         """Convert a position to one counted from the start.
@@ -81,7 +97,11 @@ class AttentionPatterns(Shown):
         """The patterns, token by token and head by head; a page has weights of 8 bits."""
         title = "Effective attention" if self.effective else "Attention patterns"
         one = f"layer {self.layers[0]}, head {self.heads[0]}" * (self.patterns.shape[:2] == (1, 1))
-        return View(title, [Patterns(self.tokens, self.layers, self.heads, self.patterns, heading=one)])
+        facts = ""
+        if len(self.tokens) > 1 and not self.effective:
+            facts = about_sinks(self.first_token, self.massive, self.tokens)
+        panels = [Patterns(self.tokens, self.layers, self.heads, self.patterns, heading=one)]
+        return View(title, panels, facts=facts)
 
     def _columns(self) -> Columns:
         tokens = [*enumerate(self.tokens)]
@@ -159,10 +179,14 @@ def attention(
         raise InputError("the hooks given to `attention` are interventions: what it captures are the patterns")
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
+    streams = streams_after(model, chosen)
+    if streams:
+        spec.capture([*streams.values()])
 
     def read(row: int, cache: HookCache) -> AttentionPatterns:
         patterns = np.stack([numbers(cache)[point(layer)][0].astype(np.float32) for layer in chosen])
-        return AttentionPatterns(texts[row].tokens, chosen, shown, patterns, effective)
+        massive = massive_in({layer: cache[name] for layer, name in streams.items()})
+        return AttentionPatterns(texts[row].tokens, chosen, shown, patterns, effective, massive)
 
     request = ListRequest([text.ids for text in texts], spec, batch_size, logits=False)
     results = map_rows(model, request, read, "attention")

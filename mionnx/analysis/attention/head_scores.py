@@ -18,7 +18,7 @@ first_token to the first position ([CLS]), separator to the last ([SEP]); induct
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 
 from mionnx.analysis.attention.attention_patterns import pattern_point
+from mionnx.analysis.attention.massive import Massive, about_sinks, massive_in, merged, streams_after
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
@@ -60,7 +61,8 @@ TARGETS = {
     "separator": "the last position",
 }
 HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
-DECODER_KINDS = (*HEAD_KINDS, "first_token")
+FIRST_TOKEN = "first_token"
+DECODER_KINDS = (*HEAD_KINDS, FIRST_TOKEN)
 ENCODER_KINDS = ("previous_token", "next_token", "duplicate_token", "first_token", "separator")
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
@@ -75,6 +77,8 @@ class HeadScores(Shown):
             of the kind; NaN in the recurrent layers of a hybrid.
         chance: score of uniform attention to all positions.
         period: tokens of a sequence.
+        massive: with "first_token", massive activations of the streams, (layer, position, feature, number), see
+            `mionnx.analysis.attention.massive`.
     """
 
     kinds: tuple[str, ...]
@@ -83,6 +87,7 @@ class HeadScores(Shown):
     period: int
     batch: int
     model: str
+    massive: list[Massive] = field(default_factory=list)
 
     frame_height = 640  # pixels of the page in a notebook
 
@@ -147,6 +152,8 @@ class HeadScores(Shown):
             f"{count(self.batch, 'random sequence')} of {self.period} tokens, each repeated once. A head that attends "
             f"to all positions alike scores {readable(self.chance)}."
         )
+        if FIRST_TOKEN in self.kinds:
+            about += f" {about_sinks(self[FIRST_TOKEN], self.massive)}"
         return View(f"Heads of {self.model}", [maps, self.table(8)], meaning=about)
 
     def table(self, k: int = 5) -> Table:
@@ -187,7 +194,7 @@ def head_scores(
 
     Args:
         kinds: kinds of heads, in the order of the result; by default all that the model can have but sinks, which are
-            "first_token".
+            "first_token"; the result then has massive activations too.
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
         seed: a number that determines the sequences.
@@ -213,23 +220,27 @@ def head_scores(
     for point in points:
         # Queries of the second half alone: in the first no token has occurred before.
         spec.capture(point, positions=sequences.queries)
+    streams = streams_after(model, range(model.num_layers)) if FIRST_TOKEN in chosen else {}
+    if streams:
+        spec.capture([*streams.values()])
     # patterns grow with the square of the length: few rows at a time
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     layers = [point.layer or 0 for point in points]
     totals = np.full((len(chosen), model.num_layers, int(model.hooked.axes(points[0])[1])), np.nan)
     totals[:, layers] = 0
-    done = 0
+    done, massive = 0, list[Massive]()
     with shown(progress) as show:
         show("attention patterns", 0, batch)
         for ids in (sequences.ids[at : at + rows] for at in range(0, batch, rows)):
             cache = numbers(model.forward(ids, spec, logits=False))
             for layer, point in zip(layers, points, strict=True):
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
+            massive = merged(massive, massive_in({layer: cache[name] for layer, name in streams.items()}))
             done += len(ids)
             show("attention patterns", done, batch)
     del cache  # the last patterns, before memory is given back
     model.give_back(later=True)
-    return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)
+    return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name, massive)
 
 
 def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:

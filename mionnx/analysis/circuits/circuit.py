@@ -14,6 +14,7 @@ from mionnx.analysis.circuits.edge_attribution import edge_attribution
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution, check_rank
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Node, Nodes, all_nodes
+from mionnx.analysis.circuits.outside import PATCHING, Outside, captured, check_outside, make_outside, reached
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
@@ -24,6 +25,7 @@ from mionnx.inputs.token_batch import Place
 from mionnx.machine import memory
 from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
+from mionnx.run.prompt import By
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
@@ -36,7 +38,7 @@ Sums = Callable[[int, Masks], Floats]
 
 
 @compares
-@typed(leave=["corrupted", "edges", "answer", "versus"])
+@typed(leave=["corrupted", "edges", "answer", "versus", "by"])
 def circuit(
     model: Runner,
     clean: Prompt | Comparison,
@@ -54,8 +56,12 @@ def circuit(
     rank: str = "size",
     controls: int = 0,
     seed: int = 0,
+    ablation: str = "patching",
+    reference: Prompt | None = None,
+    by: By = None,
+    ungrouped: bool = False,
 ) -> Circuit:
-    """Keep the leading edges, patch all others exactly, and measure how faithful the circuit is.
+    """Keep the leading edges, patch or ablate all others exactly, and measure how faithful the circuit is.
 
     Every edge that is not kept carries what its sender wrote on the corrupted prompt; kept edges carry what it writes
     now. Faithfulness is (metric - corrupted) / (clean - corrupted): 1 with all edges, 0 with none.
@@ -69,6 +75,12 @@ def circuit(
         rank: which edges lead: "size", those with the largest scores to either side, or "score", those that help most.
         controls: number of random circuits of each size, that the leading edges' are compared with.
         seed: a number that determines these.
+        ablation: what edges carry that are not kept: "patching", what their sender wrote on the corrupted prompt;
+            "zero"; or "mean", that of the sender's values over tokens. Then only edges that lead on from the
+            embedding count, and the corrupted metric is that of no edge; scores are by patching all the same.
+        reference, by: prompts of "mean", by default the clean ones, and classes of their tokens, see `ablation_sweep`.
+        ungrouped: whether keys and values that heads share are receivers of each of these heads, as in EAP-IG; by
+            itself where the scores are.
 
     Returns:
         the metric and the faithfulness by number of edges, with a table, a figure and a page.
@@ -81,7 +93,8 @@ def circuit(
         result = model.circuit("The capital of France is", "The capital of Italy is", [10, 50, 200])
         result.faithfulness, result.leading(10)
     """
-    nodes = all_nodes(model.hooked)
+    check_outside(ablation, reference, by)
+    nodes = all_nodes(model.hooked, ungrouped or (scores is not None and scores.ungrouped))
     sizes = _sizes(edges, int(nodes.edges.sum()))
     check_rank(rank)
     at_least("controls", controls, 0)
@@ -91,10 +104,16 @@ def circuit(
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, "noising", position)
     compared = comparison.on(model).of_texts("a circuit")
     begin = time.perf_counter()
-    ranking = scores or edge_attribution(model, comparison, steps=steps, rules=rules, cotangent=cotangent)
+    ranking = scores or edge_attribution(
+        model, comparison, steps=steps, rules=rules, cotangent=cotangent, ungrouped=ungrouped
+    )
+    outside = make_outside(model, nodes, ablation, compared, reference, by)
     order, random = ranking.ranked(rank), np.random.default_rng(seed)
     orders = [order, *(random.permutation(order) for _ in range(controls))]
-    measured, bases = _values(model, nodes, compared, np.concatenate([_masks(one, nodes, sizes) for one in orders]))
+    masks = np.concatenate([_masks(one, nodes, sizes) for one in orders])
+    if ablation != PATCHING:
+        masks = reached(nodes, masks)
+    measured, bases = _values(model, nodes, compared, masks, outside)
     # [pairs, 1 + controls, circuits]
     measured = measured.reshape(len(measured), len(orders), len(sizes))
     by_pair = measured[:, 0]
@@ -114,6 +133,7 @@ def circuit(
         bases[CLEAN],
         bases[CORRUPTED],
         measured[:, 1:].mean(axis=0),
+        ablation,
     )
 
 
@@ -165,15 +185,19 @@ def _refuse_other_nodes(scores: EdgeAttribution | None, nodes: Nodes) -> None:
 
 
 def _values(
-    model: Runner, nodes: Nodes, compared: Pairs, masks: Masks
+    model: Runner, nodes: Nodes, compared: Pairs, masks: Masks, outside: Outside
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The metric [pairs, circuits], and that of both prompts, [2, pairs]."""
+    """The metric [pairs, circuits], and that of both prompts, [2, pairs]: of the clean one, and with no edge kept."""
     by_pair, bases = np.empty((len(compared), len(masks))), np.empty((2, len(compared)))
     for number, pair in enumerate(compared.pairs):
         parts = Parts(model, nodes, len(pair.base), pair.at)
-        values = node_values(model, nodes, pair)
+        values = node_values(model, nodes, pair, captured(outside.ablation))
         metric = compared.bind(model, number, *values.logits)
         bases[:, number] = metric.measure(values.logits)
+        values = outside.of(parts, values, pair.base)
+        if outside.ablation != PATCHING:
+            nothing = CircuitRun(parts, values, np.zeros((1, *nodes.edges.shape), bool))
+            bases[CORRUPTED, number] = metric(nothing.logits(metric.needs))[0]
         most = circuits_at_once(nodes, len(pair.base), model.hidden_size)
         for begin in range(0, len(masks), most):
             some = slice(begin, begin + most)
@@ -251,7 +275,7 @@ class CircuitRun:
         values = self.parts.qkv(layer, streams)
         heads: dict[str, list[Floats]] = {name: [] for name in hooks}
         for column, node in enumerate(self.nodes.receivers[number] for number in receivers):
-            heads[node.hook].append(values[node.hook][which[:, column], node.head])
+            heads[node.hook].append(values[node.hook][which[:, column], self.nodes.own_head(node)])
         return self.parts.attention(layer, {name: np.stack(own, axis=1) for name, own in heads.items()})
 
     def _write_attention(self, layer: int, read: Floats) -> None:

@@ -37,6 +37,8 @@ class Circuit(Shown):
         rank: by what edges were chosen: "size" or "score".
         clean_by_pair, corrupted_by_pair: the metric of the two runs, float64 [pairs].
         controls: the metric of random circuits of equal size, float64 [controls, circuits], mean over pairs.
+        ablation: what edges carry that are not kept: "patching", "zero" or "mean"; corrupted is then the metric of the
+            model with no edge kept.
     """
 
     attribution: EdgeAttribution
@@ -52,9 +54,10 @@ class Circuit(Shown):
     clean_by_pair: NDArray[np.float64] | None = None
     corrupted_by_pair: NDArray[np.float64] | None = None
     controls: NDArray[np.float64] | None = None
+    ablation: str = "patching"
     INSIDE: ClassVar = (EdgeAttribution,)
     IN_JSON = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost", "faithfulness",
-               "rank", "controls", "attribution")  # fmt: skip
+               "rank", "ablation", "controls", "attribution")  # fmt: skip
 
     @property
     def faithfulness(self) -> NDArray[np.float64]:
@@ -165,10 +168,15 @@ class Circuit(Shown):
     @property
     def meaning(self) -> str:
         """A sentence on what faithfulness means."""
+        others = {
+            "patching": ("what they wrote on the corrupted prompt", "between the two prompts", "the corrupted one"),
+            "zero": ("zero", "between the model and none of its edges", "the model without them"),
+            "mean": ("their mean over tokens", "between the model and none of its edges", "the model without them"),
+        }
+        carried, between, least = others[self.ablation]
         return (
-            "Kept edges carry what their senders write now, all others what they wrote on the corrupted prompt. "
-            f"Faithfulness is the share of the difference in {self.metric} between the two prompts that is left: 1 is "
-            "the clean run, 0 the corrupted one."
+            f"Kept edges carry what their senders write now, all others {carried}. Faithfulness is the share of the "
+            f"difference in {self.metric} {between} that is left: 1 is the clean run, 0 {least}."
         )
 
     def _columns(self) -> Columns:

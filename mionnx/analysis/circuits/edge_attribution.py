@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -20,19 +21,21 @@ from mionnx.analysis.sweep.comparison import Comparison, Pair, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.analysis.sweep.receivers import Receiver
-from mionnx.errors import GradientError, InputError, ModelError
-from mionnx.graph.hook_points import HookPoint
+from mionnx.errors import GradientError, InputError, ModelError, nearest
+from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Arrays
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import check_rules
 
 MOST_STEPS = 1000
+ALONG = ("inputs", "activations")
 WIDE = 4 * CALL_TOKENS  # tokens of all layers in one call of the graphs that read
 Ends = str | HookPoint | Iterable[Receiver]
 Receives = tuple[str, int | None]  # a receiver's hook point and head
@@ -56,6 +59,8 @@ def edge_attribution(
     rules: str = "gradient",
     position: Place | None = None,
     cotangent: ArrayLike | Seed | None = None,
+    ungrouped: bool = False,
+    along: str = "inputs",
 ) -> EdgeAttribution:
     """Edge attribution patching: `path_patch` of every edge to first order, from a few passes.
 
@@ -71,6 +76,11 @@ def edge_attribution(
             arXiv:2403.17806); 1 takes them at the patched run alone.
         rules: "gradient", or the propagation rules "frozen_norm" or "relp", see `attribute_patch`.
         cotangent: of a metric that is a function, its derivative by the logits, see `attribute_patch`.
+        ungrouped: whether keys and values that heads share are receivers of each of these heads, as in EAP-IG:
+            "a2.h3<k>" instead of "a2.kv1<k>". The score of the group is the sum of theirs.
+        along: what moves from one prompt to the other in the steps: "inputs", the embeddings; or "activations", what
+            each layer's heads and each MLP write, one after the other, as in EAP-IG's second method (2 layers + 1 times
+            the passes).
 
     Returns:
         scores [senders, receivers] with labels, `top(k)`, a figure, a page and files.
@@ -87,13 +97,15 @@ def edge_attribution(
     """
     check_metric(metric, cotangent, "path_patch")
     _check(steps, rules, metric == "kl" and patching == "noising")
-    nodes = all_nodes(model.hooked)
+    if along not in ALONG:
+        raise InputError(f"along={along!r}; one of {', '.join(ALONG)}{nearest(along, ALONG)}")
+    nodes = all_nodes(model.hooked, ungrouped)
     rows, columns = chosen_senders(nodes, senders), chosen_receivers(model.hooked, nodes, receivers)
     _refuse_no_edge(nodes, rows, columns)
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position)
     compared = comparison.on(model).of_texts("edge attribution")
     begin = time.perf_counter()
-    scores, bases = _scores(nodes, EdgeGradients(model, compared, cotangent, rules, steps))
+    scores, bases = _scores(nodes, EdgeGradients(model, compared, cotangent, rules, steps, along))
     chosen, edges = np.ix_(rows, columns), nodes.edges
     sending, receiving = [nodes.senders[i] for i in rows], [nodes.receivers[i] for i in columns]
     clean_mean, corrupted_mean = compared.ordered(*bases.mean(axis=1).tolist())
@@ -112,6 +124,7 @@ def edge_attribution(
         rules,
         steps,
         compared.about,
+        along=along,
     )
     seconds = time.perf_counter() - begin
     result.cost = {"edges": float(result.count), "pairs": float(len(compared)), "seconds": seconds}
@@ -169,6 +182,7 @@ class EdgeGradients:
     cotangent: ArrayLike | Seed | None
     rules: str
     steps: int
+    along: str
 
     def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
         """The gradient of one pair's metric by what each receiver reads, [receivers, seq, hidden]: mean over steps."""
@@ -177,45 +191,67 @@ class EdgeGradients:
         # A right Riemann sum: the last point is the base itself, as in EAP-IG.
         shares = (np.arange(self.steps) + 1) / self.steps  # of the way from the other prompt to the base
         most = max(1, CALL_TOKENS // len(pair.base))
-        for begin in range(0, self.steps, most):
-            cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads)
-            for key, value in _read_back(parts, cache, self.rules):
+        moving = [str(HookPoint.ResidPre(0))]
+        if self.along == "activations" and self.steps > 1:
+            moving += dict.fromkeys(node.hook for node in parts.nodes.senders[1:])
+        for hook, begin in product(moving, range(0, self.steps, most)):
+            cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads, hook)
+            for key, value in _read_back(parts, cache, self.rules, _feeding(hook) if self.steps > 1 else set()):
                 # Steps may be in several batches; each adds its share of the mean.
-                total[key] = total.get(key, 0) + value / self.steps
+                total[key] = total.get(key, 0) + value / (self.steps * len(moving))
         return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
 
     def _back(
-        self, nodes: Nodes, values: NodeValues, pair: Pair, shares: NDArray[np.float64], reads: Mapping[str, Any]
+        self,
+        nodes: Nodes,
+        values: NodeValues,
+        pair: Pair,
+        shares: NDArray[np.float64],
+        reads: Mapping[str, Any],
+        moving: str,
     ) -> HookCache:
-        """The streams, and the gradients by what receivers compute, [steps, ...]."""
+        """The streams, and the gradients by what receivers compute, [steps, ...], as one hook point moves."""
         rows = rows_of(pair, [pair.base] * len(shares))
         spec = HookSpec()
         if self.steps > 1:
-            start = str(HookPoint.ResidPre(0))
-            base, other = (values.of(start, row) for row in (0, 1))
+            base, other = (values.of(moving, row) for row in (0, 1))
             path = other + np.multiply.outer(shares.astype(np.float32), base - other)
-            # The path is between embeddings alone: ids stay those of the base.
-            spec.intervene(start, Intervention.Replace(path))
+            # The path is between these values alone: ids stay those of the base.
+            spec.intervene(moving, Intervention.Replace(path))
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
         # The last receiver is the final norm, whose gradient is by the stream before it.
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
+        hooks = [hook for hook in hooks if self.steps == 1 or hook not in _feeding(moving)]
+        inside = _attended(nodes, hooks)
+        hooks += [z for z in inside if z not in hooks]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, rows, pair)
-        spec.capture([*map(nodes.stream, stages)]).gradient(hooks)
+        spec.capture([*map(nodes.stream, stages), *(name for names in inside.values() for name in names)])
+        spec.gradient(hooks)
         return self.model.forward(rows, spec, logits=part_of(pair, self.model))
 
 
-def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:
-    """The gradients by the streams as each receiver reads them, summed over steps."""
+def _feeding(moving: str) -> set[str]:
+    """What a layer's heads, mixer or MLP read: once what they write is replaced, nothing depends on it."""
+    point = HookPoint.parse(moving)
+    reads = {"AttnZ": tuple(ROLES), "AttnOut": ("SsmPre",), "MlpOut": ("MlpPre",)}.get(point.variant, ())
+    return {str(getattr(HookPoint, variant)(point.layer)) for variant in reads}
+
+
+def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as each receiver reads them, summed over steps; `idle`: 0, and left out."""
     nodes, grad = parts.nodes, cast(HookCache, cache.grad)
     layers = range(nodes.layers)
-    attending = [layer for layer in layers if layer not in nodes.mixers]
+    attending = [layer for layer in layers if layer not in nodes.mixers and str(HookPoint.AttnQ(layer)) not in idle]
+    split = _split(parts, cache, rules, _attended(nodes, {node.hook for node in nodes.receivers} - idle))
     for variant in ROLES if attending else ():
         hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}
-        yield from _by_head(parts, cache, hooks, rules)
+        yield from _by_head(parts, cache, hooks, rules, split)
     mixing = {str(HookPoint.SsmPre(layer)): nodes.stream(2 * layer) for layer in sorted(nodes.mixers)}
     neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
-    for inputs in filter(None, (mixing, neurons)):  # apart: the two may read the same stream
+    for own in (mixing, neurons):  # apart: the two may read the same stream
+        if not (inputs := {name: stream for name, stream in own.items() if name not in idle}):
+            continue
         streams = {name: _floats(cache[name]) for name in inputs.values()}
         back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
         for name, stream in inputs.items():
@@ -224,11 +260,43 @@ def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Rec
     yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
 
 
+def _attended(nodes: Nodes, hooks: Container[str]) -> dict[str, tuple[str, ...]]:
+    """Values that heads read -> the queries, keys and values that they come of, where heads share some of these."""
+    layers = dict.fromkeys(layer for name in nodes.shared if name in hooks and (layer := layer_of(name)) is not None)
+    names = {layer: tuple(str(getattr(HookPoint, variant)(layer)) for variant in ROLES) for layer in layers}
+    return {str(HookPoint.AttnZ(layer)): own for layer, own in names.items()}
+
+
+def _split(parts: Parts, cache: HookCache, rules: str, inside: Mapping[str, tuple[str, ...]]) -> Arrays:
+    """The gradients by shared keys and values, each head's share by itself, [steps, n_heads, seq, head_dim]."""
+    shared = {name: group for name, group in parts.nodes.shared.items() if any(name in own for own in inside.values())}
+    entries = [name for names in inside.values() for name in names]
+    values = {name: _floats(cache[name]) for name in entries}
+    seeds = {z: _floats(cast(HookCache, cache.grad)[z]) for z in inside}
+    by_member: dict[str, list[Floats]] = {name: [] for name in shared}
+    # What heads read changes with the keys of their group alone: a pass for each member of the groups, with the
+    # gradients by what these members read.
+    for member in range(max(shared.values(), default=0)):
+        own = {z: _of_member(seed, member, shared[inside[z][1]]) for z, seed in seeds.items()}
+        back = parts.gradients([*inside], entries, values, own, rules)
+        for name, gradients in by_member.items():
+            gradients.append(back[name])
+    # Members are the faster axis: heads of a group follow each other.
+    stacked = {name: np.stack(gradients, axis=2) for name, gradients in by_member.items()}
+    return {name: one.reshape(len(one), -1, *one.shape[3:]) for name, one in stacked.items()}
+
+
+def _of_member(seed: Floats, member: int, group: int) -> Floats:
+    """A gradient [steps, seq, n_heads, head_dim], of one head of each group."""
+    own = np.arange(seed.shape[2]) % group == member
+    return np.where(own[:, None], seed, np.float32(0))
+
+
 def _by_head(
-    parts: Parts, cache: HookCache, hooks: Mapping[str, str], rules: str
+    parts: Parts, cache: HookCache, hooks: Mapping[str, str], rules: str, split: Arrays
 ) -> Iterator[tuple[Receives, Gradient]]:
     """The gradients by the streams as single heads read them; `hooks`: queries, keys or values -> their stream."""
-    seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
+    seeds = {name: split.get(name, _floats(cast(HookCache, cache.grad)[name])) for name in hooks}
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
     # A row for each step and head: as many heads as the hook point with the most has (keys may be shared).
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
@@ -238,16 +306,21 @@ def _by_head(
     for begin in range(0, len(steps), most):
         own, at = heads[begin : begin + most], steps[begin : begin + most]
         streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
-        cotangents = {name: _of_head(cotangent[at], own) for name, cotangent in seeds.items()}
+        cotangents = {
+            name: _of_head(cotangent[at], own, parts.nodes.shared.get(name, 1)) for name, cotangent in seeds.items()
+        }
         back = parts.gradients([*hooks], [*streams], streams, cotangents, rules)
         for name, head in totals:
             totals[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
     yield from totals.items()
 
 
-def _of_head(seeds: Floats, heads: NDArray[np.int64]) -> Floats:
+def _of_head(seeds: Floats, heads: NDArray[np.int64], group: int) -> Floats:
     own = np.arange(seeds.shape[1]) == heads[:, None]
-    return np.where(own[:, :, None, None], seeds, np.float32(0))
+    alone = np.where(own[:, :, None, None], seeds, np.float32(0))
+    # Of heads that share keys, one alone is not zero: its gradient stands where the group's keys do.
+    rows, count, *rest = alone.shape
+    return alone.reshape(rows, count // group, group, *rest).sum(axis=2)
 
 
 def _floats(array: NDArray[Any]) -> Floats:

@@ -42,12 +42,12 @@ class EdgeAttribution(Shown):
         scores: float64 [senders, receivers], mean over pairs; 0 where there is no edge.
         edges: bool [senders, receivers]: whether the receiver reads what the sender writes.
         senders, receivers: labels: "embed", "a2.h3" (head 3 of layer 2), "m1" (its MLP); of receivers "a2.h3<q>", "m1",
-            "logits"; "a2.kv1<k>" where heads share keys and values.
+            "logits"; "a2.kv1<k>" where heads share keys and values, and of ungrouped scores "a2.h3<k>".
         hooks, receiving: hook point and head (None where a value has no heads) of each sender, and of each receiver, as
-            `path_patch` names them.
+            `path_patch` names them; of ungrouped keys and values the head that reads them.
         clean, corrupted: the metric of the two runs, mean over pairs.
         patching: "noising" (corrupted values put into the clean run) or "denoising".
-        rules, steps: see `edge_attribution`; 0 steps are scores of a file.
+        rules, steps, along: see `edge_attribution`; 0 steps are scores of a file.
         cost: numbers of "edges", "pairs" and "seconds".
     """
 
@@ -65,8 +65,9 @@ class EdgeAttribution(Shown):
     steps: int
     about: str
     cost: dict[str, float] = field(default_factory=dict)
+    along: str = "inputs"
     IN_JSON = ("title", "senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "patching",
-               "rules", "steps", "about", "cost", "edges", "scores")  # fmt: skip
+               "rules", "steps", "along", "about", "cost", "edges", "scores")  # fmt: skip
 
     @property
     def count(self) -> int:
@@ -74,11 +75,17 @@ class EdgeAttribution(Shown):
         return int(self.edges.sum())
 
     @property
+    def ungrouped(self) -> bool:
+        """Whether keys and values are those of single query heads; also where no heads share them."""
+        return not any(".kv" in label for label in self.receivers)
+
+    @property
     def how(self) -> str:
         """The name of the method, with its steps and rules."""
         if not self.steps:
             return "scores of a file"
-        name = "EAP" if self.steps == 1 else f"EAP-IG, {self.steps} steps"
+        between = "" if self.along == "inputs" else f"-{self.along}"
+        name = "EAP" if self.steps == 1 else f"EAP-IG{between}, {self.steps} steps"
         return name if self.rules == "gradient" else f"{name}, {self.rules}"
 
     @property
@@ -116,7 +123,7 @@ class EdgeAttribution(Shown):
         """Write the scores as EAP-IG and the MIB circuit track read them, `.json` or `.pt`.
 
         What corrupting an edge costs is its score there. Keys and values of grouped heads stand there once for each
-        query head, with an equal share.
+        query head, with their own score of ungrouped scores, else with an equal share.
 
         Args:
             model: the model that the scores are of.
@@ -126,7 +133,7 @@ class EdgeAttribution(Shown):
             InputError: scores of some nodes only, or of another model.
             SpecFileError: another ending, or a file that cannot be written.
         """
-        nodes = all_nodes(model.hooked)
+        nodes = all_nodes(model.hooked, self.ungrouped)
         if [*self.senders] != [one.label for one in nodes.senders] or self.scores.shape != nodes.edges.shape:
             raise InputError(
                 f"scores of {len(self.senders)} senders and {len(self.receivers)} receivers: a file has those of all "
@@ -136,13 +143,17 @@ class EdgeAttribution(Shown):
         if edges is not None:
             at_least("edges", edges, 0)
             inside[tuple(self.ranked()[:edges].T)] = True
-        return write_importances(self.costs, inside, Path(path), model)
+        return write_importances(self.costs, inside, Path(path), model, nodes)
 
     @classmethod
-    def from_importances(cls, path: str | Path, model: Runner) -> Self:
+    def from_importances(cls, path: str | Path, model: Runner, ungrouped: bool = False) -> Self:
         """Read scores that EAP-IG wrote, or that were handed in to the MIB circuit track, `.json` or `.pt`.
 
         They are the `scores` of `circuit`; the metric of the two prompts is not in such a file, and NaN here.
+
+        Args:
+            ungrouped: keep the scores of keys and values of each query head, for `circuit(..., ungrouped=True)`; else
+                those that share them are summed.
 
         Raises:
             InputError: scores of another model, of edges that it does not have, or that are not finite.
@@ -152,7 +163,8 @@ class EdgeAttribution(Shown):
             scores = EdgeAttribution.from_importances("importances.json", model)
             model.circuit(clean, corrupted, scores=scores)
         """
-        costs, nodes = read_importances(Path(path), model), all_nodes(model.hooked)
+        nodes = all_nodes(model.hooked, ungrouped)
+        costs = read_importances(Path(path), model, nodes)
         return cls(
             np.where(nodes.edges, -costs, 0.0),
             nodes.edges,

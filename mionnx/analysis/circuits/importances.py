@@ -1,8 +1,8 @@
 """`importances.json` and `.pt`: scores of edges in the files of EAP-IG and of the MIB circuit track.
 
 1. A score there is what corrupting the edge costs: the negative of a noising score here, or a denoising score.
-2. Keys and values of grouped heads stand there once for each query head. A group's score is the sum over its heads;
-   written, each has an equal share of it.
+2. Keys and values of grouped heads stand there once for each query head, as ungrouped nodes do here. Else a group's
+   score is the sum over its heads; written, each has an equal share of it.
 3. `input` is "embed" here. In a `.pt` file receivers are, by layer, all queries, all keys, all values, then the MLP.
 4. EAP-IG divides by the batch size twice, so that its scores are those here by the number of pairs of a batch.
 """
@@ -82,9 +82,9 @@ class _Names:
         return f"a{layer}.kv{int(head) // self.groups}<{role}>"
 
 
-def write_importances(costs: Scores, inside: NDArray[np.bool_], path: Path, model: Runner) -> Path:
+def write_importances(costs: Scores, inside: NDArray[np.bool_], path: Path, model: Runner, nodes: Nodes) -> Path:
     """Write what corrupting each edge costs, [senders, receivers], and which edges are of a circuit."""
-    names, nodes = _Names.of(model), all_nodes(model.hooked)
+    names = _Names.of(model)
     scores, member = np.full((2, len(names.senders), len(names.receivers)), np.nan)
     for row, column, at, group in _places(names, nodes):
         scores[row, column], member[row, column] = costs[at] / group, inside[at]
@@ -115,9 +115,9 @@ def _tensors(names: _Names, scores: Scores, inside: Scores) -> dict[str, Any]:
     }
 
 
-def read_importances(path: Path, model: Runner) -> Scores:
+def read_importances(path: Path, model: Runner, nodes: Nodes) -> Scores:
     """Read what corrupting each edge costs, [senders, receivers]."""
-    names, nodes = _Names.of(model), all_nodes(model.hooked)
+    names = _Names.of(model)
     with told_of(path):
         cfg, entries = _entries(path)
         sizes = {key: cfg.get(key, size) for key, size in names.cfg.items()}

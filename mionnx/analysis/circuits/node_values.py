@@ -1,5 +1,6 @@
 """Values of a model's nodes on two prompts, captured in one pass."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ OFF = 1e-3  # by which a stream may differ from its sum, as a share of its large
 class NodeValues:
     """Values of two prompts."""
 
-    values: HookCache  # hook point -> [2, ...]: the base, and the other
+    values: HookCache | Mapping[str, NDArray[Any]]  # hook point -> [2, ...]: the base, and the other
     logits: NDArray[Any]  # [2, columns], where the metric reads
 
     def of(self, name: str, row: int) -> Floats:
@@ -74,10 +75,10 @@ def captures(nodes: Nodes) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
-    """Run both prompts of a pair."""
+def node_values(model: Runner, nodes: Nodes, pair: Pair, also: Sequence[str] = ()) -> NodeValues:
+    """Run both prompts of a pair; `also`: further hook points to capture."""
     rows = rows_of(pair, [one for one in (pair.base, pair.other) if one is not None])
-    cache = model.forward(rows, HookSpec().capture(captures(nodes)), logits=part_of(pair, model))
+    cache = model.forward(rows, HookSpec().capture([*captures(nodes), *also]), logits=part_of(pair, model))
     values = NodeValues(numbers(cache), values_read(model.hooked, cache.output()))
     _refuse_other_sums(model, nodes, values)
     return values

@@ -8,8 +8,8 @@
 3. An edge is a sender and a receiver that reads at a stage at which the sender has written.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -34,7 +34,7 @@ class Node:
     """A sender or a receiver."""
 
     # "embed", "a2.h3", "r2" (a recurrent mixer), "m1"; of receivers "a2.h3<q>", "r2", "m1", "logits"; keys and values
-    # of grouped heads are called "a2.kv1<k>".
+    # of grouped heads are called "a2.kv1<k>", or "a2.h3<k>" where each head that reads them is a node.
     label: str
     hook: str  # the hook point of its value
     head: int | None  # which head of it; None where a value has no heads
@@ -55,6 +55,12 @@ class Nodes:
     layers: int
     parallel: bool  # whether attention and MLP of a layer read the same stream
     mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
+    # Hook point of keys or values -> heads that share one of them, and are nodes of their own all the same.
+    shared: Mapping[str, int] = field(default_factory=dict)
+
+    def own_head(self, node: Node) -> int | None:
+        """The head of its hook point that a node reads."""
+        return None if node.head is None else node.head // self.shared.get(node.hook, 1)
 
     @cached_property
     def edges(self) -> NDArray[np.bool_]:
@@ -75,14 +81,15 @@ class Nodes:
         return 2 * layer + (0 if self.parallel else 1)
 
 
-def all_nodes(model: HookedModel) -> Nodes:
-    """All nodes of a model."""
+def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
+    """All nodes of a model; `ungrouped`: keys and values that heads share are nodes of each of these heads."""
     reading = make_receivers(model, "all")
     layers, parallel = reading.layers, reading.parallel
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
     _refuse_inseparable(model, parallel, mixers)
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
+    shared: dict[str, int] = {}
     for layer in range(layers):
         # A parallel layer's attention is read from the next layer on: one stage later.
         z, stage = str(HookPoint.AttnZ(layer)), 2 * layer + 1 + parallel
@@ -91,11 +98,13 @@ def all_nodes(model: HookedModel) -> Nodes:
             receivers.append(Node(f"r{layer}", str(HookPoint.SsmPre(layer)), None, 2 * layer))
         else:
             senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
-            receivers += _attention(model, layer)
+            groups = _groups(model, layer) if ungrouped else {}
+            receivers += _attention(model, layer, groups)
+            shared |= groups
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers)
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, shared)
 
 
 def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[int]) -> None:
@@ -144,11 +153,18 @@ def _ways(layers: int, parallel: bool, mixers: frozenset[int]) -> Iterator[tuple
     yield LOGITS, (str(HookPoint.FinalNorm),)
 
 
-def _attention(model: HookedModel, layer: int) -> Iterator[Node]:
+def _groups(model: HookedModel, layer: int) -> dict[str, int]:
+    """Hook point of keys or values -> how many heads share one of them, where several do."""
+    heads, hooks = _heads(model, str(HookPoint.AttnZ(layer))), (HookPoint.AttnK(layer), HookPoint.AttnV(layer))
+    groups = {str(hook): heads // _heads(model, str(hook)) for hook in hooks}
+    return {hook: group for hook, group in groups.items() if group > 1}
+
+
+def _attention(model: HookedModel, layer: int, groups: Mapping[str, int]) -> Iterator[Node]:
     heads = _heads(model, str(HookPoint.AttnZ(layer)))
     for variant, role in ROLES.items():
         hook = str(getattr(HookPoint, variant)(layer))
-        count = _heads(model, hook)
+        count = _heads(model, hook) * groups.get(hook, 1)
         kind = "h" if count == heads else "kv"
         for head in range(count):
             yield Node(f"a{layer}.{kind}{head}<{role}>", hook, head, 2 * layer)
@@ -167,7 +183,7 @@ def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoin
 
     def meant(node: Node) -> bool:
         heads = of.get(node.hook, ())
-        return node.hook in of and (heads is None or node.head in heads)
+        return node.hook in of and (heads is None or nodes.own_head(node) in heads)
 
     return [number for number, node in enumerate(nodes.receivers) if meant(node)]
 

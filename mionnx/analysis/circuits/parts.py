@@ -38,7 +38,25 @@ class Parts:
     def attention(self, layer: int, values: Mapping[str, Floats]) -> Floats:
         """Values that heads read, by queries, keys and values: [rows, seq, n_heads, head_dim]."""
         z = str(HookPoint.AttnZ(layer))
-        return self._run(values, z)[z]
+        group = max((self.nodes.shared.get(name, 1) for name in values), default=1)
+        if group == 1:
+            return self._run(values, z)[z]
+        # Heads of a group with keys and values of their own: a row for each member, in which all groups have that
+        # member's, and of which that member's head counts.
+        rows = len(next(iter(values.values())))
+        by_member = {
+            name: np.concatenate([self._of_members(name, value, member) for member in range(group)])
+            for name, value in values.items()
+        }
+        read = self._run(by_member, z)[z]
+        split = read.reshape(group, rows, read.shape[1], -1, group, read.shape[-1])
+        members = np.stack([split[member, :, :, :, member] for member in range(group)], axis=3)
+        return members.reshape(rows, *read.shape[1:])
+
+    def _of_members(self, name: str, value: Floats, member: int) -> Floats:
+        """Of keys and values by head, [rows, n_heads, ...], those of one member of each group; queries as they are."""
+        group = self.nodes.shared.get(name, 1)
+        return value if group == 1 else value[:, member::group]
 
     def attention_out(self, z: Mapping[int, Floats]) -> dict[int, Floats]:
         """Outputs of some layers' attention, from the values of their heads."""

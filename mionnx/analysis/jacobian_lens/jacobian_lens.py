@@ -129,6 +129,11 @@ class JacobianLens(Brief, Stored):
         return write_torch(path, {**contents, "metadata": self.metadata})
 
     @property
+    def title(self) -> str:
+        """The name of the estimator, for pictures and pages."""
+        return str(self.metadata.get("estimator", "jacobian_lens")).replace("_", " ")
+
+    @property
     def layers(self) -> list[int]:
         """The layers that have a matrix, ascending."""
         return [*self.matrices]

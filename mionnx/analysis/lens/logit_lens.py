@@ -134,7 +134,7 @@ def logit_lens(
             raise ModelError(f"streams of the lens have NaN where the logits have none: {ON_NAN}")
         return _lens_result(texts[row], names, indices[row], LensReader(model, streams), tracked, k, title)
 
-    title = LOGIT_LENS if lens is None else str(lens.metadata.get("estimator", "jacobian_lens")).replace("_", " ")
+    title = LOGIT_LENS if lens is None else lens.title
     results = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
     return results if is_list(model, source) else results[0]

@@ -132,7 +132,7 @@ def _mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By) -
             moments[hook] = moments[hook].merged(own) if hook in moments else own
 
     def donors(base: CleanRun) -> Arrays:
-        places = _class_places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
+        places = class_places(moments[hooks[0]], classes_of(by, base.ids[0]), by)
         means = {hook: np.moveaxis(one.mean[places][None], 1, axis) for hook, one in moments.items()}
         # Moments are float64; a donor has the dtype of the graph's value.
         return {hook: mean.astype(base.values[hook].dtype) for hook, mean in means.items()}
@@ -140,7 +140,7 @@ def _mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By) -
     return donors, digest.hexdigest()[:16]
 
 
-def _class_places(moments: Moments, classes: Ids, by: By) -> Ids:
+def class_places(moments: Moments, classes: Ids, by: By) -> Ids:
     """The place of each token's class among the means."""
     if by is None:
         return np.zeros(1, np.int64)  # one mean, broadcast to all tokens

@@ -149,8 +149,8 @@ export class Core {
     return Object.fromEntries(hooks.map((hook) => [hook, { shape: [...found[hook].dims], data: Float32Array.from(found[hook].data) }]));
   }
 
-  // One pass: {rows, whole, k, tracked} as the graph's inputs, where it has them; past: {start, prompt, length, feeds} of a generation.
-  async pass(tokens, { all, values }, { rows, whole, k = 1, tracked = [] }, fetches = [], past = null) {
+  // One pass: {rows, whole, k, tracked, mapped} as the graph's inputs, where it has them; past: {start, prompt, length, feeds} of a generation.
+  async pass(tokens, { all, values }, { rows, whole, k = 1, tracked = [], mapped = [] }, fetches = [], past = null) {
     const start = past?.start ?? 0, count = tokens.length;
     const call = { start, count, prompt: past?.prompt ?? count, length: past?.length ?? count, generating: Boolean(past) };
     const { engine } = this.manifest;
@@ -163,6 +163,7 @@ export class Core {
       position_ids: row64(Array.from({ length: count }, (_, i) => start + i)),
       token_type_ids: row64(this.tokens.types(tokens)),
       "mionnx.rows": whole64(rows), "mionnx.rows.whole": whole64(whole), "mionnx.rows.k": whole64([k]), "mionnx.rows.tracked": whole64(tracked),
+      "mionnx.rows.mapped": whole64(mapped),
     };
     for (const { input, dims } of engine.past) feeds[input] = past?.feeds?.[input] ?? { dims, data: new Float32Array(0) };
     const known = new Set(this.session.inputNames);
@@ -170,7 +171,8 @@ export class Core {
     return runSession(this.ort, this.session, feeds, [...(engine.positional ? OF_ROWS : [engine.output]), ...fetches]);
   }
 
-  // want: {top, track, patterns, lens, position}; position: of the token that is read, the last one if none is said.
+  // want: {top, track, patterns, lens, mapped, position}; mapped: whether streams go through the page's lens before they are read;
+  // position: of the token that is read, the last one if none is said.
   async run({ tokens, interventions = [], want = {} }) {
     this.tokens.check(tokens, this.manifest.model.context);
     const begun = performance.now(), { layers, choices } = this.manifest.model, { positional } = this.manifest.engine;
@@ -179,15 +181,29 @@ export class Core {
     const prepared = await this.prepared(interventions);
     const k = Math.min(Math.max(1, want.top ?? DEFAULT_TOP), MOST, choices), tracked = this.checkIds(want.track ?? []);
     const shown = chosenLayers(want.patterns, this.manifest.engine.layers), names = shown.map((layer) => this.manifest.patterns[this.manifest.engine.layers.indexOf(layer)]);
-    const read = chosenLayers(want.lens, Array.from({ length: layers }, (_, i) => i));
-    const rows = read.flatMap((layer) => tokens.map((_, position) => layer * tokens.length + position));
+    const read = chosenLayers(want.lens, want.mapped ? this.mappedLayers() : Array.from({ length: layers }, (_, i) => i));
+    const rows = read.flatMap((layer) => tokens.map((_, position) => this.stackedLayer(layer, want.mapped) * tokens.length + position));
+    const mapped = want.mapped ? [...tokens.keys()] : [], asked = { whole: [0], k, tracked, mapped };
     const first = [...this.oneRow(tokens, want.position).rows, ...rows.slice(0, LENS_ROWS)];
-    const found = [await this.pass(tokens, prepared, { rows: first, whole: [0], k, tracked }, names)];
-    for (let at = LENS_ROWS; at < rows.length; at += LENS_ROWS) found.push(await this.pass(tokens, prepared, { rows: rows.slice(at, at + LENS_ROWS), whole: [0], k, tracked }));
-    const result = this.result(found, k, { layers: read, positions: tokens.length, tracked: tracked.length });
+    const found = [await this.pass(tokens, prepared, { ...asked, rows: first }, names)];
+    for (let at = LENS_ROWS; at < rows.length; at += LENS_ROWS) found.push(await this.pass(tokens, prepared, { ...asked, rows: rows.slice(at, at + LENS_ROWS) }));
+    const result = this.result(found, k, { layers: read, positions: tokens.length, tracked: tracked.length, mapped: mapped.length > 0 });
     result.patterns = Object.fromEntries(shown.map((layer, i) => [layer, Float32Array.from(found[0][names[i]].data)]));
     const said = this.manifest.model.labels.length ? [] : [...tracked, ...result.next.map(({ id }) => id), ...(result.lens?.ids ?? [])];
     return { ...result, tokens, texts: this.textsOf([...tokens, ...said]), ms: performance.now() - begun };
+  }
+
+  // The layers that the page's lens maps to the last one, and that one, which is read as it is.
+  mappedLayers() {
+    const lens = this.manifest.engine.lens, last = this.manifest.model.layers - 1;
+    if (!lens) throw new PlaygroundError("input", "This page has no lens but the logit lens.");
+    return lens.layers.includes(last) ? lens.layers : [...lens.layers, last];
+  }
+
+  // Where a layer's rows stand in the graph's stack of streams: behind all streams those that the lens maps.
+  stackedLayer(layer, mapped) {
+    const at = mapped ? this.manifest.engine.lens.layers.indexOf(layer) : -1;
+    return at < 0 ? layer : this.manifest.model.layers + at;
   }
 
   checkIds(ids) {
@@ -195,7 +211,7 @@ export class Core {
     return ids;
   }
 
-  result(found, k, { layers, positions, tracked }) {
+  result(found, k, { layers, positions, tracked, mapped }) {
     const { head, activation, labels } = this.manifest.model;
     const logits = Float32Array.from(found[0][this.manifest.engine.output].data), shares = head === "embedding" ? [] : chances(logits, activation);
     // A head of whole texts has no rows, and an embedding no choices.
@@ -211,7 +227,7 @@ export class Core {
     return {
       logits, next,
       lens: {
-        layers, positions, k, tracked: after("mionnx.rows.tracked_log_probs", tracked, Float32Array).map(Math.exp),
+        layers, positions, k, mapped, tracked: after("mionnx.rows.tracked_log_probs", tracked, Float32Array).map(Math.exp),
         ids: after("mionnx.rows.top_ids", k, Int32Array), probabilities: after("mionnx.rows.top", k, Float32Array).map(Math.exp),
       },
     };
@@ -292,7 +308,7 @@ export class Core {
 function chosenLayers(asked, all) {
   if (asked === true) return all;
   if (!asked) return [];
-  for (const layer of asked) if (!all.includes(layer)) throw new PlaygroundError("input", `There is no layer ${layer}; there are ${all.length}.`);
+  for (const layer of asked) if (!all.includes(layer)) throw new PlaygroundError("input", `There is no layer ${layer} to read; there are ${all.length}.`);
   return asked;
 }
 

@@ -1,14 +1,14 @@
-// The logit lens, layer by position, of the prompt and of a second prompt that cells can be patched from.
+// The logit lens, or the page's own lens, layer by position, of the prompt and of a second prompt that cells can be patched from.
 import { button, element, percent, quoted, visible } from "./dom.js";
 import { patch, place, scale, zero } from "./entries.js";
 import { fillGrid, focusCell } from "./grid.js";
 import { continues, readPlace, words } from "./heads.js";
 import { openMenu } from "./menu.js";
-import { theEngine, tokenText } from "./runs.js";
+import { ownLens, readableLayers, theEngine, throughLens, tokenText } from "./runs.js";
 import { addEntry, answers, change, shownInside, state, whenTyped } from "./state.js";
 
 export const title = "Lens";
-let table, secondTable, second, note, thinned;
+let table, secondTable, second, note, thinned, about, readers;
 
 export function build(box) {
   table = element("table", { class: "grid lens" });
@@ -18,8 +18,11 @@ export function build(box) {
   second.value = state.second;
   thinned = element("p", { class: "faint small", hidden: true }, element("span"), button("Show all layers", () => change({ allLayers: true })));
   second.addEventListener("input", () => whenTyped("second", 250, () => change({ second: second.value })));
+  about = element("p", { class: "faint small" });
+  readers = element("div", { class: "segments readers", role: "group", "aria-label": "Read each layer by the", hidden: !ownLens() },
+    ...["logit lens", ...(ownLens() ? [named(ownLens())] : [])].map((name, i) => button(capital(name), () => change({ mapped: i === 1 }))));
   box.replaceChildren(
-    element("p", { class: "faint small" }, `Each cell: ${words().lens} if this layer were its last. The deeper the colour, the surer. Point at a cell for more; press it to change what is there.`),
+    about, readers,
     element("div", { class: "scroll" }, table), thinned,
     element("p", { class: "legend key", id: "changed-key" }, element("span", {}, element("b", { class: "mark" }, "●"), "another top token than before"), element("span", {}, element("b", { class: "mark square" }, "▢"), "changed by you")),
     element("h3", { class: "second" }, element("label", { for: "second" }, "Second prompt, to patch cells from")),
@@ -28,10 +31,12 @@ export function build(box) {
 
 export function draw() {
   const shown = shownInside();
+  [...readers.children].forEach((made, i) => made.setAttribute("aria-pressed", String(throughLens() === (i === 1))));
+  about.textContent = aboutCells();
   if (second && document.activeElement !== second) second.value = state.second;
   if (shown?.lens) lensGrid(table, shown, answers.tokens, "Lens of the prompt", (r, c, cell) => menu(layerOf(shown, r), c, cell));
   document.getElementById("changed-key").hidden = !answers.insideAfter;
-  const all = theEngine()?.manifest.model.layers, read = shown?.lens?.layers.length;
+  const all = theEngine() && readableLayers().length, read = shown?.lens?.layers.length;
   thinned.hidden = !read || read === all;
   if (!thinned.hidden) thinned.firstChild.textContent = `${read} of ${all} layers: each cell costs a product with ${theEngine().manifest.model.choices} tokens. `;
   const other = answers.second;
@@ -39,6 +44,16 @@ export function draw() {
   note.textContent = other ? "Press a cell to put it into the prompt at the top: same layer, and a position of your choice." : "Write a text here, best one of the same form; its cells can then replace those of the prompt.";
   if (other) lensGrid(secondTable, other, answers.secondTokens, "Lens of the second prompt", (r, c, cell) => secondMenu(layerOf(other, r), c, cell));
 }
+
+function aboutCells() {
+  const lens = ownLens(), cells = throughLens() ?
+    `Each cell: ${words().lens} if every later layer acted on the stream as it does on average, a linear map that the ${named(lens)} was fitted for${lens.prompts ? ` on ${lens.prompts} texts` : ""}.` :
+    `Each cell: ${words().lens} if this layer were its last.`;
+  return cells + " The deeper the colour, the surer. Point at a cell for more; press it to change what is there.";
+}
+
+function named(lens) { return lens.name.replace("jacobian", "Jacobian"); }
+function capital(name) { return name.slice(0, 1).toUpperCase() + name.slice(1); }
 
 // Rows stand with the last layer on top, as the stream flows upwards.
 function layerOf(shown, row) { return shown.lens.layers[shown.lens.layers.length - 1 - row]; }

@@ -16,7 +16,7 @@ export function openLesson(number) {
   const { prompt, second, compare, interventions = [], view, layer, head, generate } = lessons[number], { manifest } = theEngine();
   const entries = interventions.map((entry, i) => checkedEntry(entry, manifest, `Intervention ${i + 1} of this example`));
   const picked = layer !== undefined && layer !== null;
-  change({ picked, prompt, second: second || "", compare: compare ? compare.join("\n") : state.compare, place: null, entries, view: view || state.view, layer: layer ?? 0, head: head ?? 0, side: "after", lesson: number, count: generate || state.count });
+  change({ picked, mapped: false, prompt, second: second || "", compare: compare ? compare.join("\n") : state.compare, place: null, entries, view: view || state.view, layer: layer ?? 0, head: head ?? 0, side: "after", lesson: number, count: generate || state.count });
 }
 
 export function drawLesson() {

@@ -14,6 +14,7 @@ export async function writeLink(state, model) {
   const packed = { m: model, p: state.prompt, e: state.entries, v: state.view, l: state.layer, h: state.head };
   if (state.second) packed.s = state.second;
   if (state.compare) packed.t = state.compare;
+  if (state.mapped) packed.j = true;
   if (state.place !== null && state.place !== undefined) packed.r = state.place;
   const bytes = new TextEncoder().encode(JSON.stringify(packed));
   return VERSION + "." + base64url(await through(bytes, new CompressionStream("deflate-raw"), Infinity));
@@ -66,15 +67,16 @@ function unbase64url(text) { return Uint8Array.from(atob(text.replaceAll("-", "+
 
 function checked(read, manifest) {
   if (!isObject(read)) refuse("This link holds nothing that this page can show.");
-  const { m, p, s = "", e, v = "lens", l = 0, h = 0, t = "", r = null } = read;
-  known(read, ["m", "p", "s", "e", "v", "l", "h", "t", "r"], "The link");
+  const { m, p, s = "", e, v = "lens", l = 0, h = 0, t = "", r = null, j = false } = read;
+  known(read, ["m", "p", "s", "e", "v", "l", "h", "t", "r", "j"], "The link");
   if (typeof m === "string" && m !== manifest.model.name) refuse(`This link was made for the model ${m.slice(0, 80)}; this page runs ${manifest.model.name}.`);
   if (![p, s, t].every((one) => typeof one === "string")) refuse("This link has no prompt.");
   if (!Array.isArray(e) || e.length > MOST_ENTRIES) refuse(`This link has no list of at most ${MOST_ENTRIES} interventions.`);
   if (r !== null && !whole(r, 0, 65535)) refuse("This link reads the model at a place that no text has.");
+  if (j !== false && !(j === true && manifest.engine.lens)) refuse("This link reads layers through a lens that this page does not have.");
   if (!VIEWS.includes(v)) refuse("This link opens a view that this page does not have.");
   if (!whole(l, 0, manifest.model.layers - 1) || !whole(h, 0, Math.max(0, (manifest.model.heads || 1) - 1))) refuse("This link names a layer or head that the model does not have.");
-  return { prompt: p, second: s, entries: e.map((entry, i) => checkedEntry(entry, manifest, `Intervention ${i + 1} of the link`)), view: v, layer: l, head: h, place: r, compare: t };
+  return { prompt: p, second: s, entries: e.map((entry, i) => checkedEntry(entry, manifest, `Intervention ${i + 1} of the link`)), view: v, layer: l, head: h, place: r, compare: t, mapped: j };
 }
 
 function isObject(value) { return typeof value === "object" && value !== null && !Array.isArray(value); }

@@ -85,7 +85,7 @@ onChange((part) => {
   if ("view" in part) { closeMenu(false); drawTabs(); }
   if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
   if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
-  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined || part.place !== undefined || part.compare !== undefined) {
+  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined || part.mapped !== undefined || part.place !== undefined || part.compare !== undefined) {
     waiting();
     refresh();
   }

@@ -87,26 +87,39 @@ async function newEntries() {
 
 // Lens and patterns of what the open view shows.
 async function inside(current) {
-  const want = { lens: { top: 5, lens: lensLayers() }, attention: { top: 5, patterns: true } }[state.view];
+  const want = { lens: { top: 5, lens: lensLayers(), mapped: throughLens() }, attention: { top: 5, patterns: true } }[state.view];
   if (state.view === "stream") await secondTokens();
   if (!want) return answered("inside");
-  const tokens = answers.tokens, engine = theEngine(), sameLayers = (found) => found.lens?.layers.length === want.lens.length;
-  const lacks = (found) => !found || (want.lens ? !sameLayers(found) : !Object.keys(found.patterns).length);
+  const tokens = answers.tokens, engine = theEngine();
+  const lacks = (found) => !found || (want.lens ? !reads(found, want) : !Object.keys(found.patterns).length);
   if (lacks(answers.insideBefore)) answers.insideBefore = await engine.run({ tokens, want });
   if (!current()) return undefined;
   if (answers.after && lacks(answers.insideAfter)) {
     answers.insideAfter = await engine.run({ tokens, interventions: inForce().filter(inPrompt), want });
   }
   answered("inside");
-  if (want.lens && current()) await secondPrompt(want.lens);
+  if (want.lens && current()) await secondPrompt(want);
   return undefined;
 }
 
-// The layers that a lens reads: all, or every second, third, ... up to the last where a head product for each would take seconds.
+// Whether a result has the lens that is wanted.
+function reads({ lens }, want) { return lens?.layers.length === want.lens.length && lens.mapped === want.mapped; }
+
+// The page's own lens, whether the reader chose it.
+export function ownLens() { return theEngine()?.manifest.engine.lens ?? null; }
+export function throughLens() { return Boolean(state.mapped && ownLens()); }
+
+// The layers that the chosen lens has; the last one is read as it is.
+export function readableLayers() {
+  const { layers } = theEngine().manifest.model, all = Array.from({ length: layers }, (_, layer) => layer);
+  return throughLens() ? all.filter((layer) => layer === layers - 1 || ownLens().layers.includes(layer)) : all;
+}
+
+// The layers that a lens reads: all that it has, or every second, third, ... up to the last where a head product for each would take seconds.
 export function lensLayers() {
   const { layers, choices } = theEngine().manifest.model, cells = choices * layers * answers.tokens.length;
   const step = state.allLayers ? 1 : Math.max(1, Math.ceil(cells / MOST_PRODUCTS));
-  return Array.from({ length: layers }, (_, layer) => layer).filter((layer) => (layers - 1 - layer) % step === 0);
+  return readableLayers().filter((layer) => (layers - 1 - layer) % step === 0);
 }
 
 // The tokens of the second text alone, where no lens reads it.
@@ -115,14 +128,14 @@ async function secondTokens() {
   await theEngine().tokenTexts(answers.secondTokens);
 }
 
-async function secondPrompt(layers) {
+async function secondPrompt(want) {
   const engine = theEngine();
-  if (state.second === kept.second && (!answers.second || answers.second.lens.layers.length === layers.length)) return;
+  if (state.second === kept.second && (!answers.second || reads(answers.second, want))) return;
   const text = state.second;
   try {
     answers.secondTokens = text.trim() ? await engine.encode(text) : [];
     answers.second = answers.secondTokens.length ?
-      await engine.run({ tokens: answers.secondTokens, want: { top: 5, lens: layers } }) : null;
+      await engine.run({ tokens: answers.secondTokens, want }) : null;
     clearNotice("second");
   } catch (error) {
     Object.assign(answers, { secondTokens: [], second: null });

@@ -1,6 +1,7 @@
 // What the reader has chosen, and what the model answered. Views read both; `change` is the only way to choose.
 export const state = {
   prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8, allLayers: false,
+  mapped: false, // whether the lens view reads streams through the page's own lens
   place: null, compare: "", // the position that is read, where the reader chose one; the texts that an embedding model compares, one a line
   picked: false, // whether somebody chose the head; else the page opens a telling one
 };

@@ -39,6 +39,32 @@ def test_patterns_are_those_of_forward(world):
     assert np.array_equal(world.attention(PROMPT, 1, hooks=masked).patterns[0], cache["pattern", 1][0] / 2)
 
 
+def test_sinks_and_massive_activations_are_told(world):
+    """One number is made massive: it is told for each layer that it stays in, by the definition."""
+    raised = np.zeros(world.hidden_size, np.float32)
+    raised[7] = 5000
+    spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Add(raised, positions=0))
+    found = world.attention(PROMPT, hooks=spec)
+    cache = world.forward(PROMPT, HookSpec().extend(spec).capture("blocks.*.hook_resid_post"))
+    expected = set()
+    for layer in range(world.num_layers):
+        stream = np.abs(cache["resid_post", layer][0])
+        for place in np.argwhere((stream > 100) & (stream > 1000 * np.median(stream))).tolist():
+            expected.add((layer, *place))
+    assert (1, 0, 7) in expected
+    assert {entry[:3] for entry in found.massive} == expected
+    assert all(number == cache["resid_post", layer][0, at, i] for layer, at, i, number in found.massive)
+    np.testing.assert_allclose(found.first_token, found.patterns[:, :, 1:, 0].mean(axis=2), atol=1e-6)
+    sinks = int((found.first_token > 0.3).sum())
+    assert f"from {sinks} of 32 heads" in found.view().facts
+    assert "number 7 at token 0 'The' (layers 1 to 3)" in found.view().facts
+    assert world.attention(PROMPT).massive == []
+    scores = world.head_scores("first_token", batch=2, hooks=spec)
+    assert (1, 0, 7) in {entry[:3] for entry in scores.massive}
+    assert f"from {int((scores['first_token'] > 0.3).sum())} of 32 heads" in scores.view().meaning
+    assert world.head_scores("induction", batch=2, hooks=spec).massive == []
+
+
 def test_of_an_rwkv_it_is_the_effective_attention():
     model = MIModel.from_pretrained(RWKV, threads=1)
     found = model.attention(PROMPT)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from edge_oracle import KINDS, EdgeModel
+from edge_oracle import KINDS, EdgeModel, Recorded
 from sweep_pairs import prompts
 
 from mionnx.errors import GradientError, InputError
@@ -35,6 +35,90 @@ def test_any_circuit_is_what_torch_gives(models, references, name):
         assert found.values[0] == pytest.approx(float(whole[5] - whole[9]), abs=5e-5)
         assert found.faithfulness[[0, -1]] == pytest.approx([0, 1], abs=1e-3)
         assert len({*found.values.round(3).tolist()}) > 3  # the circuits differ
+
+
+def written_outside(parts, texts, ablation, by):
+    """What senders write in the place of their edges that are not kept: zeros, or means over the tokens of texts."""
+    written = [EdgeModel(parts).run(torch.from_numpy(ids))[1] for ids in texts]
+    places = parts.body.wpe(torch.arange(len(texts[0]))) if hasattr(parts.body, "wpe") else 0
+
+    def put(values):  # [..., seq, width] of each text
+        mean = torch.stack(values).mean(0) * (ablation == "mean")
+        return mean if by == "position" else mean.mean(-2, keepdim=True).expand_as(mean)
+
+    embed = put([one.embed - places for one in written]) + places
+    layers = range(len(written[0].z))
+    z, mlp = ([put([getattr(one, what)[layer] for one in written]) for layer in layers] for what in ("z", "mlp"))
+    return Recorded(embed, z, mlp)
+
+
+def led_on(edges, group):
+    """The edges whose sender is the embedding, or reads something that leads on from it."""
+    while True:
+        read = {receiver.partition("<")[0] for _, receiver in edges}
+        for name in [*read]:
+            layer, kind, number = name.partition(".kv")
+            read |= {f"{layer}.h{int(number) * group + one}" for one in range(group)} if kind else set()
+        left = {(sender, receiver) for sender, receiver in edges if sender in {"embed", *read}}
+        if left == edges:
+            return left
+        edges = left
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("ablation", "by"), [("zero", None), ("mean", None), ("mean", "position")])
+def test_an_ablated_circuit_is_what_torch_gives(models, references, name, ablation, by):
+    model, (clean, corrupted) = models(name), prompts(22)
+    texts = np.stack([clean, corrupted, prompts(5)[0]])
+    torch_model, good = EdgeModel(KINDS[name](references(name))), torch.from_numpy(clean)
+    given = {"ablation": ablation, **({"by": by, "reference": texts} if ablation == "mean" else {})}
+    ranking = model.edge_attribution(clean, corrupted, **TOKENS)
+    sizes = [0, 10, 60, ranking.count]
+    found = model.circuit(clean, corrupted, sizes, scores=ranking, **given, **TOKENS)
+    with torch.no_grad():
+        put = written_outside(torch_model.parts, texts, ablation, by)
+        for size, value in zip(sizes, found.values, strict=True):
+            leading = {(sender, receiver) for sender, receiver, _ in ranking.top(size)}
+            kept = led_on(leading, model.num_heads // model.num_kv_heads)
+            logits, _ = torch_model.run(good, put, lambda *edge, kept=kept: edge in kept)
+            assert value == pytest.approx(float(logits[5] - logits[9]), abs=5e-5)
+    assert found.values[[0, -1]] == pytest.approx([found.corrupted, found.clean], abs=5e-5)
+    patched = model.circuit(clean, corrupted, sizes, scores=ranking, **TOKENS)
+    assert np.abs(found.values[:-1] - patched.values[:-1]).max() > 1e-3
+
+
+def test_means_are_of_the_clean_prompts_unless_others_are_named(shipped):
+    clean, corrupted = ["The capital of France is", CLEAN], ["The capital of Germany is", CORRUPTED]
+    given = {"edges": [40, 80], "steps": 2, "ablation": "mean"}
+    own = shipped.circuit(clean, corrupted, **given)
+    named = shipped.circuit(clean, corrupted, reference=clean, **given)
+    np.testing.assert_allclose(own.by_pair, named.by_pair, atol=1e-5)
+    other = shipped.circuit(clean, corrupted, reference=corrupted, **given)
+    assert np.abs(own.by_pair - other.by_pair).max() > 1e-2
+    assert "mean over tokens" in own.meaning
+    for message, wrong in {
+        "no use for it": {"ablation": "zero", "reference": clean},
+        "did you mean": {"ablation": "means"},
+        "in none of the reference prompts": {"ablation": "mean", "by": "token", "reference": "Berlin"},
+    }.items():
+        with pytest.raises(InputError, match=message):
+            shipped.circuit(clean, corrupted, 40, **wrong)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_circuit_of_single_heads_keys_is_what_torch_gives(models, references, name):
+    model, (clean, corrupted) = models(name), prompts(22)
+    torch_model = EdgeModel(KINDS[name](references(name)), ungrouped=True)
+    good, bad = (torch.from_numpy(ids) for ids in (clean, corrupted))
+    ranking = model.edge_attribution(clean, corrupted, ungrouped=True, **TOKENS)
+    sizes = [0, 10, 40, 100, ranking.count]
+    found = model.circuit(clean, corrupted, sizes, scores=ranking, **TOKENS)
+    with torch.no_grad():
+        its = torch_model.run(bad)[1]
+        for size, value in zip(sizes, found.values, strict=True):
+            kept = {(sender, receiver) for sender, receiver, _ in ranking.top(size)}
+            logits, _ = torch_model.run(good, its, lambda *edge, kept=kept: edge in kept)
+            assert value == pytest.approx(float(logits[5] - logits[9]), abs=5e-5)
 
 
 @pytest.mark.parametrize("name", ["world", *FAMILIES])

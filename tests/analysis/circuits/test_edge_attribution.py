@@ -48,6 +48,46 @@ def test_scores_are_those_of_autograd(models, oracle, references, name, steps):
         assert (expected[found.edges] != 0).mean() > 0.8
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_scores_along_activations_are_those_of_autograd(models, oracle, name):
+    """Every layer's heads and every MLP move from one prompt's values to the other's, one after the other."""
+    model, torch_model, (clean, corrupted) = models(name), oracle(name), prompts(21)
+    pair = (torch.from_numpy(ids) for ids in (clean, corrupted))
+    found = model.edge_attribution(clean, corrupted, steps=3, along="activations", **TOKENS)
+    expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, 3, "activations"))
+    assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
+    inputs = model.edge_attribution(clean, corrupted, steps=3, **TOKENS)
+    assert np.abs(found.scores - inputs.scores).max() > 1e-3 * np.abs(expected).max()
+    assert found.how == "EAP-IG-activations, 3 steps"
+    with pytest.raises(InputError, match=r"along='activation'; one of .* did you mean"):
+        model.edge_attribution(clean, corrupted, along="activation", **TOKENS)
+
+
+@pytest.mark.parametrize("along", ["inputs", "activations"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_shared_keys_are_receivers_of_each_head(models, references, name, along):
+    """Scores by query head are autograd's, and those of a group are their sum."""
+    model, (clean, corrupted) = models(name), prompts(21)
+    torch_model = EdgeModel(KINDS[name](references(name)), ungrouped=True)
+    pair = [torch.from_numpy(ids) for ids in (clean, corrupted)]
+    grouped = model.edge_attribution(clean, corrupted, steps=3, along=along, **TOKENS)
+    found = model.edge_attribution(clean, corrupted, steps=3, along=along, ungrouped=True, **TOKENS)
+    assert (grouped.ungrouped, found.ungrouped) == (False, True)
+    expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, 3, along))
+    assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
+    group = model.num_heads // model.num_kv_heads
+    assert group > 1
+    for column, label in enumerate(grouped.receivers):
+        layer, _, rest = label.partition(".kv")
+        number, _, role = rest.partition("<")
+        own = [f"{layer}.h{int(number) * group + one}<{role}" for one in range(group)] if rest else [label]
+        columns = [found.receivers.index(one) for one in own]
+        total = found.scores[:, columns].sum(axis=1)
+        np.testing.assert_allclose(total, grouped.scores[:, column], atol=1e-5 * np.abs(expected).max())
+        # Heads of a group differ, or there were no point.
+        assert len(columns) == 1 or np.ptp(found.scores[0, columns]) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_a_small_change_is_what_path_patching_gives(tmp_path, name):
