@@ -1,0 +1,364 @@
+"""`LensPass`: one forward pass of a bridge on the engine, with TransformerLens' hooks, and its way back for torch.
+
+Hooks that only store what they see get it after the pass; others cut the graph. Torch's autograd sees one node for each
+hooked value, and one for the logits, each of which asks the engine for a vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformer_lens.hook_points import HookPoint as TheirHook
+
+from mionnx.errors import HookError, InputError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.transformer_lens.coordinates import Array
+from mionnx.transformer_lens.lens_points import SILENT, LensPoint
+
+if TYPE_CHECKING:
+    from mionnx.transformer_lens.bridge import OnnxBridge
+
+LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
+# Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
+STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", "run_with_cache.<locals>.stop_hook")
+STOPPING = "run_with_cache.<locals>.stop_hook"
+ROUNDING = 2e-6  # relative, of a sum of gradients
+
+
+def _called(handle: Any) -> str:
+    function = handle.user_hook
+    while hasattr(function, "func"):
+        function = function.func
+    return getattr(function, "__qualname__", "")
+
+
+def _stores(hook: TheirHook) -> bool:
+    return all(_called(handle).endswith(STORING) for handle in hook.fwd_hooks)
+
+
+class Node(torch.autograd.Function):
+    """A value of the graph in torch's: its way back is a product that the engine computes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, back: WayBack, number: int, value: Array, *before: torch.Tensor) -> Any:
+        """The value, as a tensor; `before` are the values after the hooks before it."""
+        ctx.back, ctx.number, ctx.before = back, number, len(before)
+        return torch.from_numpy(value)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Gradients of the values before."""
+        gradients = ctx.back.through(ctx.number, cotangents[0].detach().numpy(), ctx.before)
+        return (None, None, None, None, *(None if one is None else torch.from_numpy(one) for one in gradients))
+
+
+class WayBack:
+    """The way back of one pass: which values torch knows, and what hooks changed.
+
+    Every product is taken as if hooks had only added what they changed; the gradient that torch gives a hooked value
+    then differs from what later products told it by what its functions do to gradients, and only that goes on back.
+    """
+
+    def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
+        self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
+        self.points: list[tuple[LensPoint, tuple[int, ...]]] = []  # with the shape of the source
+        self.tensors: list[torch.Tensor] = []  # after their hooks
+        self.changes: dict[str, Array] = {}  # by hook point of the graph
+        self._passed: dict[int, Array] = {}
+        self._anchor = torch.zeros(1, requires_grad=True)
+
+    def node(self, point: LensPoint, value: Array, shape: tuple[int, ...]) -> torch.Tensor:
+        """A value as a tensor that torch can go back from."""
+        tensor = Node.apply(self._anchor, self, len(self.points), value, *self.tensors)
+        self.points.append((point, shape))
+        return tensor
+
+    def through(self, number: int, cotangent: Array, before: int) -> Sequence[Array | None]:
+        """Gradients of the values before one, of a cotangent of it."""
+        point, shape = self.points[number]
+        if point is LOGITS:
+            self._passed = {}
+        earlier = self._passed.pop(number, None)
+        rest = cotangent if earlier is None else cotangent - earlier
+        if not before or np.abs(rest).max() <= ROUNDING * np.abs(cotangent).max():
+            return [None] * before
+        gradients = self._product(point, shape, rest, [one for one, _ in self.points[:before]])
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._passed[index] = self._passed.get(index, np.float32(0)) + gradient
+        return gradients
+
+    def _product(
+        self, point: LensPoint, shape: tuple[int, ...], cotangent: Array, before: Sequence[LensPoint]
+    ) -> list[Array | None]:
+        coordinates, leading = self.bridge.coordinates, self.bridge.leading(point.source)
+        own = np.ascontiguousarray(coordinates.cotangent(point, cotangent, shape), np.float32)
+        ends = {name for one in before for name in (one.source, one.lands) if name}
+        names = [name for name in leading if name in ends and name != point.source]
+        by_name: dict[str, Array] = {point.source: own}
+        if names:
+            spec = HookSpec().extend(self.spec)
+            for name, change in self.changes.items():
+                if name in leading or name == point.source:
+                    spec.intervene(name, Intervention.Add(change))
+            of = None if point.source == LOGITS.source else point.source
+            spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
+            cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
+            by_name |= {name: np.asarray(cache.grad[name]) for name in names}
+        return [self._of(one, by_name) for one in before]
+
+    def _of(self, point: LensPoint, by_name: dict[str, Array]) -> Array | None:
+        own, landing = by_name.get(point.source), by_name.get(point.lands)
+        if own is None or (landing is None and not point.replaces):
+            return None
+        return np.ascontiguousarray(self.bridge.coordinates.gradient(point, own, landing), np.float32)
+
+
+class LensPass:
+    """One pass: its tokens, its hooks, and what they changed."""
+
+    def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
+        self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
+        self._live = self._hooks()
+        self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
+        self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
+        self._sums: dict[str, Array] = {}  # by the z of a changed pattern
+        self._edits = any(not _stores(hook) for _, hook in self._live)
+        alive = self._edits or any(hook.bwd_hooks for _, hook in self._live)
+        self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
+
+    def _hooks(self) -> list[tuple[LensPoint, TheirHook]]:
+        """Points with hooks, in execution order; refuses those that nothing here can serve."""
+        table = self.bridge.lens_points()
+        live = {id(hook): (name, hook) for name, hook in self.bridge._hook_registry.items() if has_hooks(hook)}
+        served = [(table[key], hook) for key, (_, hook) in live.items() if key in table]
+        lacking = [(hook.name or name, hook) for key, (name, hook) in live.items() if key not in table]
+        lacking = [(name, hook) for name, hook in lacking if not name.endswith(SILENT)]
+        lacking = [(name, hook) for name, hook in lacking if self.bridge._gated_hook_reason(name) is None]
+        deaf = [name for name, hook in lacking if not _stores(hook)]
+        deaf += [point.name for point, hook in served if not point.acts and hook.bwd_hooks and not _stores(hook)]
+        if deaf:
+            raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
+        if left := {name for name, _ in lacking} | {p.name for p, hook in served if not p.acts and hook.bwd_hooks}:
+            self.bridge.warn_once(left)
+        order = {point.name: number for number, point in enumerate(table.values())}
+        return sorted(served, key=lambda pair: order[pair[0].name])
+
+    def run(self, stop: int | None, logits: bool, past: Any = None, use_cache: bool = False) -> tuple[Any, Any]:
+        """Run the graph: the logits as a tensor, or the stream before a layer; and what a next pass goes on from."""
+        for number, (_, hook) in enumerate(self._live):
+            if any(_called(handle).endswith(STOPPING) for handle in hook.fwd_hooks):  # its exception ends the pass
+                self._live, logits = self._live[: number + 1], False
+                break
+        layers = self.bridge.engine.num_layers
+        end = None if stop is None else HookPoint.ResidPost(stop - 1) if stop else HookPoint.ResidPre(0)
+        if stop is not None:
+            stream = LensPoint(f"blocks.{stop}.hook_in", str(end), "stream")
+            self._live = [pair for pair in self._live if self._reached(pair[0], stop, layers)]
+        acting = [pair for pair in self._live if not self._stores(pair[1])]
+        read = [pair for pair in self._live if self._stores(pair[1])]
+        values, output, past = self._run(acting, read, end, logits and stop is None, past, use_cache)
+        for point, hook in read:
+            self._see(point, hook, np.asarray(values[point.source]))
+        if end is not None:
+            value = np.asarray(values[str(end)])
+            return self._tensor(stream, value, self._order(stream)), None
+        return None if output is None else self._tensor(LOGITS, output, 0), past
+
+    @staticmethod
+    def _reached(point: LensPoint, stop: int, layers: int) -> bool:
+        inside = point.name.startswith("blocks.")
+        return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
+
+    def _stores(self, hook: TheirHook) -> bool:
+        return _stores(hook) and not (hook.bwd_hooks and self._edits)
+
+    def _run(self, acting: list[Any], read: list[Any], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
+        engine = self.bridge.engine
+        sources = [*dict.fromkeys([point.source for point, _ in read]), *([str(end)] if end is not None else [])]
+        spec = HookSpec().extend(self.spec)
+        for source in dict.fromkeys(sources):
+            spec.capture(source)
+        if not acting:
+            if not (sources or logits or use_cache):
+                return {}, None, None
+            cache = engine.forward(
+                self.ids, spec, attention_mask=self.mask, logits=logits or use_cache, cache=past, use_cache=use_cache
+            )
+            return cache, cache.output() if logits else None, cache.past
+        if use_cache or past is not None:
+            names = ", ".join(point.name for point, _ in acting[:3])
+            raise HookError(
+                f"hooks at {names} with a cache of keys: a step alone would be hooked; "
+                "generate(use_past_kv_cache=False) reads the text again at each step"
+            )
+        functions = [(source, self._function(source, acting)) for source in self._cuts(acting)]
+        options = {"return_type": "logits" if logits else None, "attention_mask": self.mask, "hooks": self.spec}
+        if not sources:
+            return {}, engine.run_with_hooks(self.ids, functions, **options), None
+        output, cache = engine.run_with_cache(self.ids, [*dict.fromkeys(sources)], fwd_hooks=functions, **options)
+        return cache, output, None
+
+    def _cuts(self, acting: list[Any]) -> list[str]:
+        """The hook points at which functions are called: those of the hooks, and where their changes land."""
+        cuts = {point.source: None for point, _ in acting}
+        for point, _ in acting:
+            if point.lands:
+                cuts[point.lands] = None
+            if point.kind == "pattern" and self.bridge.coordinates.values:
+                cuts[self._z_of(point)] = None
+        return [*cuts]
+
+    @staticmethod
+    def _z_of(point: LensPoint) -> str:
+        return HookPoint.AttnZ(point.layer).name
+
+    def _function(self, source: str, acting: list[Any]) -> Any:
+        here = [pair for pair in acting if pair[0].source == source]
+
+        def call(value: Array, hook: Any) -> Array:
+            if source in self._waits:
+                value = value + self._waits.pop(source)
+            if source in self._sums:
+                layer = HookPoint.parse(source).layer or 0
+                value = value + self.bridge.coordinates.missing(layer, self._sums.pop(source)).astype(value.dtype)
+            for point, theirs in here:
+                value = self._act(point, theirs, value)
+            return value
+
+        return call
+
+    def _act(self, point: LensPoint, hook: TheirHook, value: Array) -> Array:
+        """The value after the hooks of one point."""
+        shown, result = self._see(point, hook, value)
+        after = np.asarray(result.detach().numpy()).reshape(shown.shape)
+        if np.array_equal(after, shown):
+            return value
+        if not point.acts:
+            raise HookError(
+                f"a hook changed {point.name}, which is computed of {point.source} and which nothing reads here"
+            )
+        coordinates = self.bridge.coordinates
+        self._note_mean(point, after)
+        if not point.replaces:
+            self._land(point.lands, coordinates.landed(point, after - shown))
+            return value
+        new = coordinates.back(point, after, value)
+        change = new - value
+        if point.lands:
+            self._land(point.lands, -change)
+        if point.kind == "pattern" and coordinates.values:
+            self._sums[self._z_of(point)] = after.sum(axis=-1)
+        self._change(point.source, change)
+        return new
+
+    def _land(self, name: str, change: Array) -> None:
+        self._waits[name] = self._waits.get(name, np.float32(0)) + change
+        self._change(name, change)
+
+    def _change(self, name: str, change: Array) -> None:
+        if self.back is not None:
+            self.back.changes[name] = self.back.changes.get(name, np.float32(0)) + change
+
+    def _note_mean(self, point: LensPoint, after: Array) -> None:
+        """Keep the mean that a hook gave the stream: with centred weights, only hooks can."""
+        if self.bridge.coordinates.stream and point.kind in ("stream", "part", "every row", "result"):
+            whole = after.sum(axis=2) if point.kind == "result" else after
+            replaces = point.kind == "stream"
+            if replaces and point.lands:  # what one branch reads
+                return
+            self._means.append((self._order(point), replaces, whole.mean(axis=-1, keepdims=True)))
+
+    def _order(self, point: LensPoint) -> int:
+        return self.bridge.engine.hooked.order[point.source]
+
+    def _mean(self, order: int) -> Any:
+        mean: Any = np.float32(0)
+        for at, replaces, own in self._means:
+            if at <= order:
+                mean = own if replaces else mean + own
+        return mean
+
+    def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any]:
+        """Call the hooks of a point on its value: what they saw, and what they left."""
+        shown = self._shown(point, value)
+        if self.back is None or not point.acts or (self._stores(hook) and not hook.bwd_hooks):
+            return shown, hook(torch.from_numpy(shown.copy()))
+        result = hook(self.back.node(point, shown.copy(), value.shape))
+        # Torch keeps what a hook left; a node's own output where it left it alone.
+        self.back.tensors.append(result)
+        return shown, result
+
+    def _shown(self, point: LensPoint, value: Array) -> Array:
+        if point.kind in OF_TOKENS:
+            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask)
+        shown = self.bridge.coordinates.show(point, value, self._mean(self._order(point)))
+        rows = len(self.ids)
+        if point.kind == "every row" and len(shown) != rows:
+            shown = np.repeat(shown, rows, axis=0)
+        return shown
+
+    def _tensor(self, point: LensPoint, value: Array, order: int) -> torch.Tensor:
+        shown = self.bridge.coordinates.show(point, value, self._mean(order))
+        if self.back is None or not self.back.tensors:
+            return torch.from_numpy(np.array(shown))
+        return self.back.node(point, np.array(shown), value.shape)
+
+
+def has_hooks(hook: TheirHook) -> bool:
+    """Whether a point has any hooks."""
+    return bool(hook.fwd_hooks or hook.bwd_hooks)
+
+
+def _ids(bridge: Any, ids: Array, mask: Array | None) -> Array:
+    return ids
+
+
+def positions(ids: Array, mask: Array | None) -> NDArray[np.int64]:
+    """The position of each token in its text, [batch, seq]."""
+    if mask is None:
+        return np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
+    return np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+
+
+def _positions(bridge: Any, ids: Array, mask: Array | None) -> Array:
+    return positions(ids, mask)[:1]
+
+
+def _rotary(part: int) -> Any:
+    def of(bridge: Any, ids: Array, mask: Array | None) -> Array:
+        module = bridge.rotary_emb.original_component
+        one = torch.zeros(1, ids.shape[1], 1)
+        return module(one, torch.from_numpy(positions(ids, mask)[:1]))[part].numpy()
+
+    return of
+
+
+# Values that tokens alone tell.
+OF_TOKENS: dict[str, Any] = {"ids": _ids, "positions": _positions, "cos": _rotary(0), "sin": _rotary(1)}
+
+
+def check_mask(mask: Any, ids: Array) -> Array | None:
+    """A mask as the engine takes it, [batch, seq] of 0 and 1."""
+    if mask is None:
+        return None
+    array = np.asarray(mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask)
+    if array.ndim != 2:
+        raise InputError(f"attention_mask {list(array.shape)}: it is [batch, seq], 1 for tokens, 0 for padding")
+    return array.astype(np.int64)
+
+
+def warn(names: Iterable[str]) -> None:
+    """Say which hook points the graph lacks."""
+    listed = sorted(names)
+    warnings.warn(
+        f"{len(listed)} hook points are not served by this graph, and no cache has them: {', '.join(listed[:8])}",
+        stacklevel=2,
+    )
