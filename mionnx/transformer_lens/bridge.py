@@ -29,7 +29,7 @@ from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates
 from mionnx.transformer_lens.lens_pass import LOGITS, LensPass, check_mask, warn
 from mionnx.transformer_lens.lens_points import LensPoint, lens_points
-from mionnx.transformer_lens.parameters import set_weights
+from mionnx.transformer_lens.parameters import make_room, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 
 # Arguments of a pass that say nothing here: attentions are hook points, positions follow from the mask.
@@ -271,6 +271,7 @@ def bridge(model: Runner, tokenizer: Any = None) -> OnnxBridge:
         raise InputError(f"TransformerLens has no bridge for {model.hooked.name}: {error}") from error
     with init_empty_weights(include_buffers=False):
         shell = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    make_room(shell)
     adapter.cfg.device = "cpu"
     adapter.prepare_model(shell)
     if tokenizer is None and any((folder / name).exists() for name in TOKENIZERS):

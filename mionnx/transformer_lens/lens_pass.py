@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
 # Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
-STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", "run_with_cache.<locals>.stop_hook")
 STOPPING = "run_with_cache.<locals>.stop_hook"
+KEEPING = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
+STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, KEEPING)
+STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", KEEPING)
 ROUNDING = 2e-6  # relative, of a sum of gradients
 
 
@@ -39,8 +41,16 @@ def _called(handle: Any) -> str:
     return getattr(function, "__qualname__", "")
 
 
+def _name(name: str, hook: TheirHook) -> str:
+    return hook.name or name
+
+
 def _stores(hook: TheirHook) -> bool:
     return all(_called(handle).endswith(STORING) for handle in hook.fwd_hooks)
+
+
+def _stores_back(hook: TheirHook) -> bool:
+    return all(_called(handle).endswith(STORING_BACK) for handle in hook.bwd_hooks)
 
 
 class Node(torch.autograd.Function):
@@ -138,12 +148,12 @@ class LensPass:
         """Points with hooks, in execution order; refuses those that nothing here can serve."""
         table = self.bridge.lens_points()
         live = {id(hook): (name, hook) for name, hook in self.bridge._hook_registry.items() if has_hooks(hook)}
+        live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(_name(*pair)) is None}
         served = [(table[key], hook) for key, (_, hook) in live.items() if key in table]
-        lacking = [(hook.name or name, hook) for key, (name, hook) in live.items() if key not in table]
+        lacking = [(_name(*pair), pair[1]) for key, pair in live.items() if key not in table]
         lacking = [(name, hook) for name, hook in lacking if not name.endswith(SILENT)]
-        lacking = [(name, hook) for name, hook in lacking if self.bridge._gated_hook_reason(name) is None]
         deaf = [name for name, hook in lacking if not _stores(hook)]
-        deaf += [point.name for point, hook in served if not point.acts and hook.bwd_hooks and not _stores(hook)]
+        deaf += [point.name for point, hook in served if not point.acts and not _stores_back(hook)]
         if deaf:
             raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
         if left := {name for name, _ in lacking} | {p.name for p, hook in served if not p.acts and hook.bwd_hooks}:
@@ -178,7 +188,8 @@ class LensPass:
         return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
 
     def _stores(self, hook: TheirHook) -> bool:
-        return _stores(hook) and not (hook.bwd_hooks and self._edits)
+        keeping = any(_called(handle).endswith(KEEPING) for handle in hook.fwd_hooks)
+        return _stores(hook) and not (self._edits and (hook.bwd_hooks or keeping))
 
     def _run(self, acting: list[Any], read: list[Any], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
         engine = self.bridge.engine

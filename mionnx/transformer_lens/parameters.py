@@ -16,12 +16,20 @@ Array = NDArray[Any]
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 
 
+def make_room(module: torch.nn.Module) -> None:
+    """Give a module without weights parameters that nobody has written to, and that so take no memory."""
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:  # bridges split some before they have numbers
+                part._parameters[key] = torch.nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+
+
 def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
     """Give the modules of a bridge these weights: the bytes of views, and those of copies.
 
     A weight that the graph does not name stays on torch's device "meta", which holds no numbers and refuses to be read.
     """
-    counts = {"views": 0, "copies": 0}
+    counts, placed = {"views": 0, "copies": 0}, set[int]()
     for module, key, array, vector in _named(bridge, weights, layers):
         own = getattr(module, "original_component", module)
         if vector is None:
@@ -34,9 +42,14 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
         if key in own._buffers:
             own._buffers[key] = tensor
         elif old is not None or bool(tensor.any()):
-            setattr(own, key, torch.nn.Parameter(tensor, requires_grad=False))
-    for parameter in bridge.original_model.parameters():
-        parameter.requires_grad_(False)
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            setattr(own, key, parameter)
+            placed.add(id(parameter))
+    for part in {*bridge.modules(), *bridge.original_model.modules()}:
+        for key, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in placed:
+                empty = torch.empty(parameter.shape, device="meta")
+                part._parameters[key] = torch.nn.Parameter(empty, requires_grad=False)
     return counts
 
 
