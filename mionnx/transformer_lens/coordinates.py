@@ -87,9 +87,15 @@ class Coordinates:
         return (centred(value) if self._norm(point).centred else value) / self._scale(point, value, mean)
 
     def _norm_of(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        normalized = self._normalized(point, value, mean)
         weight, bias = (np.ones(1), np.zeros(1)) if self.norms else self._affine(point)
-        return (normalized * weight + bias).astype(np.float32)
+        return (self._normalized(point, value, mean) * weight + bias).astype(np.float32)
+
+    def _input(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        heads = len(self._matrix(point))
+        return np.repeat(self._stream(point, value, mean)[:, :, None], heads, axis=2)
+
+    def _matrix(self, point: LensPoint) -> Array:
+        return self.raw.reader.read(f"W_{point.kind[-1]}", point.layer)
 
     def _normed(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         if not self.norms:
@@ -119,9 +125,13 @@ class Coordinates:
             own = value
         return np.ascontiguousarray(own, like.dtype)
 
-    def landed(self, point: LensPoint, change: Array) -> Array:
-        """What a change of a value that replaces nothing adds where it lands."""
-        return change.sum(axis=2) if point.kind == "result" else change
+    def landed(self, point: LensPoint, after: Array, before: Array) -> Array:
+        """What the change of a value that replaces nothing adds where it lands."""
+        if point.kind.startswith("input of"):  # [batch, seq, head, d_model], a copy for each head
+            normed = (self._normalized(point, value, 0.0) for value in (after, before))
+            change = np.subtract(*normed) * self._affine(point)[0]
+            return np.einsum("bshm,hmd->bhsd", change, self._matrix(point)).astype(np.float32)
+        return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
     def gradient(self, point: LensPoint, own: Array, landing: Array | None) -> Array:
         """The gradient by the value at a point, made of those by its source and by where it lands."""
@@ -190,6 +200,7 @@ SHOWN: dict[str, Callable[..., Array]] = {
     "scale": Coordinates._scale,
     "normalized": Coordinates._normalized,
     "norm of": Coordinates._norm_of,
+    **dict.fromkeys(("input of Q", "input of K", "input of V"), Coordinates._input),
     "normed": Coordinates._normed,
     "logits": Coordinates._logits,
     "scores": Coordinates._scores,

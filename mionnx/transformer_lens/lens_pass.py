@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformer_lens.hook_points import HookPoint as TheirHook
 
-from mionnx.errors import HookError, InputError
+from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -125,6 +125,8 @@ class WayBack:
         return [self._of(one, by_name) for one in before]
 
     def _of(self, point: LensPoint, by_name: dict[str, Array]) -> Array | None:
+        if not point.goes_back:
+            raise GradientError(f"{point.name}: a function of each head's copy of the stream has no way back here")
         own, landing = by_name.get(point.source), by_name.get(point.lands)
         if own is None or (landing is None and not point.replaces):
             return None
@@ -153,10 +155,10 @@ class LensPass:
         lacking = [(_name(*pair), pair[1]) for key, pair in live.items() if key not in table]
         lacking = [(name, hook) for name, hook in lacking if not name.endswith(SILENT)]
         deaf = [name for name, hook in lacking if not _stores(hook)]
-        deaf += [point.name for point, hook in served if not point.acts and not _stores_back(hook)]
+        deaf += [point.name for point, hook in served if not point.goes_back and not _stores_back(hook)]
         if deaf:
             raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
-        if left := {name for name, _ in lacking} | {p.name for p, hook in served if not p.acts and hook.bwd_hooks}:
+        if left := {name for name, _ in lacking} | {p.name for p, hook in served if not p.goes_back and hook.bwd_hooks}:
             self.bridge.warn_once(left)
         order = {point.name: number for number, point in enumerate(table.values())}
         return sorted(served, key=lambda pair: order[pair[0].name])
@@ -259,7 +261,7 @@ class LensPass:
         coordinates = self.bridge.coordinates
         self._note_mean(point, after)
         if not point.replaces:
-            self._land(point.lands, coordinates.landed(point, after - shown))
+            self._land(point.lands, coordinates.landed(point, after, shown))
             return value
         new = coordinates.back(point, after, value)
         change = new - value

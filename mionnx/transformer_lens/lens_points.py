@@ -37,6 +37,11 @@ class LensPoint(NamedTuple):
         return self.replaces or bool(self.lands)
 
     @property
+    def goes_back(self) -> bool:
+        """Whether it has a gradient here: a copy of the stream for each head has none."""
+        return self.acts and not self.kind.startswith("input of")
+
+    @property
     def layer(self) -> int:
         """The layer, 0 outside the blocks."""
         return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else 0
@@ -82,6 +87,9 @@ def _layer(layer: int, post: bool, hooks: Collection[str]) -> Iterator[LensPoint
     parallel = mid not in hooks  # attention and MLP read the same stream
     yield LensPoint(f"{b}hook_in", pre, "stream")
     yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
+    for part in "qkv":
+        place = f"{b}attn.hook_{part}"
+        yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", replaces=False, lands=place)
     yield from _norm(b, "ln1", pre)
     for name in ("ln1.hook_out", "attn.hook_in", *(f"attn.{part}.hook_in" for part in "qkv")):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", replaces=False)
