@@ -27,8 +27,8 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates
-from mionnx.transformer_lens.lens_pass import LOGITS, LensPass, check_mask, warn
-from mionnx.transformer_lens.lens_points import LensPoint, lens_points
+from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
+from mionnx.transformer_lens.lens_points import LOGITS, LensPoint, lens_points
 from mionnx.transformer_lens.parameters import make_room, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 

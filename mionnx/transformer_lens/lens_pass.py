@@ -1,7 +1,6 @@
-"""`LensPass`: one forward pass of a bridge on the engine, with TransformerLens' hooks, and its way back for torch.
+"""`LensPass`: one forward pass of a bridge on the engine, with TransformerLens' hooks, hooks that store and hooks that act.
 
-Hooks that only store what they see get it after the pass; others cut the graph. Torch's autograd sees one node for each
-hooked value, and one for the logits, each of which asks the engine for a vector-Jacobian product.
+Hooks that only store what they see get it after the pass; others cut the graph.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ import torch
 from numpy.typing import NDArray
 from transformer_lens.hook_points import HookPoint as TheirHook
 
-from mionnx.errors import GradientError, HookError, InputError
+from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import SILENT, LensPoint
+from mionnx.transformer_lens.lens_points import LOGITS, SILENT, LensPoint
+from mionnx.transformer_lens.way_back import WayBack
 
 if TYPE_CHECKING:
     from mionnx.transformer_lens.bridge import OnnxBridge
 
-LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
 # Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
 STOPPING = "run_with_cache.<locals>.stop_hook"
 KEEPING = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
 STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, KEEPING)
 STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", KEEPING)
-ROUNDING = 2e-6  # relative, of a sum of gradients
 
 
 def _called(handle: Any) -> str:
@@ -51,86 +48,6 @@ def _stores(hook: TheirHook) -> bool:
 
 def _stores_back(hook: TheirHook) -> bool:
     return all(_called(handle).endswith(STORING_BACK) for handle in hook.bwd_hooks)
-
-
-class Node(torch.autograd.Function):
-    """A value of the graph in torch's: its way back is a product that the engine computes."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Any, back: WayBack, number: int, value: Array, *before: torch.Tensor) -> Any:
-        """The value, as a tensor; `before` are the values after the hooks before it."""
-        ctx.back, ctx.number, ctx.before = back, number, len(before)
-        return torch.from_numpy(value)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Gradients of the values before."""
-        gradients = ctx.back.through(ctx.number, cotangents[0].detach().numpy(), ctx.before)
-        return (None, None, None, None, *(None if one is None else torch.from_numpy(one) for one in gradients))
-
-
-class WayBack:
-    """The way back of one pass: which values torch knows, and what hooks changed.
-
-    Every product is taken as if hooks had only added what they changed; the gradient that torch gives a hooked value
-    then differs from what later products told it by what its functions do to gradients, and only that goes on back.
-    """
-
-    def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
-        self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
-        self.points: list[tuple[LensPoint, tuple[int, ...]]] = []  # with the shape of the source
-        self.tensors: list[torch.Tensor] = []  # after their hooks
-        self.changes: dict[str, Array] = {}  # by hook point of the graph
-        self._passed: dict[int, Array] = {}
-        self._anchor = torch.zeros(1, requires_grad=True)
-
-    def node(self, point: LensPoint, value: Array, shape: tuple[int, ...]) -> torch.Tensor:
-        """A value as a tensor that torch can go back from."""
-        tensor = Node.apply(self._anchor, self, len(self.points), value, *self.tensors)
-        self.points.append((point, shape))
-        return tensor
-
-    def through(self, number: int, cotangent: Array, before: int) -> Sequence[Array | None]:
-        """Gradients of the values before one, of a cotangent of it."""
-        point, shape = self.points[number]
-        if point is LOGITS:
-            self._passed = {}
-        earlier = self._passed.pop(number, None)
-        rest = cotangent if earlier is None else cotangent - earlier
-        if not before or np.abs(rest).max() <= ROUNDING * np.abs(cotangent).max():
-            return [None] * before
-        gradients = self._product(point, shape, rest, [one for one, _ in self.points[:before]])
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._passed[index] = self._passed.get(index, np.float32(0)) + gradient
-        return gradients
-
-    def _product(
-        self, point: LensPoint, shape: tuple[int, ...], cotangent: Array, before: Sequence[LensPoint]
-    ) -> list[Array | None]:
-        coordinates, leading = self.bridge.coordinates, self.bridge.leading(point.source)
-        own = np.ascontiguousarray(coordinates.cotangent(point, cotangent, shape), np.float32)
-        ends = {name for one in before for name in (one.source, one.lands) if name}
-        names = [name for name in leading if name in ends and name != point.source]
-        by_name: dict[str, Array] = {point.source: own}
-        if names:
-            spec = HookSpec().extend(self.spec)
-            for name, change in self.changes.items():
-                if name in leading or name == point.source:
-                    spec.intervene(name, Intervention.Add(change))
-            of = None if point.source == LOGITS.source else point.source
-            spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
-            cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
-            by_name |= {name: np.asarray(cache.grad[name]) for name in names}
-        return [self._of(one, by_name) for one in before]
-
-    def _of(self, point: LensPoint, by_name: dict[str, Array]) -> Array | None:
-        if not point.goes_back:
-            raise GradientError(f"{point.name}: a function of each head's copy of the stream has no way back here")
-        own, landing = by_name.get(point.source), by_name.get(point.lands)
-        if own is None or (landing is None and not point.replaces):
-            return None
-        return np.ascontiguousarray(self.bridge.coordinates.gradient(point, own, landing), np.float32)
 
 
 class LensPass:

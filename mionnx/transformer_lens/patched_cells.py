@@ -23,8 +23,7 @@ from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_pass import LOGITS
-from mionnx.transformer_lens.lens_points import LensPoint
+from mionnx.transformer_lens.lens_points import LOGITS, LensPoint
 
 if TYPE_CHECKING:
     from mionnx.transformer_lens.bridge import OnnxBridge
