@@ -8,7 +8,7 @@ any dtype, serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,26 @@ class Coordinates:
         if point.kind in ("heads", "values"):
             left = left.transpose(HEADS)
         return left.reshape(*left.shape[:2], -1) if point.kind in ("heads", "values", "z") else left
+
+    def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
+        """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+        parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
+        if not parts:
+            return None
+        total = np.sum(parts, axis=0)
+        if point.kind in ("scale", "normalized") or self.norms:
+            total = total * self._affine(point)[0]
+        if point.kind != "scale":
+            return total
+        normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
+        return -(total * normalized).sum(axis=-1, keepdims=True) / scale
+
+    def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
+        if not name:
+            return gradient
+        matrix = self.raw.reader.read(name, point.layer)
+        heads = name in ("W_Q", "W_K", "W_V")
+        return np.einsum("bhsd,hmd->bsm", gradient, matrix) if heads else gradient @ matrix.T
 
     def cotangent(self, point: LensPoint, shown: Array, like: tuple[int, ...]) -> Array:
         """A cotangent of the value at a point as one of its source, of a shape."""

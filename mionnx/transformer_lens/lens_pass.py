@@ -1,4 +1,4 @@
-"""`LensPass`: one forward pass of a bridge on the engine, with TransformerLens' hooks, hooks that store and hooks that act.
+"""`LensPass`: one forward pass of a bridge on the engine, with hooks that store and hooks that act.
 
 Hooks that only store what they see get it after the pass; others cut the graph.
 """
@@ -6,7 +6,7 @@ Hooks that only store what they see get it after the pass; others cut the graph.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,9 +219,9 @@ class LensPass:
     def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any]:
         """Call the hooks of a point on its value: what they saw, and what they left."""
         shown = self._shown(point, value)
-        if self.back is None or not point.acts or (self._stores(hook) and not hook.bwd_hooks):
+        if self.back is None or not point.goes_back or (self._stores(hook) and not hook.bwd_hooks):
             return shown, hook(torch.from_numpy(shown.copy()))
-        result = hook(self.back.node(point, shown.copy(), value.shape))
+        result = hook(self.back.node(point, shown.copy(), value))
         # Torch keeps what a hook left; a node's own output where it left it alone.
         self.back.tensors.append(result)
         return shown, result
@@ -239,7 +239,7 @@ class LensPass:
         shown = self.bridge.coordinates.show(point, value, self._mean(order))
         if self.back is None or not self.back.tensors:
             return torch.from_numpy(np.array(shown))
-        return self.back.node(point, np.array(shown), value.shape)
+        return self.back.node(point, np.array(shown), value)
 
 
 def has_hooks(hook: TheirHook) -> bool:

@@ -22,6 +22,8 @@ class LensPoint(NamedTuple):
         replaces: a hook's change takes the source's place.
         lands: where else a change arrives. With `replaces`, what goes on past the layer there is left as it was, since
             TransformerLens' `ln2.hook_in` is what the MLP reads and not the stream; without, the change is added there.
+        read_by: of what is computed to be read, whose gradients tell its own: hook points, and the weights of products
+            that give these; "" for a value that is the same.
     """
 
     name: str
@@ -30,6 +32,7 @@ class LensPoint(NamedTuple):
     norm: str = ""
     replaces: bool = True
     lands: str = ""
+    read_by: tuple[tuple[str, str], ...] = ()
 
     @property
     def acts(self) -> bool:
@@ -39,7 +42,7 @@ class LensPoint(NamedTuple):
     @property
     def goes_back(self) -> bool:
         """Whether it has a gradient here: a copy of the stream for each head has none."""
-        return self.acts and not self.kind.startswith("input of")
+        return bool(self.read_by) or (self.acts and not self.kind.startswith("input of"))
 
     @property
     def layer(self) -> int:
@@ -58,13 +61,15 @@ def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], nam
         posts: layers that norm what they add (Gemma).
         names: those of the bridge.
     """
-    rows = [*_before(), *(row for layer in range(layers) for row in _layer(layer, layer in posts, hooks))]
+    rows = [*_before(), *(row for layer in range(layers) for row in _layer(layer, layer in posts, hooks, names))]
     rows += _behind(HookPoint.ResidPost(layers - 1).name)
-    return [_landing(row, hooks) for row in rows if row.name in names and row.source in hooks]
+    return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
 
 
-def _landing(row: LensPoint, hooks: Collection[str]) -> LensPoint:
-    """A change that has to land where a model has no hook point cannot be asked for."""
+def _served(row: LensPoint, hooks: Collection[str]) -> LensPoint:
+    """A row without what lies where a model has no hook point."""
+    if not {name for name, _ in row.read_by} <= {*hooks}:
+        row = row._replace(read_by=())
     return row if not row.lands or row.lands in hooks else row._replace(replaces=False, lands="")
 
 
@@ -78,28 +83,31 @@ def _before() -> Iterator[LensPoint]:
     yield LensPoint("rotary_emb.hook_sin", "hook_embed", "sin", replaces=False)
 
 
-def _norm(prefix: str, norm: str, source: str) -> Iterator[LensPoint]:
-    yield LensPoint(f"{prefix}{norm}.hook_scale", source, "scale", norm, replaces=False)
-    yield LensPoint(f"{prefix}{norm}.hook_normalized", source, "normalized", norm, replaces=False)
+def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Iterator[LensPoint]:
+    for kind in ("scale", "normalized"):
+        yield LensPoint(f"{prefix}{norm}.hook_{kind}", source, kind, norm, replaces=False, read_by=read_by)
 
 
-def _layer(layer: int, post: bool, hooks: Collection[str]) -> Iterator[LensPoint]:
+def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str]) -> Iterator[LensPoint]:
     b = f"blocks.{layer}."
     pre, mid, end = f"{b}hook_resid_pre", f"{b}hook_resid_mid", f"{b}hook_resid_post"
     out, added = f"{b}hook_attn_out", f"{b}hook_mlp_out"
     parallel = mid not in hooks  # attention and MLP read the same stream
     yield LensPoint(f"{b}hook_in", pre, "stream")
     yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
-    for part in "qkv":
-        place = f"{b}attn.hook_{part}"
+    normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
+    products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
+    for part, (place, _) in products.items():
         yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", replaces=False, lands=place)
-    yield from _norm(b, "ln1", pre)
-    for name in ("ln1.hook_out", "attn.hook_in", *(f"attn.{part}.hook_in" for part in "qkv")):
-        yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", replaces=False)
+    yield from _norm(b, "ln1", pre, *products.values())
+    for name in ("ln1.hook_out", "attn.hook_in"):
+        yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
     for part in "qkv":
-        normed = f"{b}attn.{part}_norm.hook_out"
-        yield LensPoint(f"{b}attn.{part}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")
-        yield LensPoint(normed, f"{b}attn.hook_{part}", "heads")
+        product = (products[part],) if products else ()
+        yield LensPoint(f"{b}attn.{part}.hook_in", pre, "norm of", "ln1", False, read_by=product)
+    for part in "qkv":
+        name = f"{part}_norm" if normed and part != "v" else part
+        yield LensPoint(f"{b}attn.{name}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")
     for part in ("rot_q", "rot_k"):
         yield LensPoint(f"{b}attn.hook_{part}", f"{b}attn.hook_{part}")
     yield LensPoint(f"{b}attn.hook_attn_scores", f"{b}attn.hook_scores", "scores")
@@ -111,11 +119,11 @@ def _layer(layer: int, post: bool, hooks: Collection[str]) -> Iterator[LensPoint
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):
         yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
-    yield from _norm(b, "ln2", read)
+    yield from _norm(b, "ln2", read, (f"{b}mlp.hook_pre", ""))
     for name in ("ln2.hook_out", "mlp.hook_in"):
         yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "normed", "ln2")
-    for name in ("mlp.gate.hook_in", "mlp.in.hook_in"):
-        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "normed", "ln2", replaces=False)
+    for name, product in (("gate", (f"{b}mlp.hook_gate", "W_gate")), ("in", (f"{b}mlp.hook_up", "W_in"))):
+        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", "normed", "ln2", False, read_by=(product,))
     yield LensPoint(f"{b}mlp.gate.hook_out", f"{b}mlp.hook_gate")
     yield LensPoint(f"{b}mlp.in.hook_out", f"{b}mlp.hook_up")
     yield LensPoint(f"{b}mlp.out.hook_in", f"{b}mlp.hook_act")
@@ -127,7 +135,7 @@ def _layer(layer: int, post: bool, hooks: Collection[str]) -> Iterator[LensPoint
 
 def _behind(last: str) -> Iterator[LensPoint]:
     yield LensPoint("ln_final.hook_in", last, "stream")
-    yield from _norm("", "ln_final", last)
+    yield from _norm("", "ln_final", last, ("hook_final_norm", ""))
     for name in ("ln_final.hook_out", "unembed.hook_in"):
         yield LensPoint(name, "hook_final_norm", "normed", "ln_final")
     yield LensPoint("unembed.hook_out", "hook_logits", "logits")

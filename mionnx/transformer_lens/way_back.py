@@ -48,39 +48,41 @@ class WayBack:
 
     def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
         self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
-        self.points: list[tuple[LensPoint, tuple[int, ...]]] = []  # with the shape of the source
+        self.points: list[tuple[LensPoint, Array]] = []  # with the source's value
         self.tensors: list[torch.Tensor] = []  # after their hooks
         self.changes: dict[str, Array] = {}  # by hook point of the graph
         self._passed: dict[int, Array] = {}
         self._anchor = torch.zeros(1, requires_grad=True)
 
-    def node(self, point: LensPoint, value: Array, shape: tuple[int, ...]) -> torch.Tensor:
+    def node(self, point: LensPoint, value: Array, source: Array) -> torch.Tensor:
         """A value as a tensor that torch can go back from."""
         tensor = Node.apply(self._anchor, self, len(self.points), value, *self.tensors)
-        self.points.append((point, shape))
+        self.points.append((point, source))
         return tensor
 
     def through(self, number: int, cotangent: Array, before: int) -> Sequence[Array | None]:
         """Gradients of the values before one, of a cotangent of it."""
-        point, shape = self.points[number]
+        point, source = self.points[number]
         if point is LOGITS:
             self._passed = {}
         earlier = self._passed.pop(number, None)
         rest = cotangent if earlier is None else cotangent - earlier
         if not before or np.abs(rest).max() <= ROUNDING * np.abs(cotangent).max():
             return [None] * before
-        gradients = self._product(point, shape, rest, [one for one, _ in self.points[:before]])
+        if point.read_by:
+            raise GradientError(f"{point.name} is computed of {point.source}, and nothing goes back through it here")
+        gradients = self._product(point, source.shape, rest, self.points[:before])
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._passed[index] = self._passed.get(index, np.float32(0)) + gradient
         return gradients
 
     def _product(
-        self, point: LensPoint, shape: tuple[int, ...], cotangent: Array, before: Sequence[LensPoint]
+        self, point: LensPoint, shape: tuple[int, ...], cotangent: Array, before: Sequence[tuple[LensPoint, Array]]
     ) -> list[Array | None]:
         coordinates, leading = self.bridge.coordinates, self.bridge.leading(point.source)
         own = np.ascontiguousarray(coordinates.cotangent(point, cotangent, shape), np.float32)
-        ends = {name for one in before for name in (one.source, one.lands) if name}
+        ends = {name for one, _ in before for name in (one.source, one.lands, *(part for part, _ in one.read_by))}
         names = [name for name in leading if name in ends and name != point.source]
         by_name: dict[str, Array] = {point.source: own}
         if names:
@@ -92,9 +94,12 @@ class WayBack:
             spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
             cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
             by_name |= {name: np.asarray(cache.grad[name]) for name in names}
-        return [self._of(one, by_name) for one in before]
+        return [self._of(one, value, by_name) for one, value in before]
 
-    def _of(self, point: LensPoint, by_name: dict[str, Array]) -> Array | None:
+    def _of(self, point: LensPoint, value: Array, by_name: dict[str, Array]) -> Array | None:
+        if point.read_by:
+            gradient = self.bridge.coordinates.gradient_of_readers(point, value, by_name)
+            return None if gradient is None else np.ascontiguousarray(gradient, np.float32)
         if not point.goes_back:
             raise GradientError(f"{point.name}: a function of each head's copy of the stream has no way back here")
         own, landing = by_name.get(point.source), by_name.get(point.lands)
