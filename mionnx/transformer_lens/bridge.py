@@ -66,12 +66,13 @@ class OnnxBridge(TransformerBridge):
         weights = weights_of(engine)
         vars(self).update(engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _cells=PatchedCells(self))
         eps = float(getattr(self.cfg, "eps", 1e-5))
-        vars(self).update(coordinates=Coordinates(weights, weights, eps))
+        vars(self).update(coordinates=Coordinates(weights, weights, eps, weights))
         self._show(weights)
         return self
 
     def _show(self, weights: Weights) -> None:
         vars(self).update(weight_bytes=set_weights(self, weights, self.engine.num_layers))
+        self._register_all_aliases_recursive()  # else "b_out" is what the module began with
         vars(self).update(_versions=[(one, one._version) for one in self.original_model.parameters()])
 
     def lens_points(self) -> dict[int, LensPoint]:
@@ -221,15 +222,12 @@ class OnnxBridge(TransformerBridge):
                 foldings[key] = wished
             except HookError as error:  # TransformerLens leaves them out too
                 logging.warning("%s: %s", name, error)
-        if fold_value_biases and self._has_value_biases(raw):
+        biased = folded  # a norm's bias has gone into those of values
+        if fold_value_biases and any(bool(bias.any()) for bias in biased.b_V):
             folded, foldings["values"] = folded.fold_value_biases(), True
         self._weights_processed = True
-        vars(self).update(coordinates=Coordinates(raw, folded, self.coordinates.eps, **foldings))
+        vars(self).update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
         self._show(folded)
-
-    @staticmethod
-    def _has_value_biases(weights: Weights) -> bool:
-        return any(bool(bias.any()) for bias in weights.b_V)
 
     def to(self, *args: Any, **options: Any) -> OnnxBridge:
         """The bridge itself: its weights and its passes are where the model was opened."""

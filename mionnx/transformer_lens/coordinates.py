@@ -36,12 +36,14 @@ class Coordinates:
     Attributes:
         raw: the weights of the graph.
         weights: those that the bridge shows, folded or not.
+        biased: those whose biases of values are not folded yet.
         norms, stream, logits, values: which foldings are in force.
     """
 
     raw: Weights
     weights: Weights
     eps: float
+    biased: Weights
     norms: bool = False
     stream: bool = False
     logits: bool = False
@@ -182,7 +184,7 @@ class Coordinates:
 
     def value_bias(self, layer: int) -> Array:
         """The biases of values, [kv_head, d_head]."""
-        return self.raw.b_V[layer]
+        return self.biased.b_V[layer]
 
     def _bias_of_z(self, layer: int, heads: int) -> Array:
         return repeated(self.value_bias(layer), heads)

@@ -59,6 +59,7 @@ class LensPass:
         self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
         self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
         self._sums: dict[str, Array] = {}  # by the z of a changed pattern
+        self._logits = LOGITS
         self._edits = any(not _stores(hook) for _, hook in self._live)
         alive = self._edits or any(hook.bwd_hooks for _, hook in self._live)
         self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
@@ -70,12 +71,13 @@ class LensPass:
         live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(_name(*pair)) is None}
         served = [(table[key], hook) for key, (_, hook) in live.items() if key in table]
         lacking = [(_name(*pair), pair[1]) for key, pair in live.items() if key not in table]
-        lacking = [(name, hook) for name, hook in lacking if not name.endswith(SILENT)]
         deaf = [name for name, hook in lacking if not _stores(hook)]
         deaf += [point.name for point, hook in served if not point.goes_back and not _stores_back(hook)]
         if deaf:
             raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
-        if left := {name for name, _ in lacking} | {p.name for p, hook in served if not p.goes_back and hook.bwd_hooks}:
+        if left := {name for name, _ in lacking if not name.endswith(SILENT)} | {
+            p.name for p, hook in served if not p.goes_back and hook.bwd_hooks
+        }:
             self.bridge.warn_once(left)
         order = {point.name: number for number, point in enumerate(table.values())}
         return sorted(served, key=lambda pair: order[pair[0].name])
@@ -91,15 +93,17 @@ class LensPass:
         if stop is not None:
             stream = LensPoint(f"blocks.{stop}.hook_in", str(end), "stream")
             self._live = [pair for pair in self._live if self._reached(pair[0], stop, layers)]
-        acting = [pair for pair in self._live if not self._stores(pair[1])]
-        read = [pair for pair in self._live if self._stores(pair[1])]
+        cuts = {point.source for point, hook in self._live if not self._stores(hook)}
+        # What is stored of a value that hooks change is what their order says.
+        acting = [pair for pair in self._live if pair[0].source in cuts]
+        read = [pair for pair in self._live if pair[0].source not in cuts]
         values, output, past = self._run(acting, read, end, logits and stop is None, past, use_cache)
         for point, hook in read:
             self._see(point, hook, np.asarray(values[point.source]))
         if end is not None:
             value = np.asarray(values[str(end)])
             return self._tensor(stream, value, self._order(stream)), None
-        return None if output is None else self._tensor(LOGITS, output, 0), past
+        return None if output is None else self._tensor(self._logits, output, 0), past
 
     @staticmethod
     def _reached(point: LensPoint, stop: int, layers: int) -> bool:
@@ -167,7 +171,7 @@ class LensPass:
 
     def _act(self, point: LensPoint, hook: TheirHook, value: Array) -> Array:
         """The value after the hooks of one point."""
-        shown, result = self._see(point, hook, value)
+        shown, result, same = self._see(point, hook, value)
         after = np.asarray(result.detach().numpy()).reshape(shown.shape)
         if np.array_equal(after, shown):
             return value
@@ -176,14 +180,17 @@ class LensPass:
                 f"a hook changed {point.name}, which is computed of {point.source} and which nothing reads here"
             )
         coordinates = self.bridge.coordinates
-        self._note_mean(point, after)
+        self._note_mean(point, after, same)
         if not point.replaces:
             self._land(point.lands, coordinates.landed(point, after, shown))
             return value
         new = coordinates.back(point, after, value)
         change = new - value
-        if point.lands:
+        # TransformerLens' branches read the stream itself: what a hook writes in place is written to that.
+        if point.lands and not same:
             self._land(point.lands, -change)
+        if point.kind == "logits":
+            self._logits = LOGITS._replace(kind="plain")
         if point.kind == "pattern" and coordinates.values:
             self._sums[self._z_of(point)] = after.sum(axis=-1)
         self._change(point.source, change)
@@ -197,12 +204,12 @@ class LensPass:
         if self.back is not None:
             self.back.changes[name] = self.back.changes.get(name, np.float32(0)) + change
 
-    def _note_mean(self, point: LensPoint, after: Array) -> None:
+    def _note_mean(self, point: LensPoint, after: Array, same: bool) -> None:
         """Keep the mean that a hook gave the stream: with centred weights, only hooks can."""
         if self.bridge.coordinates.stream and point.kind in ("stream", "part", "every row", "result"):
             whole = after.sum(axis=2) if point.kind == "result" else after
             replaces = point.kind == "stream"
-            if replaces and point.lands:  # what one branch reads
+            if replaces and point.lands and not same:  # what one branch reads
                 return
             self._means.append((self._order(point), replaces, whole.mean(axis=-1, keepdims=True)))
 
@@ -216,15 +223,15 @@ class LensPass:
                 mean = own if replaces else mean + own
         return mean
 
-    def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any]:
-        """Call the hooks of a point on its value: what they saw, and what they left."""
+    def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any, bool]:
+        """Call the hooks of a point: the value that they saw, the one that they left, whether that is the same tensor."""
         shown = self._shown(point, value)
-        if self.back is None or not point.goes_back or (self._stores(hook) and not hook.bwd_hooks):
-            return shown, hook(torch.from_numpy(shown.copy()))
-        result = hook(self.back.node(point, shown.copy(), value))
-        # Torch keeps what a hook left; a node's own output where it left it alone.
-        self.back.tensors.append(result)
-        return shown, result
+        plain = self.back is None or not point.goes_back or (self._stores(hook) and not hook.bwd_hooks)
+        tensor = torch.from_numpy(shown.copy()) if plain else self.back.node(point, shown.copy(), value)
+        result = hook(tensor)
+        if not plain:
+            self.back.tensors.append(result)
+        return shown, result, result.data_ptr() == tensor.data_ptr()
 
     def _shown(self, point: LensPoint, value: Array) -> Array:
         if point.kind in OF_TOKENS:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mionnx.graph.hook_points import HookPoint
 
 # Names that a bridge has and its own forward pass never reaches, or reaches with what is no activation.
-SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_in", "rotary_emb.hook_out")
+SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
 
 
 class LensPoint(NamedTuple):
@@ -79,8 +79,9 @@ def _before() -> Iterator[LensPoint]:
     yield LensPoint("embed.hook_out", "hook_embed", "part")
     yield LensPoint("pos_embed.hook_in", "hook_embed", "positions", replaces=False)
     yield LensPoint("pos_embed.hook_out", "hook_pos_embed", "every row", replaces=False, lands=first)
-    yield LensPoint("rotary_emb.hook_cos", "hook_embed", "cos", replaces=False)
-    yield LensPoint("rotary_emb.hook_sin", "hook_embed", "sin", replaces=False)
+    yield LensPoint("rotary_emb.hook_in", "hook_embed", replaces=False)
+    for part in ("cos", "sin"):
+        yield LensPoint(f"rotary_emb.hook_{part}", "hook_embed", part, replaces=False)
 
 
 def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Iterator[LensPoint]:
@@ -108,13 +109,16 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     for part in "qkv":
         name = f"{part}_norm" if normed and part != "v" else part
         yield LensPoint(f"{b}attn.{name}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")
+    for part in ("cos", "sin"):
+        yield LensPoint(f"{b}attn.hook_{part}", pre, part, replaces=False)
     for part in ("rot_q", "rot_k"):
         yield LensPoint(f"{b}attn.hook_{part}", f"{b}attn.hook_{part}")
     yield LensPoint(f"{b}attn.hook_attn_scores", f"{b}attn.hook_scores", "scores")
     yield LensPoint(f"{b}attn.hook_pattern", f"{b}attn.hook_pattern", "pattern")
     yield LensPoint(f"{b}attn.o.hook_in", f"{b}attn.hook_z", "z")
     yield LensPoint(f"{b}attn.hook_result", f"{b}attn.hook_z", "result", replaces=False, lands="" if post else out)
-    for name in ("ln1_post.hook_out",) if post else ("attn.o.hook_out", "attn.hook_hidden_states", "attn.hook_out"):
+    inner = ("attn.hook_hidden_states",) if f"{b}attn.qkv.hook_in" in names else ()
+    for name in ("ln1_post.hook_out",) if post else ("attn.o.hook_out", *inner, "attn.hook_out"):
         yield LensPoint(f"{b}{name}", out, "part")
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):

@@ -63,7 +63,7 @@ class WayBack:
     def through(self, number: int, cotangent: Array, before: int) -> Sequence[Array | None]:
         """Gradients of the values before one, of a cotangent of it."""
         point, source = self.points[number]
-        if point is LOGITS:
+        if number == len(self.points) - 1:  # the logits, where a way back begins
             self._passed = {}
         earlier = self._passed.pop(number, None)
         rest = cotangent if earlier is None else cotangent - earlier

@@ -21,6 +21,7 @@ from transformer_lens.model_bridge.transformer_bridge import TransformerBridge
 from mionnx import MIModel
 from mionnx.transformer_lens import bridge
 
+MASKED = 1e37  # scores of masked keys: TransformerLens has the lowest number there, or -inf
 Found = dict[str, float]
 
 
@@ -34,11 +35,17 @@ def no_torch(ours: TransformerBridge) -> None:
 
 
 def apart(ours: object, theirs: object) -> float:
-    """The largest difference; infinite for other shapes."""
+    """The largest difference, relative to 1 or the largest number; infinite for other shapes."""
     one, other = (
         np.asarray(value.detach() if hasattr(value, "detach") else value, np.float64) for value in (ours, theirs)
     )
-    return float(np.abs(one - other).max()) if one.shape == other.shape else float("inf")
+    if one.shape != other.shape:
+        return float("inf")
+    finite = np.isfinite(other) & (np.abs(other) < MASKED)
+    if not np.array_equal(finite, np.isfinite(one) & (np.abs(one) < MASKED)):
+        return float("inf")
+    one, other = one[finite], other[finite]
+    return float(np.abs(one - other).max(initial=0) / max(1, np.abs(other).max(initial=0)))
 
 
 def kind(name: str) -> str:
@@ -52,10 +59,9 @@ def cached(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
     with torch.no_grad():
         (mine, here), (logits, there) = ours.run_with_cache(tokens), theirs.run_with_cache(tokens)
     found["logits"] = apart(mine, logits)
-    for name in {*here.cache_dict, *there.cache_dict}:
-        both = name in here.cache_dict and name in there.cache_dict
+    for name, value in there.cache_dict.items():
         key = f"cache {kind(name)}"
-        found[key] = max(found.get(key, 0.0), apart(here[name], there[name]) if both else float("inf"))
+        found[key] = max(found.get(key, 0.0), apart(here[name], value) if name in here.cache_dict else float("inf"))
     return found
 
 
@@ -88,8 +94,11 @@ def edited(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
     ]
     with torch.no_grad():
         plain = theirs(tokens)
-        for name in (name for name in ACTING if name in theirs.hook_dict):
-            for function in (change, in_place):
+        rotary = hasattr(theirs, "rotary_emb")  # then hook_pos_embed is a name that never fires
+        for name in (name for name in ACTING if name in theirs.hook_dict and not (rotary and name == "hook_pos_embed")):
+            for function in (change, in_place)[
+                : 1 if name == "hook_pos_embed" else 2
+            ]:  # theirs is one row, shown often
                 outs = []
                 for one in (ours, theirs):
                     with one.hooks(fwd_hooks=[(name, function)]):
