@@ -134,6 +134,7 @@ class OnnxBridge(TransformerBridge):
         if stop is not None and not 0 <= stop <= count:
             raise InputError(f"stop_at_layer={stop_at_layer}: the model has the layers 0 to {count - 1}")
         use_cache = use_cache or bool(options.get("use_past_kv_cache")) or past_key_values is not None
+        use_cache = use_cache or return_type == "logits_and_cache"
         ids = tokens.cpu().numpy()
         passing = LensPass(self, ids, check_mask(attention_mask, ids), spec)
         wants = return_type is not None

@@ -156,6 +156,8 @@ class Coordinates:
         total = np.sum(parts, axis=0)
         if point.kind in ("scale", "normalized") or self.norms:
             total = total * self._affine(point)[0]
+        if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
+            total = centred(total)
         if point.kind != "scale":
             return total
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
@@ -198,6 +200,11 @@ class Coordinates:
             sums: [batch, head, query].
         """
         return (1 - sums).transpose(0, 2, 1)[..., None] * self._bias_of_z(layer, sums.shape[1])
+
+    def less_of_biases(self, layer: int, pattern: Array, z: Array) -> Array:
+        """The gradient by a pattern whose biases of values are folded: they are added whatever it is."""
+        lost = (z * self._bias_of_z(layer, z.shape[2])).sum(axis=-1)  # [batch, query, head]
+        return pattern - lost.transpose(0, 2, 1)[..., None]
 
     def _norm(self, point: LensPoint) -> Any:
         return self.raw.graph.norm(point.norm, point.layer)

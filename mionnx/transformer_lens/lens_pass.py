@@ -147,12 +147,8 @@ class LensPass:
             if point.lands:
                 cuts[point.lands] = None
             if point.kind == "pattern" and self.bridge.coordinates.values:
-                cuts[self._z_of(point)] = None
+                cuts[point.beside] = None
         return [*cuts]
-
-    @staticmethod
-    def _z_of(point: LensPoint) -> str:
-        return HookPoint.AttnZ(point.layer).name
 
     def _function(self, source: str, acting: list[Any]) -> Any:
         here = [pair for pair in acting if pair[0].source == source]
@@ -162,7 +158,9 @@ class LensPass:
                 value = value + self._waits.pop(source)
             if source in self._sums:
                 layer = HookPoint.parse(source).layer or 0
-                value = value + self.bridge.coordinates.missing(layer, self._sums.pop(source)).astype(value.dtype)
+                lacking = self.bridge.coordinates.missing(layer, self._sums.pop(source)).astype(value.dtype)
+                self._change(source, lacking)
+                value = value + lacking
             for point, theirs in here:
                 value = self._act(point, theirs, value)
             return value
@@ -192,7 +190,7 @@ class LensPass:
         if point.kind == "logits":
             self._logits = LOGITS._replace(kind="plain")
         if point.kind == "pattern" and coordinates.values:
-            self._sums[self._z_of(point)] = after.sum(axis=-1)
+            self._sums[point.beside] = after.sum(axis=-1)
         self._change(point.source, change)
         return new
 
@@ -224,7 +222,7 @@ class LensPass:
         return mean
 
     def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any, bool]:
-        """Call the hooks of a point: the value that they saw, the one that they left, whether that is the same tensor."""
+        """Call the hooks of a point: what they saw, what they left, whether that is the same tensor."""
         shown = self._shown(point, value)
         plain = self.back is None or not point.goes_back or (self._stores(hook) and not hook.bwd_hooks)
         tensor = torch.from_numpy(shown.copy()) if plain else self.back.node(point, shown.copy(), value)

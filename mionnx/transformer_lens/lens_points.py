@@ -45,6 +45,11 @@ class LensPoint(NamedTuple):
         return bool(self.read_by) or (self.acts and not self.kind.startswith("input of"))
 
     @property
+    def beside(self) -> str:
+        """Of a pattern, the z that it gives."""
+        return HookPoint.AttnZ(self.layer).name if self.kind == "pattern" else ""
+
+    @property
     def layer(self) -> int:
         """The layer, 0 outside the blocks."""
         return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else 0

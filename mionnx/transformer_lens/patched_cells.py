@@ -72,7 +72,15 @@ class PatchedCells:
             segments = self.bridge.engine.opened(Segments.of_sweep)
         except MIError:  # a model on which no sweep runs
             return None
-        stamp = (tokens.numpy().tobytes(), tuple(tokens.shape), point, setter, id(clean), clean._version)
+        stamp = (
+            tokens.numpy().tobytes(),
+            tuple(tokens.shape),
+            point,
+            setter,
+            id(clean),
+            clean._version,
+            torch.is_grad_enabled(),
+        )
         if self._of != stamp:
             self._of, self._ahead = stamp, {}
         if index not in self._ahead:
@@ -158,7 +166,8 @@ class PatchedCells:
         hooks = self.bridge.engine.hook_dict
         put = Edit(point.source, KINDS["replace"], 0, hooks[point.source].axes or ())
         edits = {put: {put.value_input: after}}
-        if point.lands:
+        # The loop's own hook writes into the stream where torch keeps no graph, and into a copy where it does.
+        if point.lands and torch.is_grad_enabled():
             away = Edit(point.lands, KINDS["add"], 0, hooks[point.lands].axes or ())
             edits[away] = {away.value_input: before - after}
         return edits

@@ -82,15 +82,17 @@ class WayBack:
     ) -> list[Array | None]:
         coordinates, leading = self.bridge.coordinates, self.bridge.leading(point.source)
         own = np.ascontiguousarray(coordinates.cotangent(point, cotangent, shape), np.float32)
-        ends = {name for one, _ in before for name in (one.source, one.lands, *(part for part, _ in one.read_by))}
+        ends = {name for one, _ in before for name in (one.source, one.lands, one.beside, *dict(one.read_by))}
         names = [name for name in leading if name in ends and name != point.source]
         by_name: dict[str, Array] = {point.source: own}
         if names:
             spec = HookSpec().extend(self.spec)
             for name, change in self.changes.items():
-                if name in leading or name == point.source:
+                if name in leading and name != point.source:  # what is added behind changes no gradient before
                     spec.intervene(name, Intervention.Add(change))
             of = None if point.source == LOGITS.source else point.source
+            if of is not None:
+                spec.capture(of)
             spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
             cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
             by_name |= {name: np.asarray(cache.grad[name]) for name in names}
@@ -105,4 +107,7 @@ class WayBack:
         own, landing = by_name.get(point.source), by_name.get(point.lands)
         if own is None or (landing is None and not point.replaces):
             return None
-        return np.ascontiguousarray(self.bridge.coordinates.gradient(point, own, landing), np.float32)
+        coordinates = self.bridge.coordinates
+        if coordinates.values and point.beside in by_name:
+            own = coordinates.less_of_biases(point.layer, own, by_name[point.beside])
+        return np.ascontiguousarray(coordinates.gradient(point, own, landing), np.float32)

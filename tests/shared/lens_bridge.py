@@ -17,6 +17,7 @@ from lens_weights import open_theirs
 from transformer_lens import patching
 from transformer_lens.head_detector import detect_head
 from transformer_lens.model_bridge.transformer_bridge import TransformerBridge
+from transformer_lens.tools.analysis.logit_lens import logit_lens
 
 from mionnx import MIModel
 from mionnx.transformer_lens import bridge
@@ -166,11 +167,11 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
     found: Found = {}
     both = (ours, theirs)
 
-    def beside(name: str, call: object) -> None:
+    def beside(name: str, call: object, their: object = None) -> None:
         torch.manual_seed(0)
         one = call(ours)
         torch.manual_seed(0)
-        found[name] = apart(one, call(theirs))
+        found[name] = apart(one, (their or call)(theirs))
 
     with torch.no_grad():
         beside("loss per token", lambda b: b(tokens, return_type="loss", loss_per_token=True))
@@ -178,23 +179,28 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
         beside("stop of a cache", lambda b: b.run_with_cache(tokens, stop_at_layer=-1)[0])
         beside("start_at_layer", lambda b: b(b(tokens, stop_at_layer=1), start_at_layer=1))
         options = {"max_new_tokens": 6, "stop_at_eos": False, "verbose": False, "return_type": "tokens"}
-        beside("generate", lambda b: b.generate(tokens, do_sample=False, **options))
-        beside("generate, sampled", lambda b: b.generate(tokens, temperature=0.8, top_k=20, **options))
-        beside(
-            "generate, without a cache",
-            lambda b: b.generate(tokens, do_sample=False, use_past_kv_cache=False, **options),
-        )
+        # Theirs reads the whole text at each step: with its cache of keys it gives other tokens under transformers 5.
+        greedy, sampled = {"do_sample": False, **options}, {"temperature": 0.8, "top_k": 20, **options}
+        for name, words in (("generate", greedy), ("generate, sampled", sampled)):
+            whole = {"use_past_kv_cache": False, **words}
+            beside(name, lambda b, w=words: b.generate(tokens, **w), lambda b, w=whole: b.generate(tokens, **w))
+        beside("generate, without a cache", lambda b: b.generate(tokens, use_past_kv_cache=False, **greedy))
+        past = ours(tokens[:, :-1], return_type="logits_and_cache")[1]
+        found["cache of keys"] = apart(ours(tokens[:, -1:], past_key_values=past)[:, -1], theirs(tokens)[:, -1])
         pairs = ["The capital of France is", "Twelve plus one is"]
         beside("texts", lambda b: b(pairs, padding_side="left")[:, -1])
         caches = [one.run_with_cache(tokens)[1] for one in both]
-        for name in ("accumulated_resid", "decompose_resid", "logit_lens", "get_full_resid_decomposition"):
-            stacks = [
-                getattr(cache, name)() if name != "accumulated_resid" else cache.accumulated_resid(1)
-                for cache in caches
-            ]
-            found[name] = apart(*stacks) if not isinstance(stacks[0], tuple) else apart(stacks[0][0], stacks[1][0])
-        found["neurons"] = apart(*(cache.get_neuron_results(1) for cache in caches))
-        found["heads"] = apart(*(cache.stack_head_results(1) for cache in caches))
+        stacks = {
+            "accumulated_resid": lambda cache: cache.accumulated_resid(1),
+            "decompose_resid": lambda cache: cache.decompose_resid(),
+            "every head and neuron": lambda cache: cache.get_full_resid_decomposition(),
+            "neurons": lambda cache: cache.get_neuron_results(1),
+            "heads": lambda cache: cache.stack_head_results(1),
+            "normed": lambda cache: cache.apply_ln_to_stack(cache.accumulated_resid()),
+            "logit_attrs": lambda cache: cache.logit_attrs(cache.decompose_resid(), tokens=torch.tensor([5, 9])),
+        }
+        for name, stack in stacks.items():
+            found[name] = apart(*(stack(cache) for cache in caches))
         corrupted = tokens.clone()
         corrupted[:, 1] += 3
         for name in SWEEPS:
@@ -203,6 +209,7 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
                       zip(both, caches, strict=True)]  # fmt: skip
             found[f"patching {name}"] = apart(*values)
         text = "The capital of France is The capital of France is"
+        beside("logit_lens", lambda b: logit_lens(b, tokens).values)
         beside("detect_head", lambda b: detect_head(b, text, "previous_token_head"))
     return found
 
@@ -224,6 +231,10 @@ def main(checkpoint: str, hooked: str, part: str) -> None:
         found = cached(ours, theirs, tokens) | edited(ours, theirs, tokens) | weights(ours, theirs)
     else:
         found = PARTS[part](ours, theirs, tokens)
+    if part == "gradients":
+        for one in (ours, theirs):
+            one.enable_compatibility_mode(disable_warnings=True)
+        found |= {f"folded {name}": value for name, value in gradients(ours, theirs, tokens).items()}
     print(json.dumps(found))
 
 
