@@ -40,6 +40,15 @@ for _name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "AutoModel"
     _by_name(getattr(transformers, _name))
 
 
+def _small() -> None:
+    original = TransformerBridge.boot_transformers
+
+    def boot(name: str, *args: Any, **options: Any) -> Any:
+        return original(MODELS.get(str(name), name), *args, **options)
+
+    TransformerBridge.boot_transformers = staticmethod(boot)
+
+
 def _on_the_engine() -> None:
     from mionnx import MIModel
     from mionnx.transformer_lens import OnnxBridge, bridge
@@ -77,6 +86,7 @@ def _on_the_engine() -> None:
     OnnxBridge.forward = forward
 
 
+_small()
 if os.environ.get("MIONNX_TL_ENGINE") == "onnx":
     _on_the_engine()
 

@@ -169,7 +169,7 @@ class OnnxBridge(TransformerBridge):
     def _start(self, stream: Any, layer: int) -> tuple[torch.Tensor, int]:
         if not (isinstance(stream, torch.Tensor) and stream.is_floating_point()):
             raise ValueError(
-                f"start_at_layer reads a residual stream [batch, pos, d_model], got {type(stream).__name__}"
+                f"start_at_layer requires a residual-stream tensor [batch, pos, d_model]; got {type(stream).__name__}"
             )
         count = self.engine.num_layers
         if not -count <= layer < count:
