@@ -23,7 +23,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS as OUTPUT
-from mionnx.run.runner import Runner
+from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates
@@ -61,19 +61,26 @@ class OnnxBridge(TransformerBridge):
         weight_bytes: bytes of weights that are views of the weight file, and of copies.
     """
 
-    def attach(self, engine: Runner) -> OnnxBridge:
+    engine: MIModel
+    coordinates: Coordinates
+    weight_bytes: dict[str, int]
+    _weights_processed: bool
+
+    def attach(self, engine: MIModel) -> OnnxBridge:
         """Take a model as the engine, and its weights."""
         weights = weights_of(engine)
-        vars(self).update(engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _cells=PatchedCells(self))
+        self.__dict__.update(
+            engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _cells=PatchedCells(self)
+        )
         eps = float(getattr(self.cfg, "eps", 1e-5))
-        vars(self).update(coordinates=Coordinates(weights, weights, eps, weights))
+        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights))
         self._show(weights)
         return self
 
     def _show(self, weights: Weights) -> None:
-        vars(self).update(weight_bytes=set_weights(self, weights, self.engine.num_layers))
+        self.__dict__.update(weight_bytes=set_weights(self, weights, self.engine.num_layers))
         self._register_all_aliases_recursive()  # else "b_out" is what the module began with
-        vars(self).update(_versions=[(one, one._version) for one in self.original_model.parameters()])
+        self.__dict__.update(_versions=[(one, one._version) for one in self.original_model.parameters()])
 
     def lens_points(self) -> dict[int, LensPoint]:
         """Hook points by the identity of TransformerLens' object, in execution order."""
@@ -84,7 +91,7 @@ class OnnxBridge(TransformerBridge):
             posts = [layer for layer in range(self.engine.num_layers) if graph.has_norm("ln1_post", layer)]
             hooks = {point.name for point in model.hook_points()}
             rows = lens_points(hooks, self.engine.num_layers, posts, registry)
-            vars(self).update(_points=(stamp, {id(registry[row.name]): row for row in rows}))
+            self.__dict__.update(_points=(stamp, {id(registry[row.name]): row for row in rows}))
         return self._points[1]
 
     def leading(self, source: str) -> list[str]:
@@ -142,7 +149,7 @@ class OnnxBridge(TransformerBridge):
         if stop is not None:
             return output
         if getattr(self, "_capture_hf_cache", False):
-            vars(self).update(_last_hf_cache=past)
+            self.__dict__.update(_last_hf_cache=past)
         if return_type == "logits_and_cache":
             return output, past
         return self._finalize_return(
@@ -227,7 +234,7 @@ class OnnxBridge(TransformerBridge):
         if fold_value_biases and any(bool(bias.any()) for bias in biased.b_V):
             folded, foldings["values"] = folded.fold_value_biases(), True
         self._weights_processed = True
-        vars(self).update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
+        self.__dict__.update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
         self._show(folded)
 
     def to(self, *args: Any, **options: Any) -> OnnxBridge:
@@ -240,7 +247,7 @@ class OnnxBridge(TransformerBridge):
         return self
 
 
-def bridge(model: Runner, tokenizer: Any = None) -> OnnxBridge:
+def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
     """A TransformerLens bridge on a model: `run_with_cache`, `run_with_hooks`, `patching`, `ActivationCache`.
 
     No pass of it runs in torch, backward passes included; its weights are views of the weight file where that holds

@@ -114,7 +114,7 @@ class Coordinates:
     def back(self, point: LensPoint, value: Array, like: Array) -> Array:
         """The source's value that shows as this one; `like` is the source's own."""
         if point.kind == "z":
-            own = value.reshape(like.shape)
+            own: Array = value.reshape(like.shape)
             own = own + self._bias_of_z(point.layer, like.shape[2]) if self.values else own
         elif point.kind in ("heads", "values"):
             own = value + self.value_bias(point.layer).reshape(-1) if point.kind == "values" and self.values else value

@@ -134,7 +134,11 @@ class LensPass:
                 "generate(use_past_kv_cache=False) reads the text again at each step"
             )
         functions = [(source, self._function(source, acting)) for source in self._cuts(acting)]
-        options = {"return_type": "logits" if logits else None, "attention_mask": self.mask, "hooks": self.spec}
+        options: dict[str, Any] = {
+            "return_type": "logits" if logits else None,
+            "attention_mask": self.mask,
+            "hooks": self.spec,
+        }
         if not sources:
             return {}, engine.run_with_hooks(self.ids, functions, **options), None
         output, cache = engine.run_with_cache(self.ids, [*dict.fromkeys(sources)], fwd_hooks=functions, **options)
@@ -224,11 +228,11 @@ class LensPass:
     def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any, bool]:
         """Call the hooks of a point: what they saw, what they left, whether that is the same tensor."""
         shown = self._shown(point, value)
-        plain = self.back is None or not point.goes_back or (self._stores(hook) and not hook.bwd_hooks)
-        tensor = torch.from_numpy(shown.copy()) if plain else self.back.node(point, shown.copy(), value)
+        back = self.back if point.goes_back and (hook.bwd_hooks or not self._stores(hook)) else None
+        tensor = torch.from_numpy(shown.copy()) if back is None else back.node(point, shown.copy(), value)
         result = hook(tensor)
-        if not plain:
-            self.back.tensors.append(result)
+        if back is not None:
+            back.tensors.append(result)
         return shown, result, result.data_ptr() == tensor.data_ptr()
 
     def _shown(self, point: LensPoint, value: Array) -> Array:

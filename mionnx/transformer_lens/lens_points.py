@@ -109,8 +109,8 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     for name in ("ln1.hook_out", "attn.hook_in"):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
     for part in "qkv":
-        product = (products[part],) if products else ()
-        yield LensPoint(f"{b}attn.{part}.hook_in", pre, "norm of", "ln1", False, read_by=product)
+        own = (products[part],) if products else ()
+        yield LensPoint(f"{b}attn.{part}.hook_in", pre, "norm of", "ln1", False, read_by=own)
     for part in "qkv":
         name = f"{part}_norm" if normed and part != "v" else part
         yield LensPoint(f"{b}attn.{name}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")

@@ -95,7 +95,8 @@ class WayBack:
                 spec.capture(of)
             spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
             cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
-            by_name |= {name: np.asarray(cache.grad[name]) for name in names}
+            gradients = cache.grad or {}
+            by_name |= {name: np.asarray(gradients[name]) for name in names}
         return [self._of(one, value, by_name) for one, value in before]
 
     def _of(self, point: LensPoint, value: Array, by_name: dict[str, Array]) -> Array | None:
