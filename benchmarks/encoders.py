@@ -133,7 +133,7 @@ def measured(model: MIModel, theirs: dict[str, Embed], texts: list[str], repeats
         "without": lambda: model.embed(texts, without),
         "streams": lambda: model.forward(texts, streams),
     }
-    times = alternate(programs, repeats)
+    times = alternate(programs, repeats, rest=0.2)
     seconds = {name: f"{float(np.median(each)):.4f}" for name, each in times.items()}
     ratios = {name: ratio(each, times["embed"], 2) for name, each in times.items()}
     peers = [ratios.get(name, "-") for name in PEERS]

@@ -30,28 +30,25 @@ import numpy as np
 import torch
 import transformers
 from encoder_rows import AS_ENCODER, ENCODER_COLUMNS, measure_encoder
+from family_models import MissingError, first_line, make_decoder
 from rich.console import Console
 from rich.progress import track
 from tables import present
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 
-from families import make_checkpoint, make_model  # noqa: E402
 from family_batches import KINDS, batch, difference, forward, interventions  # noqa: E402
 from oracle import Inputs, run  # noqa: E402
 from recurrent_families import CONFIGS as RECURRENT_FAMILIES  # noqa: E402
-from recurrent_families import make_recurrent  # noqa: E402
-from tiny_configs import tiny_config  # noqa: E402
-from unlisted_families import FAMILIES, make  # noqa: E402
+from unlisted_families import FAMILIES  # noqa: E402
 from unlisted_families import run as run_unlisted  # noqa: E402
 
 from exporters.transformers import export  # noqa: E402
 from exporters.transformers.encoder_families import ENCODERS  # noqa: E402
-from exporters.transformers.refused import ENCODER, REASONS, RECURRENT, carries_state  # noqa: E402
+from exporters.transformers.refused import REASONS  # noqa: E402
 from mionnx import HookPoint, HookSpec, MIModel  # noqa: E402
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE  # noqa: E402
 
@@ -69,7 +66,6 @@ REDUCED = (torch.float16, torch.bfloat16)
 LARGEST = 5e-5  # difference in a row that counts as whole
 SAVED = HERE / "results" / "families.md"
 STRUCTURE = " (by structure)"
-OTHER_INPUTS = {"vision_config", "audio_config", "vq_config", "audio_encoder_config", "text_config"}
 
 NOTES = (
     "-: not compared, as no oracle shows these hook points in torch; such a family does not count as whole.",
@@ -80,10 +76,6 @@ NOTES = (
     "Recurrent layers: sizes, decays and norms of tests/shared/recurrent_families.py; logits beside each row alone, "
     "without a cache.",
 )
-
-
-class MissingError(Exception):
-    """Why a family is not in the table."""
 
 
 class Reduced(TorchDispatchMode):
@@ -105,14 +97,7 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     """
     if family.endswith(AS_ENCODER):
         return measure_encoder(family, folder), False
-    if family in FAMILIES:
-        reference: Any = make(family)
-        reference.save_pretrained(folder / "checkpoint")
-    elif family in RECURRENT_FAMILIES:
-        reference = make_recurrent(family, folder / "checkpoint")
-    else:
-        check_kind(family)
-        reference = make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
+    reference = make_decoder(family, folder / "checkpoint")
     began = time.process_time()
     export(folder / "checkpoint", folder / "hooked")
     seconds = time.process_time() - began
@@ -183,38 +168,6 @@ def unlisted_interventions(family: str, model: MIModel, reference: Any, inputs: 
             scale = max(1.0, float(np.abs(expected[inputs.real]).max()))
             worst, count = max(worst, float(np.abs(found - expected)[inputs.real].max()) / scale), count + 1
     return worst, count
-
-
-def check_kind(family: str) -> None:
-    """Refuse what is no text decoder with keys and values.
-
-    Raises:
-        MissingError: the reason.
-    """
-    if family in REASONS:
-        raise MissingError(REASONS[family])
-    try:
-        config = AutoConfig.for_model(family)
-    except Exception as error:
-        raise MissingError(f"transformers' own default config is refused: {first_line(error)}") from error
-    if config.is_encoder_decoder:
-        raise MissingError("has an encoder and a decoder")
-    if OTHER_INPUTS & {*config.sub_configs}:
-        raise MissingError("reads images or sound; its text part, where it has one, is a family of its own")
-    try:
-        model = make_model(family, **tiny_config(family))
-    except Exception as error:
-        raise MissingError(f"does not build at tiny size: {first_line(error)}") from error
-    if carries_state(model):
-        raise MissingError(RECURRENT)
-    if getattr(config, "is_decoder", True) is False and "type_vocab_size" in config.to_dict():
-        raise MissingError(ENCODER)
-
-
-def first_line(error: BaseException) -> str:
-    """An error's class and the beginning of what it says, in one line."""
-    said = " ".join(str(error).split()).replace("|", "/")
-    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
 
 
 def worst_capture(model: MIModel, reference: torch.nn.Module, inputs: Inputs) -> float:

@@ -9,12 +9,17 @@ Work = Callable[[], Any]
 
 
 def alternate(
-    programs: Mapping[str, Work], repeats: int, clock: Callable[[], float] = time.perf_counter
+    programs: Mapping[str, Work], repeats: int, clock: Callable[[], float] = time.perf_counter, rest: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds of each program, run by turns after a warm-up."""
+    """Seconds of each program, run by turns after a warm-up, `rest` seconds behind the one before.
+
+    Threads of ONNX Runtime and OpenMP spin for 50 ms and more after a run, unless told otherwise: a call of a few
+    milliseconds behind another program's would wait for a core.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(repeats + 1):
         for name, program in programs.items():
+            time.sleep(rest)
             begin = clock()
             program()
             if turn:

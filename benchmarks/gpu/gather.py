@@ -1,13 +1,15 @@
 """Everything that a bare machine without a network lacks, in parts that can be carried there one by one.
 
-    python benchmarks/gpu/gather.py [--parts benchmarks/gpu/parts] [--largest 42] [--architecture 90] [--whole]
+    python benchmarks/gpu/gather.py [--parts benchmarks/gpu/parts] [--largest 35] [--architecture 90] [--whole]
 
 1. Wheels of PyPI for the other machine's Python (`--python 3.12`), in this environment's versions: onnxruntime-gpu,
    cut down to one GPU architecture (`slim_wheel.py`; `--whole` leaves it as it is), and `PACKAGES`.
 2. The graphs of `shapes.py`, exported without weights, so that nothing is traced there.
 3. The tests' tiny checkpoints, exported, so that `tests/engine/test_cuda.py` traces nothing there either.
+4. A small model of every family, exported (`family_exports.py`).
+5. What pip knows of mionnx itself: its version, and its exporters by name.
 
-`--no-wheels` leaves out 1. `run.py install` joins the parts.
+`--no-wheels` leaves out 1, `--no-test-models` 3 and 4. `run.py install` joins the parts.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,6 +25,7 @@ REPOSITORY = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(REPOSITORY)]
 
 import parts  # noqa: E402
+from family_exports import export_all  # noqa: E402
 from shapes import dtypes_of, shapes  # noqa: E402
 from slim_wheel import slim  # noqa: E402
 
@@ -30,7 +33,7 @@ GPU = "onnxruntime-gpu"
 # What an image with torch, onnx, numpy, scipy and pytest lacks, or has in another version.
 PACKAGES = (
     "onnx-graphsurgeon", "onnx-ir", "onnxscript", "transformers", "tokenizers", "huggingface-hub", "safetensors",
-    "optimum", "platformdirs", "ml_dtypes", "gguf",
+    "optimum", "platformdirs", "ml_dtypes", "gguf", "httpx2", "httpcore2", "truststore",
 )  # fmt: skip
 LINUX = (
     *(f"manylinux_2_{number}_x86_64" for number in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)),
@@ -80,11 +83,20 @@ def make_test_models(folder: Path) -> None:
         lock.unlink()
 
 
+def describe_mionnx(folder: Path) -> None:
+    """Write the metadata of the checkout's own package where that of the wheels will be."""
+    about = distribution("mionnx")
+    target = folder / f"mionnx-{about.version}.dist-info"
+    target.mkdir(parents=True)
+    for name in ("METADATA", "entry_points.txt"):
+        (target / name).write_text(about.read_text(name) or "")
+
+
 def main() -> None:
     """Gather everything, and part it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", type=Path, default=HERE / "parts")
-    parser.add_argument("--largest", type=float, default=42, help="megabytes of a part")
+    parser.add_argument("--largest", type=float, default=35, help="megabytes of a part")
     parser.add_argument("--python", default="3.12")
     parser.add_argument("--architecture", type=int, default=90, help="90: H100, H200; 80: A100; 120: RTX 5090")
     parser.add_argument("--whole", action="store_true", help="leave onnxruntime-gpu's wheel as it is")
@@ -96,9 +108,11 @@ def main() -> None:
     whole = options.parts / "whole"
     if not options.no_wheels:
         download(whole / "wheels", options.python, options.architecture, options.whole)
+    describe_mionnx(whole / "site")
     export_graphs(whole / "graphs", options.tiny)
     if not options.no_test_models:
         make_test_models(whole / "tests")
+        export_all(whole / "families", [])
     files = sorted((one for one in whole.rglob("*") if one.is_file()), key=lambda one: (one.suffix == ".whl", one))
     made = parts.split(files, options.parts, whole, int(options.largest * 1e6))
     shutil.rmtree(whole)

@@ -1,5 +1,6 @@
 """Memory of one and of eight open variants of a model: on the device, and in this process."""
 
+import multiprocessing
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,19 +24,24 @@ def on_device(place: Place) -> float:
 
 def table(place: Place, emit: Callable[[Sequence[Any]], None]) -> None:
     """Rows: weights, one variant, eight, their ratio."""
+    spawned = multiprocessing.get_context("spawn")
     for name, dtype in (("gpt2", "float32"), ("1B", "bfloat16"), ("4B", "bfloat16")):
         if dtype not in dtypes_of(place.tiny)[name]:
             continue
-        folder, before = place.folder(name, dtype), on_device(place)
-        weights = sum(one.stat().st_size for one in folder.glob("*.safetensors")) / 2**30
-        model = ours(folder, place)
-        ids, used = ids_of(model.vocab_size, 1, 16), []
-        for number in range(VARIANTS):
-            layer = number % model.num_layers
-            spec = HookSpec().capture(HookPoint.ResidPost(layer)) if number % 2 else HookSpec()
-            model.forward(ids, spec.intervene(HookPoint.ResidPre(layer), Intervention.Scale(1.0 + number))).output()
-            used.append(on_device(place) - before)
-        ratio = used[-1] / max(used[0], 1e-9)
-        sizes = [f"{size:.2f}" for size in (weights, used[0], used[-1], ratio)]
-        emit([name, dtype, *sizes, len(model.compiled)])
-        del model
+        place.folder(name, dtype)
+        with spawned.Pool(1) as alone:  # a process keeps what it freed, and the next model would not count it
+            emit(alone.apply(_row, (place, name, dtype)))
+
+
+def _row(place: Place, name: str, dtype: str) -> list[Any]:
+    folder, before = place.folder(name, dtype), on_device(place)
+    weights = sum(one.stat().st_size for one in folder.glob("*.safetensors")) / 2**30
+    model = ours(folder, place)
+    ids, used = ids_of(model.vocab_size, 1, 16), []
+    for number in range(VARIANTS):
+        layer = number % model.num_layers
+        spec = HookSpec().capture(HookPoint.ResidPost(layer)) if number % 2 else HookSpec()
+        model.forward(ids, spec.intervene(HookPoint.ResidPre(layer), Intervention.Scale(1.0 + number))).output()
+        used.append(on_device(place) - before)
+    sizes = [f"{size:.2f}" for size in (weights, used[0], used[-1], used[-1] / max(used[0], 1e-9))]
+    return [name, dtype, *sizes, len(model.compiled)]

@@ -41,6 +41,11 @@ SPEEDS = ("over plain", "eager / mionnx", "sdpa / mionnx")
 STEPS: dict[str, Step] = {
     "environment": Step("Machine", ("what", "is"), 90),
     "tests": Step("Tests on the device", ("test", "outcome", "why"), 300),
+    "families": Step(
+        "Every family, small and random, beside the CPU in float32",
+        ("family", "hook points", "largest difference", "same bits with all captured", "same text", "on the CPU"),
+        240,
+    ),
     "verify": Step("CPU, CUDA and torch beside each other", ("model", "dtype", "tolerance", "said"), 180),
     "generation": Step(
         "Generation, 64 tokens after 32, tokens a second",

@@ -17,6 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import memory_use  # noqa: E402
 import numpy as np  # noqa: E402
+import on_families  # noqa: E402
 import profiles  # noqa: E402
 import torch  # noqa: E402
 from shapes import dtypes_of  # noqa: E402
@@ -265,6 +266,7 @@ def over(one: float, other: float) -> str:
 
 
 STEPS: dict[str, Callable[[Place, Emit], None]] = {
+    "families": on_families.table,
     "verify": verify_table,
     "generation": generation_table,
     "forward": forward_table,

@@ -25,6 +25,7 @@ LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most famili
 }
 AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+KEY_HEADS = "attention.head_count_kv"
 TOKEN_TABLE, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 Config = dict[str, Any]
@@ -40,6 +41,10 @@ class Architecture:
     # Rows of the query's and key's projections are stored for a rotation of neighbouring values.
     interleaved: bool = False
     norm_offset: float = 0.0  # what llama.cpp's files have added to the weights of norms
+    outside: Mapping[str, str] = field(default_factory=lambda: MODULES_OUTSIDE)
+    # A mixer of layers without attention, of which the file says that they have no heads for keys.
+    mixer: str | None = None
+    convolution: str | None = None  # [hidden, taps] in the file, [hidden, 1, taps] in transformers
 
 
 def _llama(facts: ModelFacts, config: Config) -> Config:
@@ -119,10 +124,28 @@ def _phi3(facts: ModelFacts, config: Config) -> Config:
     return {"original_max_position_embeddings": original, "sliding_window": window}
 
 
+def _lfm2(facts: ModelFacts, config: Config) -> Config:
+    names, kinds = facts.header.tensors, {True: "full_attention", False: "conv"}
+    return {
+        "layer_types": [kinds[count > 0] for count in facts.by_layer(KEY_HEADS, config["num_hidden_layers"])],
+        "conv_L_cache": facts.size("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in names),
+        "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,  # the file states the width that it has
+    }
+
+
 LLAMA = Architecture("llama", _llama, interleaved=True)
 GEMMA = Architecture("gemma", norm_offset=1.0)
 POST_NORMS = {**LAYER, **AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 PHI3_LAYER = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+LFM2_LAYER = {
+    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
+    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+    **{f"attn_{one}_norm": f"self_attn.{one}_layernorm" for one in "qk"},
+    **{f"ffn_{name}": f"feed_forward.{own}" for name, own in {"gate": "w1", "down": "w2", "up": "w3"}.items()},
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
 STARCODER2_LAYER = {**LAYER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 
 ARCHITECTURES = {
@@ -130,6 +153,15 @@ ARCHITECTURES = {
     "gemma2": replace(GEMMA, model_type="gemma2", config=_gemma2, layer=POST_NORMS),
     "gemma3": replace(GEMMA, model_type="gemma3_text", config=_gemma3, layer=POST_NORMS),
     "granite": replace(LLAMA, model_type="granite", config=_granite),
+    "lfm2": Architecture(
+        "lfm2",
+        _lfm2,
+        LFM2_LAYER,
+        # the norm behind the last layer bears this name there
+        outside={**MODULES_OUTSIDE, **dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")},
+        mixer="shortconv.out_proj",
+        convolution="shortconv.conv",
+    ),
     "llama": LLAMA,
     "olmo2": Architecture("olmo2", layer={**LAYER, **AFTER}),
     "phi3": Architecture("phi3", _phi3, PHI3_LAYER),
@@ -178,20 +210,27 @@ def config_of(header: Header) -> Config:
     """The transformers config of a file, its sizes compared with those of its tensors."""
     architecture, facts = architecture_of(header), ModelFacts(header)
     with boundary(ExportError, f"{header.file} is damaged"):
-        config = _common(facts)
+        config = _common(facts, architecture)
         config |= architecture.config(facts, config)
         facts.check_all_read()
     return {"model_type": architecture.model_type, **config}
 
 
-def _common(facts: ModelFacts) -> Config:
+def _common(facts: ModelFacts, architecture: Architecture) -> Config:
     tensors = facts.header.tensors
     heads, layers, hidden = (facts.size(key) for key in ("attention.head_count", "block_count", "embedding_length"))
     head_dim = facts.size("attention.key_length", hidden // heads)
     if facts.size("attention.value_length", head_dim) != head_dim:
         raise ExportError(f"{facts.header.file}: keys and values of different lengths are not supported")
-    inner = facts.size("feed_forward_length")
-    _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
+    inner, key_heads, first = facts.size("feed_forward_length"), 0, 0
+    if architecture.mixer is None:
+        key_heads = facts.size(KEY_HEADS, heads)
+    else:
+        counts = facts.by_layer(KEY_HEADS, layers)
+        key_heads, first = max(counts), counts.index(max(counts))
+        if not {*counts} <= {0, key_heads} or not key_heads:
+            raise facts.wrong(KEY_HEADS, counts, "one number in each layer that attends, 0 in others")
+    _check_sizes(facts.header, layers, hidden, heads * head_dim, inner, first)
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
     special = special_ids(facts.header)
@@ -200,7 +239,7 @@ def _common(facts: ModelFacts) -> Config:
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.size("attention.head_count_kv", heads),
+        "num_key_value_heads": key_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -212,14 +251,14 @@ def _common(facts: ModelFacts) -> Config:
     }
 
 
-def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:
+def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int, attending: int) -> None:
     """Compare the stated sizes with the tensors, before anything is made by them."""
     layer_numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(layer_numbers) != layers or not all(number.isdigit() and int(number) < layers for number in layer_numbers):
         raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(layer_numbers)}")
     for name, axis, size in (
         ("token_embd.weight", 1, hidden),
-        ("blk.0.attn_output.weight", 1, queries),
+        (f"blk.{attending}.attn_output.weight", 1, queries),
         ("blk.0.ffn_down.weight", 1, inner),
     ):
         info = header.tensors.get(name)

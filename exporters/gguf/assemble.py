@@ -6,7 +6,7 @@ it adds to the weights of norms.
 
 import json
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from exporters.gguf.architectures import MODULES_OUTSIDE, Architecture, Config, architecture_of, config_of
+from exporters.gguf.architectures import Architecture, Config, architecture_of, config_of
 from exporters.gguf.facts import FACTORS, special_ids
 from exporters.gguf.header import Header, TensorInfo, read_pieces, read_tensor
 from exporters.gguf.tokenizer import write_tokenizer
@@ -95,6 +95,8 @@ def rename(header: Header, config: Config) -> list[Renamed]:
         # Gemma multiplies by 1 + weight; llama.cpp's converter adds the 1 to the stored weight
         offset = architecture.norm_offset if module.endswith("_norm") and leaf == "weight" else 0.0
         turned = heads.get(module, 0) if architecture.interleaved else 0
+        if module == architecture.convolution and len(info.shape) == 2 and leaf == "weight":
+            info = replace(info, shape=(info.shape[0], 1, info.shape[1]))
         renamed.append(Renamed(f"{module_name}.{leaf}", info, turned, offset))
     if unknown:
         raise ExportError(
@@ -108,7 +110,7 @@ def _module(path: str, architecture: Architecture) -> tuple[str, str | None]:
     block, _, rest = path.partition(".")
     number, _, module = rest.partition(".")
     if block != "blk":
-        return path, MODULES_OUTSIDE.get(path)
+        return path, architecture.outside.get(path)
     name = architecture.layer.get(module)
     return module, f"model.layers.{number}.{name}" if name and number.isdigit() else None
 

@@ -80,6 +80,15 @@ class ModelFacts:
             raise self.wrong(key, value, "a size" if value is None or value <= 0 else f"a size up to {LARGEST:,}")
         return value
 
+    def by_layer(self, key: str, layers: int) -> list[int]:
+        """A whole number for each layer, which the file has to state."""
+        self._read.add(key)
+        value = self.header.metadata.get(f"{self.architecture}.{key}")
+        numbers = value.tolist() if isinstance(value, np.ndarray) else []
+        if len(numbers) != layers or not all(isinstance(one, int) and 0 <= one <= LARGEST for one in numbers):
+            raise self.wrong(key, value, f"{layers} numbers, one a layer")
+        return numbers
+
     def wrong(self, key: str, value: Any, requirement: str) -> ExportError:
         stated = "it states none" if value is None else f"it states {value!r}"
         return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {requirement}; {stated}")

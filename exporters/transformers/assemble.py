@@ -249,13 +249,21 @@ def _attention(hooked: HookedGraph, layer: int, heads: Heads, usual: Heads) -> A
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
     (count, size, value_size), (usual_count, usual_size, _) = heads, usual
     return Attention(
-        f"{path}.weight" if layout.output_projection else "",
+        _kept_name(hooked, f"{path}.weight") if layout.output_projection else "",
         rows,
         sliding_window(model.config, layer),
         num_kv_heads=None if count == usual_count else count,
         head_dim=None if size == usual_size else size,
         value_dim=None if value_size == size else value_size,
     )
+
+
+def _kept_name(hooked: HookedGraph, name: str) -> str:
+    """The name under which a graph reads a parameter that several layers share (ALBERT)."""
+    weights = dict(hooked.skeleton.named_parameters(remove_duplicate=False))
+    read = {value.name for value in hooked.parameters}
+    same = [other for other, weight in weights.items() if weight is weights.get(name)]
+    return next((other for other in (name, *same) if other in read), name)
 
 
 def _write_fast_tokenizer(folder: Path, target: Path) -> None:

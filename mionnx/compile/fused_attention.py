@@ -71,7 +71,8 @@ def _region(flow: Dataflow, layer: int) -> Region | None:
         return None
     keys, values = joins
     walk = _Walk(flow, {*present})
-    turned = walk.only(present[0])
+    read = [walk.repeated(name) for name in present]
+    turned = walk.only(read[0])
     product = walk.only(turned.output[0]) if turned is not None and turned.op_type == "Transpose" else None
     if turned is None or product is None or product.op_type != "MatMul" or product.input[1] != turned.output[0]:
         return None
@@ -83,10 +84,10 @@ def _region(flow: Dataflow, layer: int) -> Region | None:
         queries = before.input[0]
     scores = walk.through(product.output[0])
     last = walk.only(scores) if scores else None
-    if last is None or last.op_type != "MatMul" or last.input[1] != present[1] or not (walk.mask and walk.normed):
+    if last is None or last.op_type != "MatMul" or last.input[1] != read[1] or not (walk.mask and walk.normed):
         return None
     end = walk.heads_end(last.output[0])
-    if end is None or walk.only(present[1]) is None:
+    if end is None or walk.only(read[1]) is None:
         return None
     shape = "" if len(flow.facts.shapes.get(end, ())) == HEAD_AXES else flow.nodes[flow.producers[end]].input[1]
     nodes = {flow.producers[one.output[0]] for one in (*walk.taken, keys, values)}
@@ -108,6 +109,19 @@ class _Walk:
             return None
         self.taken.append(self.flow.nodes[readers[0]])
         return self.taken[-1]
+
+    def repeated(self, name: str) -> str:
+        """Keys or values as heads read them: as they are, or repeated for the heads that share them."""
+        # the fused operator still makes keys and values, so that their lengths may be read
+        readers = [self.flow.nodes[i] for i in self.flow.consumers.get(name, [])]
+        readers = [node for node in readers if node.op_type != "Shape"]
+        for kind in ("Unsqueeze", "Expand", "Reshape"):
+            if len(readers) != 1 or readers[0].op_type != kind:
+                return name
+            self.taken.append(readers[0])
+            name = readers[0].output[0]
+            readers = [self.flow.nodes[i] for i in self.flow.consumers.get(name, [])]
+        return name
 
     def through(self, name: str) -> str | None:
         """From the products of queries and keys to the pattern that the values are multiplied by."""

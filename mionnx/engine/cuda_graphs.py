@@ -3,15 +3,27 @@
 from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 from numpy.typing import NDArray
 from onnx import helper
 
-from mionnx.engine.device import CPU, Device, copied, empty, fetch, model_bytes, put, run_at, run_options
+from mionnx.engine.device import (
+    CPU,
+    Device,
+    LentArray,
+    empty,
+    fetch,
+    model_bytes,
+    overwrite,
+    provider_at,
+    put,
+    run_at,
+    run_options,
+)
 from mionnx.errors import ModelError
 
 PAST_AXIS = 2  # the axis of keys and values, [batch, heads, columns, width]
@@ -39,15 +51,13 @@ class CudaGraphs:
             self._number += 1
             return self._number
 
-    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Replay a call, or record it first; results are arrays."""
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, LentArray]:
+        """Replay a call, or record it first; results stay on the device until the next call of their shape."""
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         with self._alone:
             return self._replayed(shapes_of(outputs, arrays), outputs, arrays)
 
-    def _replayed(
-        self, key: Any, outputs: Sequence[str], arrays: Mapping[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
+    def _replayed(self, key: Any, outputs: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> dict[str, LentArray]:
         call = self._calls.pop(key, None)
         try:
             if call is None:
@@ -56,7 +66,7 @@ class CudaGraphs:
             self._calls[key] = call  # last in the order of the dictionary: the one used most recently
             while len(self._calls) > self.LIMIT:
                 del self._calls[next(iter(self._calls))]
-            return call.run(arrays)
+            return call.lend(arrays)
         except ModelError:
             raise
         except Exception as error:  # ONNX Runtime's errors share no base class
@@ -77,6 +87,7 @@ class Replay:
         self.session, self.place, self.options = session, place, run_options(str(number))
         self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
         first = run_at(session, outputs, self.inputs, place)
+        self._lent: WeakSet[LentArray] = WeakSet()
         self.outputs = {name: empty(result.shape, result.value.element_type(), place) for name, result in first.items()}
         self.binding = session.io_binding()
         for name, value in self.inputs.items():
@@ -84,20 +95,30 @@ class Replay:
         for name, value in self.outputs.items():
             self.binding.bind_ortvalue_output(name, value)
 
-    def run(self, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Write into the input buffers, run, and copy some outputs to the CPU; all if they are left out."""
+    def lend(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, LentArray]:
+        """Write into the input buffers and run; what an earlier run lent and is still there is copied before."""
+        for one in [*self._lent]:
+            _ = one.array
+        self._lent.clear()
+        self._run(arrays)
+        lent = {name: LentArray(value, self.place) for name, value in self.outputs.items()}
+        self._lent.update(lent.values())
+        return lent
+
+    def run(self, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Write into the input buffers, run, and copy some outputs to the CPU."""
+        self._run(arrays)
+        results = {name: fetch(self.outputs[name], self.place) for name in outputs}
+        return {name: array.copy() for name, array in results.items()} if self.place == CPU else results
+
+    def _run(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.write(arrays)
         self.session.run_with_iobinding(self.binding, self.options)
-        names = self.outputs if outputs is None else outputs
-        return {name: fetch(self.outputs[name], self.place).copy() for name in names}
 
     def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write into the input buffers."""
         for name, array in arrays.items():
-            if array.dtype == ml_dtypes.bfloat16:
-                copied(put(array, CPU), self.place, self.inputs[name])
-            else:
-                self.inputs[name].update_inplace(np.asarray(array, order="C"))
+            overwrite(self.inputs[name], array)
 
 
 class RollingCache:
@@ -161,9 +182,7 @@ def _mover(kinds: set[int], count: int, place: Device) -> onnxruntime.InferenceS
     numbers = {"one": 1, "end": np.iinfo(np.int64).max, "axis": PAST_AXIS}
     constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in numbers.items()]
     graph = helper.make_graph(nodes, "move", long, short, constants)
-    provider: Any = "CPUExecutionProvider"
-    if place != CPU:
-        provider = ("CUDAExecutionProvider", {"device_id": str(place[1]), "enable_cuda_graph": "1"})
+    provider = provider_at(place, enable_cuda_graph="1")
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     return onnxruntime.InferenceSession(model_bytes(graph), settings, providers=[provider], enable_fallback=0)

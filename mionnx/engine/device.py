@@ -6,6 +6,7 @@ bfloat16, which ONNX Runtime does not translate from and to numpy, is translated
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from threading import Lock
 from typing import Any
 
 import ml_dtypes
@@ -53,18 +54,49 @@ class DeviceArray:
         return np.array(self.array, dtype, copy=copy)
 
 
+class LentArray(DeviceArray):
+    """A result in a buffer that a later run writes: copied to the CPU when it is read, or before that run."""
+
+    def __init__(self, value: onnxruntime.OrtValue, place: Device) -> None:
+        super().__init__(value, place)
+        self._alone = Lock()
+
+    @property
+    def array(self) -> NDArray[Any]:
+        with self._alone:  # the run waits for a thread that reads
+            if self._copy is None:
+                array = fetch(self.value, self.place)
+                self._copy = array.copy() if self.place == CPU else array
+        return self._copy
+
+    _copy: NDArray[Any] | None = None
+
+
 Value = NDArray[Any] | DeviceArray
 
 
 def put(value: Any, place: Device) -> onnxruntime.OrtValue:
     """Copy a value to a device as an `OrtValue`; on the CPU it shares the array's memory."""
+    if isinstance(value, LentArray):
+        value = value.array
     if isinstance(value, DeviceArray | onnxruntime.OrtValue):
         return value.value if isinstance(value, DeviceArray) else value
     array = np.asarray(value, order="C")
     if array.dtype != ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, *place)
-    here = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
-    return here if place == CPU else copied(here, place, empty(array.shape, BFLOAT16, place))
+    bits = array.view(np.uint16)
+    if place == CPU:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, BFLOAT16)
+    value = empty(array.shape, BFLOAT16, place)
+    overwrite(value, array)
+    return value
+
+
+def overwrite(value: onnxruntime.OrtValue, array: NDArray[Any]) -> None:
+    """Write an array of a value's dtype and shape into its memory."""
+    array = np.asarray(array, order="C")
+    # numpy has no bfloat16; the bytes are copied as they are
+    value.update_inplace(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
 
 
 def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
@@ -82,27 +114,29 @@ def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime
     return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, *place)
 
 
-def copied(
-    value: onnxruntime.OrtValue, place: Device, target: onnxruntime.OrtValue | None = None
-) -> onnxruntime.OrtValue:
-    """Copy a bfloat16 value into another, or to new memory on the CPU."""
+def copied(value: onnxruntime.OrtValue, place: Device) -> onnxruntime.OrtValue:
+    """Copy a bfloat16 value to new memory on the CPU."""
     # ONNX Runtime has no other way than a graph of one Identity for this dtype in Python.
     binding = _copier(place).io_binding()
     binding.bind_ortvalue_input("from", value)
-    if target is None:
-        binding.bind_output("to", *CPU)
-    else:
-        binding.bind_ortvalue_output("to", target)
+    binding.bind_output("to", *CPU)
     _copier(place).run_with_iobinding(binding)
     return binding.get_outputs()[0]
+
+
+def provider_at(place: Device, **options: str) -> Any:
+    """The provider of a device, as a session takes it."""
+    if place == CPU:
+        return "CPUExecutionProvider"
+    # ONNX Runtime writes a warning for each session that names the first device, which it takes by itself
+    return ("CUDAExecutionProvider", {**({"device_id": str(place[1])} if place[1] else {}), **options})
 
 
 @cache
 def _copier(place: Device) -> onnxruntime.InferenceSession:
     ends = [onnx.helper.make_tensor_value_info(name, BFLOAT16, None) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "copy", ends[:1], ends[1:])
-    provider: Any = "CPUExecutionProvider" if place == CPU else ("CUDAExecutionProvider", {"device_id": str(place[1])})
-    return onnxruntime.InferenceSession(model_bytes(body), providers=[provider])
+    return onnxruntime.InferenceSession(model_bytes(body), providers=[provider_at(place)])
 
 
 def model_bytes(graph: onnx.GraphProto) -> bytes:

@@ -91,7 +91,8 @@ class Options:
         cuda_graphs: let every shape of `forward`'s calls be one CUDA graph, launched as a whole: faster where a small
             structure runs many times on other values; and the steps of a generation, on keys and values padded to a
             multiple of 64 columns, unless something with an axis of keys (scores, patterns) is captured or changed. For
-            the provider "cuda", and graphs without control flow. What is captured is copied to the CPU at once.
+            the provider "cuda", and graphs without control flow. Results are copied to the CPU when they are read, or
+            before the next call of their shape.
         engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference"; see `mionnx.engine.engines`.
         fused: run an adopted file's own fused operators where a spec touches nothing inside them, and its own graph,
             bit by bit, where nothing is touched at all (with `fast`, of files without fused operators too). That graph

@@ -7,9 +7,10 @@ itself each would hold a copy of its own.
 
 import ctypes
 import io
+import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,7 +160,26 @@ def load_cuda() -> None:
             onnxruntime.preload_dlls(directory=str(folder))
     state = onnxruntime.capi.onnxruntime_pybind11_state
     if hasattr(state, "set_arena_extend_strategy"):  # by default an arena takes up to twice as much
-        state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)
+        with _without_stderr():  # that this call is an old one; nothing newer is for memory outside of sessions
+            state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Let nothing that a library writes by itself come to the terminal."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # a process without one
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def cuda_trouble() -> str | None:

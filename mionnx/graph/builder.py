@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 from numpy.typing import DTypeLike
 from onnx_graphsurgeon import Constant, Graph, Node, Tensor, Variable, export_onnx, import_onnx
+from onnx_graphsurgeon.logger import G_LOGGER
+from onnx_graphsurgeon.logger.logger import LoggerSuppress
 
 from mionnx.graph.dataflow import BOOLEAN, COUNTING
 from mionnx.graph.report import Report
@@ -138,7 +140,8 @@ def _number(dtype: Any) -> int:
 def edit(proto: onnx.ModelProto) -> Graph:
     """Import a model as a graph to edit; `proto` is left alone."""
     # graphsurgeon keeps ONNX's number where numpy has no such dtype: bfloat16 is the one of ml_dtypes here.
-    graph = import_onnx(proto)
+    with LoggerSuppress(G_LOGGER, G_LOGGER.ERROR):  # it warns of each such number
+        graph = import_onnx(proto)
     for part in (graph, *graph.subgraphs(recursive=True)):
         for tensor in (*part.tensors().values(), *part.inputs, *part.outputs):
             if isinstance(tensor, Variable) and isinstance(tensor.dtype, int) and tensor.dtype:

@@ -45,6 +45,8 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
 
 def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> dict[str, Value]:
     """The inputs that carry the past of a call."""
+    if model.metadata.reads_whole:
+        return {}
     dtypes = model.past_dtypes
     if past is None:
         # a past of length 0, or states of zeros: the graph has one form, with a past

@@ -51,7 +51,9 @@ def batches_of(
     tokens = 0  # of the batch, padding not counted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         length = lengths[row]
-        if isinstance(batch_size, str):
+        if len(lengths) == 1:
+            most = 1
+        elif isinstance(batch_size, str):
             most = PER_BATCH // max(1, length)
             most = max(1, most if fitting is None else min(most, fitting(length)))
         else:
@@ -163,9 +165,12 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
 
 def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting:
     """The number of rows of a length with room in a quarter of the free memory."""
-    room = SHARE * memory.available()
+    room: float | None = None
 
     def rows(length: int) -> int:
+        nonlocal room
+        if room is None:
+            room = SHARE * memory.available()
         layer = layer_bytes(bound, length, past + length)
         return int(room // (layer + 2 * kept_bytes(bound, length, past, use_cache)))
 

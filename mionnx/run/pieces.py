@@ -21,6 +21,7 @@ from mionnx.rewrite.plan import NONE, CaptureNode, Edit, Outputs, Plan
 
 PIECES = 8
 TOUCHED = 4  # pieces, at most: with more, most of them would be opened
+REMEMBERED = 1024  # structures of which calls are counted
 CALLS = 32  # of one structure in pieces, by which a graph of its own has paid for itself
 INNER = Outputs(logits=False)
 
@@ -83,6 +84,8 @@ class Pieces:
         placed = self._placed(plan)
         if placed is None or len({*placed.values()}) > TOUCHED:
             return None
+        if len(self.calls) >= REMEMBERED and plan not in self.calls:
+            self.calls.clear()  # those that are called again are counted again
         self.calls[plan] += 1
         last = len(self._pieces) - 1
         plans = []

@@ -63,6 +63,17 @@ def test_padded_texts_and_decoding_give_the_logits_of_forward(family, models, tm
     assert "calls of several tokens after a past have one row" in card
 
 
+def test_keys_that_the_graph_repeats_for_the_heads_that_share_them_are_fused(shipped, tmp_path):
+    """As older exports have them, the shipped one among these."""
+    ids = np.random.default_rng(0).integers(3, shipped.vocab_size, (1, 9))
+    spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(0.9))
+    folder = shipped.compile(spec, tmp_path / "shipped", fused="padded")
+    assert operators(folder)[FUSED] == shipped.num_layers
+    assert not operators(folder)["Softmax"]
+    expected = shipped.forward(ids, spec).output()
+    assert np.abs(decoded(folder, shipped, ids, np.ones_like(ids), 6) - expected).max() < 5e-5
+
+
 def test_a_layer_that_is_changed_or_read_keeps_its_nodes(models, tmp_path):
     model = models("llama")
     ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, 9))

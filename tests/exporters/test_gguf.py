@@ -64,6 +64,7 @@ BOTH = [
     Family("gemma3_text", Kind.F16, {**WIDE, "num_hidden_layers": 6}),
     Family("phi3", Kind.Q5_1),
     Family("starcoder2", Kind.BF16),
+    Family("lfm2", Kind.Q8_0, {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 ]
 SCALES = {
     "attention_multiplier": 0.3,
@@ -234,7 +235,7 @@ def test_every_scaling_of_the_rotation_is_read(scaling, tmp_path):
     "family",
     [
         pytest.param(BOTH[0], id="llama"),
-        *[pytest.param(family, id=family.name, marks=pytest.mark.slow) for family in BOTH[1:6]],
+        *[pytest.param(one, id=one.name, marks=pytest.mark.slow) for one in (*BOTH[1:6], BOTH[7])],
     ],
 )
 def test_every_hook_point_of_an_opened_file_equals_transformers_own_loading(family, tmp_path, theirs, monkeypatch):

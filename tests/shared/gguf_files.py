@@ -74,8 +74,8 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def put(writer: GGUFWriter, name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> None:
-    """Add a tensor; vectors stay float32."""
-    if kind == F32 or weight.ndim == 1:
+    """Add a tensor; vectors and the taps of convolutions stay float32."""
+    if kind == F32 or weight.ndim == 1 or "shortconv.conv" in name:
         writer.add_tensor(name, weight)
     else:
         writer.add_tensor(name, q4_k(weight) if kind == Q4_K else quantize(weight, kind), raw_dtype=kind)
@@ -118,7 +118,12 @@ def facts(config: Any) -> dict[str, Any]:
         "embedding_scale": getattr(config, "embedding_multiplier", None),
         "residual_scale": getattr(config, "residual_multiplier", None),
         "logit_scale": getattr(config, "logits_scaling", None),
+        "shortconv.l_cache": getattr(config, "conv_L_cache", None),
     }
+    if arch == "lfm2":  # whose layers of convolutions have no heads
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        found["attention.head_count_kv"] = [config.num_key_value_heads * one for one in attends]
+        found["attention.layer_norm_rms_epsilon"] = config.norm_eps
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
@@ -158,5 +163,6 @@ def tensors(model: Any) -> list[tuple[str, np.ndarray]]:
             weight = pairs.swapaxes(1, 2).reshape(weight.shape)
         if family in PLUS_ONE and path.endswith("norm.weight"):
             weight = weight + 1
+        weight = weight.squeeze(1) if weight.ndim == 3 else weight  # of a convolution
         found.append((names.get_name(path, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(weight)))
     return found
