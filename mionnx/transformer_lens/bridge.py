@@ -28,7 +28,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates
 from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
-from mionnx.transformer_lens.lens_points import LOGITS, LensPoint, lens_points
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
 from mionnx.transformer_lens.parameters import make_room, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 
@@ -97,7 +97,7 @@ class OnnxBridge(TransformerBridge):
     def leading(self, source: str) -> list[str]:
         """Hook points of the graph that a value depends on, for gradients."""
         if source not in self._leading:
-            of = OUTPUT if source == LOGITS.source else source
+            of = OUTPUT if source == LENS_LOGITS.source else source
             self._leading[source] = differentiable(index_hooks(HookSpec(), self.engine.hooked), of)
         return self._leading[source]
 

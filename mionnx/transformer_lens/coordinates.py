@@ -55,7 +55,7 @@ class Coordinates:
         Args:
             mean: of a stream that hooks gave one, where the graph's own means nothing, [batch, seq, 1].
         """
-        return np.ascontiguousarray(SHOWN.get(point.kind, _as_it_is)(self, point, value, mean))
+        return np.ascontiguousarray(SHOW_BY_KIND.get(point.kind, _as_it_is)(self, point, value, mean))
 
     def _stream(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) + mean if self.stream else value
@@ -218,7 +218,7 @@ def _as_it_is(own: Coordinates, point: LensPoint, value: Array, mean: Array | fl
     return value
 
 
-SHOWN: dict[str, Callable[..., Array]] = {
+SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "stream": Coordinates._stream,
     "part": Coordinates._part,
     "every row": Coordinates._part,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +18,14 @@ from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import LOGITS, SILENT, LensPoint
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, SILENT, LensPoint
 from mionnx.transformer_lens.way_back import WayBack
-
-if TYPE_CHECKING:
-    from mionnx.transformer_lens.bridge import OnnxBridge
 
 # Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
 STOPPING = "run_with_cache.<locals>.stop_hook"
-KEEPING = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
-STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, KEEPING)
-STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", KEEPING)
+STORING_FOR_HOOKS = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
+STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, STORING_FOR_HOOKS)
+STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", STORING_FOR_HOOKS)
 
 
 def _called(handle: Any) -> str:
@@ -53,13 +50,13 @@ def _stores_back(hook: TheirHook) -> bool:
 class LensPass:
     """One pass: its tokens, its hooks, and what they changed."""
 
-    def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
+    def __init__(self, bridge: Any, ids: Array, mask: Array | None, spec: HookSpec) -> None:
         self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
         self._live = self._hooks()
         self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
         self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
         self._sums: dict[str, Array] = {}  # by the z of a changed pattern
-        self._logits = LOGITS
+        self._logits = LENS_LOGITS
         self._edits = any(not _stores(hook) for _, hook in self._live)
         alive = self._edits or any(hook.bwd_hooks for _, hook in self._live)
         self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
@@ -111,7 +108,7 @@ class LensPass:
         return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
 
     def _stores(self, hook: TheirHook) -> bool:
-        keeping = any(_called(handle).endswith(KEEPING) for handle in hook.fwd_hooks)
+        keeping = any(_called(handle).endswith(STORING_FOR_HOOKS) for handle in hook.fwd_hooks)
         return _stores(hook) and not (self._edits and (hook.bwd_hooks or keeping))
 
     def _run(self, acting: list[Any], read: list[Any], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
@@ -192,7 +189,7 @@ class LensPass:
         if point.lands and not same:
             self._land(point.lands, -change)
         if point.kind == "logits":
-            self._logits = LOGITS._replace(kind="plain")
+            self._logits = LENS_LOGITS._replace(kind="plain")
         if point.kind == "pattern" and coordinates.values:
             self._sums[point.beside] = after.sum(axis=-1)
         self._change(point.source, change)
@@ -209,11 +206,11 @@ class LensPass:
     def _note_mean(self, point: LensPoint, after: Array, same: bool) -> None:
         """Keep the mean that a hook gave the stream: with centred weights, only hooks can."""
         if self.bridge.coordinates.stream and point.kind in ("stream", "part", "every row", "result"):
-            whole = after.sum(axis=2) if point.kind == "result" else after
+            added = after.sum(axis=2) if point.kind == "result" else after
             replaces = point.kind == "stream"
             if replaces and point.lands and not same:  # what one branch reads
                 return
-            self._means.append((self._order(point), replaces, whole.mean(axis=-1, keepdims=True)))
+            self._means.append((self._order(point), replaces, added.mean(axis=-1, keepdims=True)))
 
     def _order(self, point: LensPoint) -> int:
         return self.bridge.engine.hooked.order[point.source]

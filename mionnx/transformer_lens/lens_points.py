@@ -55,7 +55,7 @@ class LensPoint(NamedTuple):
         return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else 0
 
 
-LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
+LENS_LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
 
 
 def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], names: Collection[str]) -> list[LensPoint]:

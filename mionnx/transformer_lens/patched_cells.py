@@ -11,22 +11,20 @@ import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformer_lens import patching
 from transformer_lens.hook_points import HookPoint as TheirHook
 
+from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.errors import MIError
 from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import LOGITS, LensPoint
-
-if TYPE_CHECKING:
-    from mionnx.transformer_lens.bridge import OnnxBridge
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint
 
 LOOP = "generic_activation_patch.<locals>.patching_hook"
 # What an index holds behind the layer.
@@ -38,14 +36,13 @@ AXES: dict[Any, tuple[str, ...]] = {
     patching.layer_head_pos_pattern_patch_setter: ("head", "position"),
     patching.layer_head_dest_src_pos_pattern_patch_setter: ("head", "position", "position"),
 }
-CALL_TOKENS = 4096  # of one call
 LOGIT_BYTES = 2**27  # of one call
 
 
 class PatchedCells:
     """The cells of one loop at a time: what was computed ahead, by index."""
 
-    def __init__(self, bridge: OnnxBridge) -> None:
+    def __init__(self, bridge: Any) -> None:
         self.bridge = bridge
         self._tokens: bytes | None = None
         self._streams: dict[int, Arrays] = {}
@@ -115,7 +112,7 @@ class PatchedCells:
         edits = self._edits(point, np.concatenate(after), np.concatenate([before] * len(cells)))
         for number in range(layer, segments.layers):
             stream, _ = segments.layer(number, rows, stream, edits if number == layer else None)
-        logits = self.bridge.coordinates.show(LOGITS, segments.logits(rows, stream, last=False))
+        logits = self.bridge.coordinates.show(LENS_LOGITS, segments.logits(rows, stream, last=False))
         for number, cell in enumerate(cells):
             self._ahead[cell] = logits[number * batch : (number + 1) * batch].copy()
 

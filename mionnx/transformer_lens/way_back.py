@@ -6,7 +6,7 @@ Going back, a node asks the engine for one vector-Jacobian product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +15,12 @@ from mionnx.errors import GradientError
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import LOGITS, LensPoint
-
-if TYPE_CHECKING:
-    from mionnx.transformer_lens.bridge import OnnxBridge
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint
 
 ROUNDING = 2e-6  # relative, of a sum of gradients
 
 
-class Node(torch.autograd.Function):
+class GraphValue(torch.autograd.Function):
     """A value of the graph in torch's: its way back is a product that the engine computes."""
 
     @staticmethod
@@ -46,7 +43,7 @@ class WayBack:
     then differs from what later products told it by what its functions do to gradients, and only that goes on back.
     """
 
-    def __init__(self, bridge: OnnxBridge, ids: Array, mask: Array | None, spec: HookSpec) -> None:
+    def __init__(self, bridge: Any, ids: Array, mask: Array | None, spec: HookSpec) -> None:
         self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
         self.points: list[tuple[LensPoint, Array]] = []  # with the source's value
         self.tensors: list[torch.Tensor] = []  # after their hooks
@@ -56,7 +53,7 @@ class WayBack:
 
     def node(self, point: LensPoint, value: Array, source: Array) -> torch.Tensor:
         """A value as a tensor that torch can go back from."""
-        tensor = Node.apply(self._anchor, self, len(self.points), value, *self.tensors)
+        tensor = GraphValue.apply(self._anchor, self, len(self.points), value, *self.tensors)
         self.points.append((point, source))
         return tensor
 
@@ -90,13 +87,13 @@ class WayBack:
             for name, change in self.changes.items():
                 if name in leading and name != point.source:  # what is added behind changes no gradient before
                     spec.intervene(name, Intervention.Add(change))
-            of = None if point.source == LOGITS.source else point.source
+            of = None if point.source == LENS_LOGITS.source else point.source
             if of is not None:
                 spec.capture(of)
             spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
             cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
-            gradients = cache.grad or {}
-            by_name |= {name: np.asarray(gradients[name]) for name in names}
+            grad: Any = cache.grad
+            by_name |= {name: np.asarray(grad[name]) for name in names}
         return [self._of(one, value, by_name) for one, value in before]
 
     def _of(self, point: LensPoint, value: Array, by_name: dict[str, Array]) -> Array | None:
