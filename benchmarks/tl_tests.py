@@ -9,7 +9,7 @@ network: `gpt2`, `distilgpt2` and small names beside them mean a random GPT-2 of
 Llama, with a byte-level tokenizer trained on mionnx' READMEs. Tests that TransformerLens itself does not pass so say
 nothing. Passes of a bridge's module in torch are counted: there are to be none.
 
-`--save` writes benchmarks/results/tl_tests.md.
+`--only integration --save` wrote benchmarks/results/tl_tests.md.
 """
 
 import argparse
@@ -47,7 +47,11 @@ WORDS = re.compile(
 )
 # Those of other families, of parts that no bridge of a decoder has, and of TransformerLens' own upkeep.
 OTHERS = re.compile(r"bloom|bert|olmo|granite|ssm|moe|audio|symbolic|jacobian|registry|hf_cache|doctest|orchestration")
-WORDS_OF_TESTS = (" London", " Paris", " Rome", " Berlin", " Mary", " John", " world")  # each one token of GPT-2's
+# Each is one token of GPT-2's.
+WORDS_OF_TESTS = tuple(
+    f" {word}"
+    for word in ["London", "Paris", "Rome", "Berlin", "Moscow", "France", "Russia", "Spain", "Italy", "Mary", "John"]
+)
 LONGEST = 900  # seconds of a run
 END = "<|endoftext|>"
 Results = dict[str, tuple[str, str]]  # test -> outcome, what it says
