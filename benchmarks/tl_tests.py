@@ -48,10 +48,7 @@ WORDS = re.compile(
 # Those of other families, of parts that no bridge of a decoder has, and of TransformerLens' own upkeep.
 OTHERS = re.compile(r"bloom|bert|olmo|granite|ssm|moe|audio|symbolic|jacobian|registry|hf_cache|doctest|orchestration")
 # Each is one token of GPT-2's.
-WORDS_OF_TESTS = tuple(
-    f" {word}"
-    for word in ["London", "Paris", "Rome", "Berlin", "Moscow", "France", "Russia", "Spain", "Italy", "Mary", "John"]
-)
+WORDS_OF_TESTS = (" London", " Paris", " Rome", " Berlin", " Moscow", " France", " Russia", " Spain", " Italy", " Mary")
 LONGEST = 900  # seconds of a run
 END = "<|endoftext|>"
 Results = dict[str, tuple[str, str]]  # test -> outcome, what it says

@@ -97,9 +97,7 @@ def edited(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
         plain = theirs(tokens)
         rotary = hasattr(theirs, "rotary_emb")  # then hook_pos_embed is a name that never fires
         for name in (name for name in ACTING if name in theirs.hook_dict and not (rotary and name == "hook_pos_embed")):
-            for function in (change, in_place)[
-                : 1 if name == "hook_pos_embed" else 2
-            ]:  # theirs is one row, shown often
+            for function in (change, in_place)[: 1 if name in WRITTEN_TWICE else 2]:  # theirs is one row, shown often
                 outs = []
                 for one in (ours, theirs):
                     with one.hooks(fwd_hooks=[(name, function)]):
@@ -216,6 +214,8 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
 
 SWEEPS = ("resid_pre", "resid_mid", "attn_out", "mlp_out", "attn_head_out_by_pos", "attn_head_pattern_all_pos")
 SWEEPS += ("attn_head_k_by_pos", "attn_head_v_all_pos")
+# Theirs is one row of positions, shown often; and what writes to ln_final.hook_in writes to its caches.
+WRITTEN_TWICE = ("hook_pos_embed", "ln_final.hook_in")
 PARTS = {"gradients": gradients, "calls": calls}
 
 
