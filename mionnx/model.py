@@ -32,6 +32,7 @@ from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.steering import interchange as interchanging
 from mionnx.analysis.sweep import ablation, patching
+from mionnx.analysis.tracing import trace as tracing
 from mionnx.analysis.weights import weights as named
 from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
@@ -83,6 +84,8 @@ class MIModel(Runner, Translated):
     # edges between heads, MLPs, embedding and logits
     edge_attribution = edges.edge_attribution
     circuit = circuits.circuit
+    # features of transcoders, and what they add to one another
+    trace = tracing.trace
     # layers read as predictions, and tokens as vectors
     logit_lens = lens.logit_lens
     project_to_vocab = lens.project_to_vocab

@@ -9,6 +9,7 @@ from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.features.active_features import FeatureActivations
 from mionnx.analysis.features.sae import SAE
+from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
@@ -30,6 +31,7 @@ from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.analysis.steering.interchange import SubspaceEffect
 from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
+from mionnx.analysis.tracing.attribution_graph import AttributionGraph
 from mionnx.analysis.weights.factored_matrix import FactoredMatrix
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
@@ -86,6 +88,7 @@ __all__ = [
     "Activations",
     "AttentionPatterns",
     "Attribution",
+    "AttributionGraph",
     "Attributions",
     "Bisection",
     "ChatTokens",
@@ -160,6 +163,7 @@ __all__ = [
     "TokenPairs",
     "TokenizerError",
     "Tokens",
+    "TranscoderSet",
     "UnknownImportError",
     "UnknownKeywordError",
     "UnknownNameError",

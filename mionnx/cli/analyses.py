@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from mionnx.analysis.attribution.attribution import Attributions
+from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.gradients.attribute_patch import AttributedSweep
 from mionnx.analysis.steering.directions import Directions
 from mionnx.analysis.steering.dose_response import DoseResponse
@@ -189,6 +190,29 @@ CIRCUIT = Command(
     show=_edges,
     positional=("clean", "corrupted"),
     optional=("clean", "corrupted"),
+)
+
+
+def _trace(
+    open: Open,
+    arguments: Arguments,
+    hook: Annotated[str, typer.Option(help="Hook point that features read, where the files do not say.")] = "",
+    hook_out: Annotated[str, typer.Option(help="Hook point that features stand for.")] = "",
+) -> Any:
+    # Files are looked at before the model is opened.
+    arguments["transcoders"] = TranscoderSet.load(arguments["transcoders"], hook, hook_out)
+    return open().trace(**arguments)
+
+
+TRACE = Command(
+    [MIModel.trace],
+    [
+        f"mionnx trace {LLAMA} {PROMPT} --transcoders FOLDER --html graph.html",
+        f"mionnx trace {LLAMA} {PROMPT} --transcoders FOLDER --json > graph.json",
+    ],
+    "JSON is circuit-tracer's file (schema 1), which its pages and Neuronpedia show.",
+    call=_trace,
+    positional=("prompt",),
 )
 
 

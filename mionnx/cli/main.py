@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": ("analyses.SWEEP", "Patch or ablate every layer, position or head; measure the effect on the answer."),
     "attribute-patch": ("analyses.ATTRIBUTE_PATCH", "Estimate a patching sweep from gradients, leading cells exactly."),
     "circuit": ("analyses.CIRCUIT", "Find the leading edges between heads and MLPs, and run the model on these alone."),
+    "trace": ("analyses.TRACE", "Trace a prompt through features of transcoders: its attribution graph."),
     "lens": ("analyses.LENS", "Show the next token that every layer would predict, were it the last (logit lens)."),
     "patchscope": ("analyses.PATCHSCOPE", "Read each layer's stream by what a model says with it in another prompt."),
     "attention": ("analyses.ATTENTION", "Show the tokens that each head attends to."),

@@ -151,6 +151,7 @@ WORDS = {
     "lens": Form(Path, lambda _, path: JacobianLens.load(path), "FILE", "A Jacobian, J++, tuned or ridge lens."),
     "edges": Form(str, _places, "NUMBERS", "As 20,50,100, or mib."),
     "sae": Form(Path, lambda _, path: SAE.load(path), metavar="FOLDER"),
+    "transcoders": Form(Path, metavar="FOLDER"),
     "texts": Form(list[Path], lambda _, paths: [read_text(path) for path in paths], "FILE", "May be repeated."),
     "reference": LINES,
     "knobs": Form(list[str], _knobs, "NAME[=HOOK]", "May be repeated."),

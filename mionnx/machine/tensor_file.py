@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,8 @@ OWN_KEYS = "mionnx_"  # how metadata keys of mionnx begin
 RESULT_KEY = "mionnx_result"  # its class is in the metadata
 FILE_KINDS = {"mionnx_spec": "HookSpec", "mionnx_directions": "Directions"}
 CACHES = {"kv": "KVCache", "rwkv": "RWKVState", "layers": "LayerCache"}
+# Names of floating-point dtypes in a header -> numpy's.
+MAPPED: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 OTHERS = {
     "mionnx_run": "it is a recorded run, which verify(against=...) reads",
     "mionnx_sweep": "it is the progress of a sweep, which the same sweep continues with resume=...",
@@ -108,6 +111,24 @@ def read_tensors(
     with open_tensors(path, problem, error) as file:
         metadata = {key: text for key, text in (file.metadata() or {}).items() if key != CHECKSUM}
         return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def map_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> dict[str, NDArray[Any]]:
+    """The floating-point tensors of a file, mapped: their numbers are read when they are used; see `open_tensors`."""
+    with open_tensors(path, problem, error):  # its header is checked: names, dtypes, and what lies where
+        header, start = read_header(Path(path))
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            if entry["dtype"] not in MAPPED:
+                raise error(f"{path}: {name} has numbers of the dtype {entry['dtype']}; weights are floating-point")
+            # an empty file part cannot be mapped
+            tensors[name] = (
+                np.memmap(path, MAPPED[entry["dtype"]], "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
+                if 0 not in entry["shape"]
+                else np.zeros(entry["shape"], MAPPED[entry["dtype"]])
+            )
+    return tensors
 
 
 def values_checksum(tensors: Mapping[str, NDArray[Any]], facts: Sequence[str]) -> str:

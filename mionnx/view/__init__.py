@@ -1,7 +1,21 @@
 """Results as tables, frames, pictures and offline pages, drawn from panels that each result declares once."""
 
 from mionnx.view.page import card, readable
-from mionnx.view.panels import Bars, Each, Graph, HeatMap, Lines, Patterns, Series, Table, Text, View, short_point
+from mionnx.view.panels import (
+    Bars,
+    Each,
+    Graph,
+    HeatMap,
+    Lines,
+    Patterns,
+    Series,
+    Table,
+    Text,
+    Trace,
+    TraceNode,
+    View,
+    short_point,
+)
 from mionnx.view.shown import Columns, Shown, long_form
 
 __all__ = [
@@ -16,6 +30,8 @@ __all__ = [
     "Shown",
     "Table",
     "Text",
+    "Trace",
+    "TraceNode",
     "View",
     "card",
     "long_form",

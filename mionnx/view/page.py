@@ -28,6 +28,7 @@ SCRIPTS = {
     "Lines": "charts.js",
     "Graph": "charts.js",
     "Patterns": "patterns.js",
+    "Trace": "trace.js",
     "Text": "texts.js",
     "Table": "texts.js",
 }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import rich.table
 from numpy.typing import NDArray
@@ -197,6 +197,30 @@ class Graph(Panel):
     most: int  # number of all edges
     unit: str
     drawn: int  # edges of a picture
+
+
+class TraceNode(NamedTuple):
+    """One node of an attribution graph; tokens are of layer -1, logits of the layer above the last."""
+
+    name: str
+    kind: str  # "feature", "error", "token" or "logit"
+    layer: int
+    position: int
+    label: str
+    influence: float  # of a logit its probability
+    activation: float | None  # of a feature
+    group: str  # name of its supernode; empty without one
+    words: str = ""  # further words under the pointer
+
+
+@dataclass
+class Trace(Panel):
+    """An attribution graph: tokens across, layers up."""
+
+    tokens: Sequence[str]
+    layers: int
+    nodes: Sequence[TraceNode]
+    edges: Sequence[tuple[int, int, float]]  # (source, target, effect), by index of the node; the largest first
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A view as a matplotlib figure: each panel in a part of its own, rows of panels below one another."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import ceil
 from textwrap import fill
@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.view.figure import empty_figure, token_label, write_numbers
-from mionnx.view.panels import Bars, Graph, HeatMap, Lines, Patterns, Text, View
+from mionnx.view.node_pictures import draw_graph, draw_trace, trace_size
+from mionnx.view.panels import Bars, Graph, HeatMap, Lines, Patterns, Text, Trace, View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -296,43 +297,7 @@ def _draw_lines(part: "Part", panel: Lines, beside: int) -> None:
         axes.legend(fontsize=7, title=f"and {more} more, not shown" if more > 0 else None)
 
 
-# Graphs and attention
-
-
-def _draw_graph(part: "Part", panel: Graph, beside: int) -> None:
-    """Edges as lines between nodes: layers from the bottom up, MLPs to the right of heads."""
-    axes, edges = part.subplots(), panel.edges[: panel.drawn]
-    place = _placed({label.partition("<")[0]: label for edge in edges for label in edge[:2]}, panel.places)
-    limit = max((abs(score) for *_, score in edges), default=1.0) or 1.0
-    # The leading edges last, on top of the others.
-    for sender, receiver, score in reversed(edges):
-        strength = abs(score) / limit
-        ends = zip(place[sender.partition("<")[0]], place[receiver.partition("<")[0]], strict=True)
-        (line,) = axes.plot(*ends, color=RED if score > 0 else BLUE, zorder=1)
-        line.set(linewidth=0.5 + 3 * strength, alpha=0.25 + 0.75 * strength)
-    for one, other in panel.shared:
-        if one in place and other in place:
-            axes.plot(*zip(place[one], place[other], strict=True), color=GREY, linestyle=":", linewidth=1, zorder=1)
-    for name, (x, y) in place.items():
-        box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": GREY, "linewidth": 0.6}
-        axes.text(x, y, token_label(name), ha="center", va="center", fontsize=7, bbox=box, zorder=2)
-    axes.set_axis_off()
-    axes.margins(0.08)
-    title = f"the {len(edges)} leading edges; by being kept, red raises {panel.unit}, blue lowers it"
-    axes.set_title(token_label(title), fontsize=9)
-
-
-def _placed(names: Iterable[str], places: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Node -> its place in the drawing; nodes without a number stand to the right."""
-    levels = sorted({places[name][1] for name in names})
-    rows = [sorted((name for name in names if places[name][1] == level), key=places.__getitem__) for level in levels]
-    right = max(map(len, rows), default=1) / 2 + 0.3
-    return {
-        name: (column - (len(row) - 1) / 2 + 0.2 * (number % 2) if "." in name else right, number)
-        # Every other row is shifted, so that edges between nodes of one column do not run through those between.
-        for number, row in enumerate(rows)
-        for column, name in enumerate(row)
-    }
+# Attention
 
 
 def _patterns_size(panel: Patterns, beside: int) -> tuple[float, float]:
@@ -380,6 +345,7 @@ _DRAWN = {
     Bars: _Kind(_bars_size, _draw_bars),
     Text: _Kind(_text_size, _draw_text),
     Lines: _Kind(_lines_size, _draw_lines),
-    Graph: _Kind(lambda panel, beside: (7.8, 5.0), _draw_graph),
+    Graph: _Kind(lambda panel, beside: (7.8, 5.0), draw_graph),
+    Trace: _Kind(trace_size, draw_trace),
     Patterns: _Kind(_patterns_size, _draw_patterns),
 }

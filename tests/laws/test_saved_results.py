@@ -15,6 +15,7 @@ import pytest
 from alike import alike
 from repository import REPOSITORY
 from safetensors.numpy import load_file, save_file
+from transcoder_files import traced
 
 from mionnx import (
     AblationResult,
@@ -103,6 +104,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult alone": lambda model: ablated(model, None),
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
+    "AttributionGraph": lambda model: traced(model).group("a", ["error_0_1"]),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
     "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
     "RangeReport": lambda model: model.check_range(TEXT),

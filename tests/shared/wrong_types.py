@@ -19,6 +19,7 @@ import torch
 from repository import REPOSITORY
 from saelens_fixture import D_IN, D_SAE, random_weights
 from safetensors.numpy import save_file
+from transcoder_files import write_set
 
 from mionnx import (
     SAE,
@@ -47,6 +48,7 @@ from mionnx import (
     StateSteeringSpec,
     Subspace,
     TextStreamer,
+    TranscoderSet,
     create_knockout_mask,
     probe,
     sample_token,
@@ -436,6 +438,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
             "placebos": 1,
         },
         "features": {**one, "sae": _sae()},
+        "trace": {**one, "transcoders": _transcoders(model, folder)},
         "capture_residuals": {**one, "layers": [1]},
         "forward_with_capture": {**one, "layers": [1]},
         "forward_ablate": {**one, "ablate_layers": [1], "capture_layers": [1]},
@@ -489,6 +492,36 @@ def _sae() -> SAE:
     return SAE(Config("standard", hook="blocks.1.hook_resid_post"), random_weights("standard"))
 
 
+def _transcoders(model: MIModel, folder: Path) -> TranscoderSet:
+    path = folder / "transcoders"
+    if not path.exists():
+        write_set(model, path)
+    return TranscoderSet.load(path)
+
+
+def _graphs(model: MIModel, folder: Path) -> Iterator[Call]:
+    """Methods of attribution graphs, and of what they are traced through."""
+    transcoders = _transcoders(model, folder)
+    graph = model.trace(PROMPT, transcoders)
+    node, of_both = graph.sources[0], {"model": model, "transcoders": transcoders}
+    (folder / "graph.json").write_text(json.dumps(graph.to_circuit_tracer()))
+    methods: dict[str, dict[str, Any]] = {
+        **{name: {} for name in ("influence", "leading", "prune", "top", "table", "to_circuit_tracer")},
+        "group": {"name": "a", "nodes": [node]},
+        "read": {"path": folder / "graph.json"},
+        "intervene": {**of_both, "scale": {node: 0.0}},
+        "confirm": {**of_both, "node": node},
+    }
+    yield from _methods("AttributionGraph", lambda: graph, methods)
+    yield from _stored(folder, graph)
+    yield from _methods(
+        "TranscoderSet", lambda: transcoders, {"load": {"path": folder / "transcoders"}, "layer": {"number": 0}}
+    )
+    weights = {name: array for name, array in random_weights("standard").items() if name != "b_pre"}
+    sae = SAE(Config("standard", transcoder=True, hook="hook_embed", hook_out="hook_embed"), weights)
+    yield Call("TranscoderSet", lambda: TranscoderSet, {"layers": [sae]})
+
+
 def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     """Methods of what verbs give."""
     hook, token = {"hook": "hook_embed"}, {"token": ANSWER}
@@ -538,6 +571,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
         "splice": {},
     }
     yield from _methods("SAE", _sae, sae)
+    yield from _graphs(model, folder)
     sweep = model.patch_sweep(PROMPT, OTHER, layers=[1], answer=ANSWER)
     yield from _methods("SweepResult", lambda: sweep, {"top": {}, "table": {}})
     swept = model.patch_sweep([PROMPT, OTHER], [OTHER, PROMPT], layers=[1])

@@ -8,6 +8,7 @@ from mionnx.analysis.numerics.distance import Distance
 from mionnx.analysis.numerics.forecast_result import Forecast, cells, heads
 from mionnx.analysis.numerics.range_report import RangeReport
 from mionnx.errors import InputError
+from mionnx.machine.brief import count
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, Shown, Table, View
@@ -139,8 +140,9 @@ class Diagnosis(Shown):
             checks.add_row(*(cell.replace("[", r"\[") for cell in cells))
         panels = [table, cure, *([checks] if self.checks else [])]
         panels += [*self.range.view().panels, *self.forecast.view().panels]
-        about = f"{self.model}, target {self.target}, {self.range.texts} texts, {self.range.tokens} tokens"
-        return View("Numeric diagnosis", panels, about, self.line(), self.forecast.view().meaning)
+        read = f"{count(self.range.texts, 'text')}, {count(self.range.tokens, 'token')}"
+        facts = f"{self.model}, target {self.target}, {read}"
+        return View("Numeric diagnosis", panels, self.line(), facts, self.forecast.view().meaning)
 
 
 def _told(check: Check) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,15 @@ from mionnx.run.runner import Runner
 
 FLOAT16, INT4 = "float16", "int4"
 CHOICES = (FLOAT16, INT4, *DEPLOYMENTS)
+STEPS = {  # how a step of a rescale begins -> its kind
+    "behind": "powers of two behind nodes",
+    "constant factor": "constant factors times a power of two",
+    "epsilon": "epsilons of norms times a power of four",
+    "in front": "powers of two in front of products",
+    "one factor": "factors of products of two values times a power of two",
+    "taken back": "powers taken back in front of nodes that need the true values",
+    "weight": "weights of norms times a power of two",
+}
 
 
 @typed()
@@ -107,11 +117,10 @@ def _diagnosed(
 
 def _short(remedy: Remedy) -> list[str]:
     """The steps of a rescale by their kind, how many each."""
-    kinds: dict[str, int] = {}
-    for step in remedy.rescaled.steps:
-        kind = " ".join(word for word in step.split() if "(" not in word and "." not in word and "_" not in word)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return [f"{kind}: {number}" for kind, number in kinds.items()]
+    kinds = Counter(
+        next(kind for begin, kind in STEPS.items() if one.startswith(begin)) for one in remedy.rescaled.steps
+    )
+    return [f"{number} {kind}" for kind, number in kinds.items()]
 
 
 def _checks(

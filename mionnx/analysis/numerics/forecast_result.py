@@ -18,8 +18,8 @@ NOT_MODELLED = (
     "smallest normal one, which some processors make 0; scores and mixes of attention always add up in float32"
 )
 
-DISTANCE_HEADS = ("KL, nats", "largest", "logit", "top-1", "not finite")  # of a distance in a table
-VECTOR_HEADS = (VECTOR_MEASURE, "largest", "number", "top-1", "not finite")
+DISTANCE_HEADS = ("KL, nats", "at most", "logits apart", "top-1", "not finite")  # of a distance in a table
+VECTOR_HEADS = (VECTOR_MEASURE, "at most", "numbers apart", "top-1", "not finite")
 
 
 @dataclass(frozen=True)

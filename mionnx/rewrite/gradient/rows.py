@@ -2,8 +2,9 @@
 
 1. The text is computed once, as a batch of one. The cotangent of the value at a hook point is the input `METRIC_SEED`,
    [rows, seq, width]: nodes behind it compute all rows at once, those before it one.
-2. Two rules differ from those of a gradient. `Reshape` goes back to a first axis of whatever length, and
-   `RotaryEmbedding` turns rows beside heads, since its angles are those of one text.
+2. Three rules differ from those of a gradient. `Reshape` goes back to a first axis of whatever length,
+   `RotaryEmbedding` turns rows beside heads, since its angles are those of one text, and the zeros that stand for an
+   idle part of a `Split` have rows of their own.
 3. What leaves the graph of a gradient [rows, seq, width] is its product with the input `METRIC_WEIGHTS`, [1, seq]:
    [rows, 1, width], `mean_name`.
 """
@@ -43,7 +44,24 @@ def _rotary(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
     return {0: op.Reshape(turned, op.Concat([-1], op.Slice(shape, [1], [4], [0]), axis=0))}
 
 
-IN_ROWS: Mapping[str, Rule] = {"Reshape": _reshape, "Flatten": _reshape, "RotaryEmbedding": _rotary}
+def _split(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    parts = [one or _zeros(op, node, name, upstream) for one, name in zip(upstream, node.output, strict=True)]
+    return {0: op.Concat(*parts, axis=op.attribute(node, "axis", 0))}
+
+
+def _zeros(op: Backward, node: NodeProto, part: str, upstream: Upstream) -> str:
+    """Zeros for a part that nothing active reads, as many rows as another part has."""
+    other = next(one for one in upstream if one)
+    shape = op.Concat(op.length(other, 0), op.Slice(op.Shape(part), [1], [op.rank(node.input[0])], [0]), axis=0)
+    return op.filled_to(0, shape, op.facts.type(part))
+
+
+IN_ROWS: Mapping[str, Rule] = {
+    "Reshape": _reshape,
+    "Flatten": _reshape,
+    "RotaryEmbedding": _rotary,
+    "Split": _split,
+}
 
 
 def add_rows(proto: onnx.ModelProto, gradients: Gradients, varying: Sequence[str], report: Report) -> onnx.ModelProto:

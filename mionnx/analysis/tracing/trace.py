@@ -1,0 +1,227 @@
+"""`trace`: the attribution graph of a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.features.transcoder import Floats, Numbers
+from mionnx.analysis.features.transcoder_set import TranscoderSet
+from mionnx.analysis.tracing.attribution_graph import AttributionGraph
+from mionnx.analysis.tracing.influence import influence, shares
+from mionnx.analysis.tracing.local_model import LocalModel
+from mionnx.analysis.tracing.rows import EffectRows
+from mionnx.analysis.tracing.sources import Sources
+from mionnx.errors import InputError
+from mionnx.inputs.chat_template import load_chat_template
+from mionnx.machine.memory import format_bytes
+from mionnx.machine.progress import Progress, shown
+from mionnx.machine.ranges import at_least, at_most
+from mionnx.machine.softmax import softmax
+from mionnx.machine.typed import typed
+from mionnx.run.prompt import one_prompt, prompt_text, token_of, token_text
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
+
+MEMORY = 4 * 2**30  # bytes
+STEP = 2048  # features that are chosen at a time, where not all become nodes
+LABELLED, PROMOTED = 200, 4  # features that have words, and tokens of each
+FIRST_TOKENS = ("bos_token", "pad_token", "eos_token")  # what is put in front of a text, the first that there is
+
+
+@typed(leave=["prompt"])
+def trace(
+    model: Runner,
+    prompt: Prompt,
+    transcoders: TranscoderSet,
+    *,
+    answer: int | str | Sequence[int | str] | None = None,
+    versus: int | str | None = None,
+    max_features: int | None = None,
+    max_logits: int = 10,
+    logit_share: float = 0.95,
+    skip: int = 1,
+    memory: int = MEMORY,
+    progress: bool | None = None,
+) -> AttributionGraph:
+    """Trace a prompt through the features of transcoders: its attribution graph (Ameisen et al. 2025).
+
+    Effects are those of circuit-tracer: direct, with attention patterns, scales of norms and outputs of MLPs as
+    constants of the prompt. Each feature that is active, each error of a transcoder and each token is a source.
+
+    Args:
+        prompt: a text, or its ids. In front of a text that does not begin with a special token the model's own is put;
+            ids are taken as they are.
+        transcoders: a set of them, one for each layer.
+        answer: tokens whose logits are traced; if left out the most probable ones, together of `logit_share`, at most
+            `max_logits`.
+        versus: a token whose logit is taken from each answer's; if left out the mean over the vocabulary is.
+        max_features: most features that become nodes: those of the most influence on the logits, found through the
+            rows that are known at each step; all of them if left out.
+        max_logits: most logits that are traced without an answer.
+        logit_share: probability that these have together.
+        skip: first positions without features and errors: their activations are those of an attention sink.
+        memory: bytes that arrays of the prompt may take; as many features become nodes as fit.
+        progress: see `patch_sweep`.
+
+    Raises:
+        InputError: transcoders that do not fit the model, an encoder, a recurrent model, one that computes in another
+            dtype than float32, a text of `skip` tokens or less, or too little memory for any feature.
+        HookError: hook points that the model does not have.
+        GradientError: an operator without a rule.
+
+    Example:
+        graph = model.trace("The capital of France is", TranscoderSet.load("transcoders"))
+        graph.top(5)
+    """
+    for name, number, least in (("max_logits", max_logits, 1), ("skip", skip, 0), ("memory", memory, 1)):
+        at_least(name, number, least)
+    at_least("logit_share", logit_share, 0)
+    at_most("logit_share", logit_share, 1)
+    if max_features is not None:
+        at_least("max_features", max_features, 1)
+    start = time.perf_counter()
+    local, ids = LocalModel(model, transcoders), _ids(model, prompt)
+    if len(ids) <= skip:
+        raise InputError(f"a text of {len(ids)} tokens, of which the first {skip} have no features (skip=)")
+    pairs = _pairs(model, answer, versus)
+    try:
+        with shown(progress) as show:
+            sources = Sources(local, ids.tolist(), skip)
+            targets, probabilities = _targets(sources, pairs, max_logits, logit_share)
+            most = _fitting(sources, len(targets), memory)
+            rows = EffectRows(sources, local.directions(targets))
+            chosen, effects = _effects(rows, probabilities, min(max_features or most, most), show)
+    finally:
+        model.give_back(later=True)
+    texts = [" - ".join(token_text(model, one) for one in pair if one >= 0) for pair in targets.tolist()]
+    graph = AttributionGraph(
+        prompt if isinstance(prompt, str) else prompt_text(model, ids),
+        tuple(token_text(model, token) for token in ids.tolist()),
+        ids,
+        local.layers,
+        transcoders.hook,
+        transcoders.hook_out,
+        np.stack([sources.layer, sources.position, sources.feature], axis=1)[chosen],
+        sources.value[chosen],
+        tuple(texts),
+        targets,
+        probabilities,
+        effects,
+        sources.count,
+        transcoders.scan,
+        cost={"seconds": time.perf_counter() - start, "bytes": float(sources.bytes + effects.nbytes)},
+    )
+    return replace(graph, promotes=_promoted(local, graph))
+
+
+def _promoted(local: LocalModel, graph: AttributionGraph) -> dict[str, tuple[str, ...]]:
+    """The tokens that features of most influence raise most, through the final norm and the unembedding."""
+    few, names = len(graph.features), graph.sources
+    best = np.argsort(-graph.influence()[:few], kind="stable")[:LABELLED]
+    if not len(best):
+        return {}
+    rows = np.stack([local.written(layer, feature) for layer, _, feature in graph.features[best].tolist()])
+    tops = local.top_tokens(rows, PROMOTED)
+    words = {token: token_text(local.model, token) for token in {*tops.ravel().tolist()}}
+    return {names[i]: tuple(words[token] for token in top) for i, top in zip(best.tolist(), tops.tolist(), strict=True)}
+
+
+def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
+    """A prompt's ids, a text's with a special token in front."""
+    ids = one_prompt(model, prompt)
+    if not isinstance(prompt, str):
+        return ids
+    words = load_chat_template(model.hooked.folder, "").tokens
+    tokenizer: Any = model.tokenizer  # that of a model with attention
+    special = {name: tokenizer.token_to_id(word) for name, word in words.items()}
+    first = next((special[name] for name in FIRST_TOKENS if special.get(name) is not None), None)
+    if first is None or ids[0] in special.values():
+        return ids
+    return np.concatenate([[first], ids])
+
+
+def _pairs(
+    model: Runner, answer: int | str | Sequence[int | str] | None, versus: int | str | None
+) -> NDArray[np.int64] | None:
+    """Answer and versus of each target, [targets, 2], -1 for none; None where the prompt tells."""
+    if answer is None:
+        if versus is not None:
+            raise InputError("versus= is taken from an answer's logit: give answer= too")
+        return None
+    answers = [answer] if isinstance(answer, int | str) else [*answer]
+    if not answers:
+        raise InputError("answer= has no tokens")
+    other = -1 if versus is None else token_of(model, versus)
+    pairs = [(token_of(model, one), other) for one in answers]
+    if wrong := [own for own, other in pairs if own == other]:
+        raise InputError(f"answer and versus are both token {wrong[0]}: their difference is 0")
+    return np.array(pairs)
+
+
+def _targets(
+    sources: Sources, pairs: NDArray[np.int64] | None, most: int, share: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Pairs of answer and versus, and the probabilities of the answers; of differences, one share each."""
+    own = softmax(sources.logits)
+    if pairs is None:
+        top = np.argsort(-own, kind="stable")[:most]
+        top = top[: int(np.searchsorted(np.cumsum(own[top]), share)) + 1]
+        return np.stack([top, np.full(len(top), -1)], axis=1), own[top]
+    if (pairs[:, 1] >= 0).all():
+        return pairs, np.full(len(pairs), 1 / len(pairs))
+    return pairs, own[pairs[:, 0]]
+
+
+def _fitting(sources: Sources, logits: int, memory: int) -> int:
+    """The most features whose rows fit into memory, beside what the prompt takes."""
+    rest, other = memory - sources.bytes, sources.size - sources.count
+    column = np.dtype(np.float32).itemsize * 2  # a table of rows, and one sorted or of shares
+    if rest >= column * (sources.count + logits) * sources.size:
+        return sources.count
+    # n rows of all sources, then n rows of n features and the other sources
+    b = column * (sources.size + other) / 2
+    most = int((-b + np.sqrt(b * b + 2 * column * max(rest - column * logits * sources.size, 0))) / column)
+    if most < 1:
+        raise InputError(
+            f"{sources.count:,} active features of {len(sources.ids)} tokens take {format_bytes(sources.bytes)}, and "
+            f"memory={memory:,} leaves no room for effects: give more, or a shorter text"
+        )
+    return min(most, sources.count)
+
+
+def _effects(rows: EffectRows, weights: NDArray[np.float64], most: int, show: Progress) -> tuple[Numbers, Floats]:
+    """The features that become nodes, and the effects on them and on the logits."""
+    sources, logits = rows.sources, len(weights)
+    count, size, total = sources.count, sources.size, most + logits
+    every = -1 - np.arange(logits)
+    table = np.zeros((total, size), np.float32)
+    if most == count:
+        rows.compute(np.concatenate([np.arange(count), every]), table, partial(_report, show, 0, total))
+        return np.arange(count), table
+    # the last rows are the logits', as in a graph of all features
+    rows.compute(every, table[most:])
+    owner, done, seen = np.empty(most, np.int64), 0, np.zeros(count, bool)
+    while done < most:
+        part = np.concatenate([table[:done], table[most:]])
+        own = influence(
+            shares(part), sources.layer[owner[:done]], owner[:done], np.concatenate([np.zeros(done), weights])
+        )[:count]
+        ranked = np.argsort(-own, kind="stable")
+        queue = ranked[~seen[ranked]][: min(STEP, most - done)]
+        rows.compute(queue, table[done : done + len(queue)], partial(_report, show, logits + done, total))
+        owner[done : done + len(queue)], seen[queue] = queue, True
+        done += len(queue)
+    chosen, order = np.flatnonzero(seen), np.argsort(owner)
+    columns = np.concatenate([chosen, np.arange(count, size)])
+    return chosen, table[np.ix_([*order, *range(most, total)], columns)]
+
+
+def _report(show: Progress, before: int, total: int, rows: int) -> None:
+    show("rows of effects", before + rows, total)

@@ -1,0 +1,219 @@
+"""Rewrite: a model as two graphs, forwards, and the linear way back from where features read to where they write.
+
+1. The way back has three pieces a layer: from the stream behind the layer to that before it and to what the MLP wrote
+   (*step*), from where the layer's features read to the stream before it (*enter*), and the product of what arrives at
+   the MLP's output with sources that write there (*rows*). Before them comes the final norm, behind them the embedding.
+2. Patterns, scales of norms and outputs of MLPs are constants (`frozen_norm_pattern`); MLPs' own nodes are left out,
+   and where transcoders have a skip connection, its product stands in their place.
+3. The rows of a layer are targets: numbers at its features' hook point, each at one position. They join those that come
+   from above (Concat), so no row is computed above its layer.
+4. What follows from a row is of the graph of the way back. What it reads and follows from the tokens is an output of
+   the graph forwards, computed once for one text; rows of any number are broadcast against it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import ArrayLike
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from mionnx.errors import GradientError
+from mionnx.graph.dataflow import Facts, reads
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.onnx_file import opset
+from mionnx.rewrite.gradient.backward import Backward, FreshNames
+from mionnx.rewrite.gradient.rows import IN_ROWS
+from mionnx.rewrite.gradient.rules import SETS, SUBGRAPH_RULES
+from mionnx.rewrite.gradient.subgraph import activity, prune
+
+FROZEN = {**SETS["frozen_norm_pattern"], **IN_ROWS}
+EMBED_POINT, FINAL_POINT = str(HookPoint.Embed), str(HookPoint.FinalNorm)
+# Names of the way back's inputs, of a layer or, of the logits, one more; and of its outputs.
+ROW_VECTORS, ROW_PLACES, SOURCES, SKIPS = (
+    f"mionnx.trace.{{}}.{name}".format for name in ("vectors", "places", "sources", "skip")
+)
+ROW_PRODUCTS = "mionnx.trace.{}.products".format
+TOKEN_SOURCES, TOKEN_PRODUCTS = "mionnx.trace.tokens", "mionnx.trace.token_products"
+
+
+@dataclass(frozen=True)
+class TwoGraphs:
+    """The graph forwards and that of the way back.
+
+    The way back reads `ROW_VECTORS` [n, hidden] and `ROW_PLACES` [n, seq], one-hot, of each layer and of the logits;
+    `SOURCES` [seq, hidden, m] of each layer, `SKIPS` [hidden, hidden] where there are skip connections, and
+    `TOKEN_SOURCES` [seq, hidden]. It gives `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS`
+    [rows, seq], the rows of the logits first, then those of the last layer.
+
+    Attributes:
+        constants: outputs of the graph forwards that the way back reads; `captures`: its other outputs.
+    """
+
+    forward: bytes
+    back: bytes
+    constants: tuple[str, ...]
+    captures: tuple[str, ...]
+
+
+def way_back(
+    proto: onnx.ModelProto,
+    hooks: Collection[str],
+    read_at: Sequence[str],  # the hook point that the features of each layer read
+    write_at: Sequence[str],  # and the one whose value they stand for
+    width: int,
+    skips: bool,
+    ends: Sequence[str],  # further outputs of the graph forwards
+) -> TwoGraphs:
+    """Write both graphs of a model."""
+    builder = _WayBack(proto, hooks, read_at, write_at, width, skips)
+    builder.pieces()
+    return builder.parted([*dict.fromkeys([*read_at, *write_at, EMBED_POINT, *ends])])
+
+
+class _WayBack:
+    """The nodes of the way back as they are added."""
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        hooks: Collection[str],
+        read_at: Sequence[str],
+        write_at: Sequence[str],
+        width: int,
+        skips: bool,
+    ) -> None:
+        self.proto, self.read_at, self.write_at, self.width, self.skips = proto, read_at, write_at, width, skips
+        self.facts = Facts(onnx.shape_inference.infer_shapes(proto, data_prop=True).graph)
+        computed = {name for node in proto.graph.node for name in node.output}
+        float32 = TensorProto.FLOAT
+        self.hooks = [name for name in hooks if name in computed and self.facts.type(name) == float32]
+        self.nodes: list[NodeProto] = []
+        self.tensors: dict[str, TensorProto] = {}
+        self.inputs: dict[str, list[int | str]] = {}
+        self.outputs: list[str] = []
+
+    def pieces(self) -> None:
+        """Add the whole way, from the logits' vectors down to the embedding."""
+        layers = len(self.read_at)
+        (stream,) = self._piece("final", FINAL_POINT, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
+        for layer in reversed(range(layers)):
+            before, end = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidPost(layer))
+            passed, arrived = self._piece(f"{layer}.step", end, [before, self.write_at[layer]], stream)
+            sources = self._input(SOURCES(layer), ["positions", self.width, f"sources_{layer}"])
+            turned = self._node("Transpose", [arrived], f"mionnx.trace.{layer}.turned", perm=[1, 0, 2])
+            self.outputs.append(self._node("MatMul", [turned, sources], ROW_PRODUCTS(layer)))
+            (entered,) = self._piece(f"{layer}.enter", self.read_at[layer], [before], self._seed(layer))
+            stream = self._node("Concat", [passed, entered], f"mionnx.trace.{layer}.stream", axis=0)
+        first = str(HookPoint.ResidPre(0))
+        if first != EMBED_POINT and EMBED_POINT in self.hooks:
+            (stream,) = self._piece("embed", first, [EMBED_POINT], stream)
+        weighed = self._node("Mul", [stream, self._input(TOKEN_SOURCES, ["positions", self.width])], "mionnx.trace.own")
+        last = self._constant("mionnx.trace.last", [-1])
+        self.outputs.append(self._node("ReduceSum", [weighed, last], TOKEN_PRODUCTS, keepdims=0))
+
+    def _seed(self, layer: int) -> str:
+        """[rows, seq, hidden]: each row's vector at its position."""
+        vectors = self._input(ROW_VECTORS(layer), [f"rows_{layer}", self.width])
+        places = self._input(ROW_PLACES(layer), [f"rows_{layer}", "positions"])
+        name = f"mionnx.trace.{layer}.seed"
+        first, second = (self._constant(f"mionnx.trace.axis_{axis}", [axis]) for axis in (1, 2))
+        ends = [(vectors, first, f"{name}.vectors"), (places, second, f"{name}.places")]
+        wide = [self._node("Unsqueeze", [value, axis], end) for value, axis, end in ends]
+        return self._node("Mul", wide, name)
+
+    def _node(self, operator: str, inputs: Sequence[str], name: str, **settings: Any) -> str:
+        self.nodes.append(helper.make_node(operator, inputs, [name], name, **settings))
+        return name
+
+    def _input(self, name: str, dims: list[int | str]) -> str:
+        self.inputs[name] = dims
+        return name
+
+    def _constant(self, name: str, value: ArrayLike) -> str:
+        self.tensors[name] = numpy_helper.from_array(np.asarray(value, np.int64), name)
+        return name
+
+    def _piece(self, piece: str, of: str, by: list[str], seed: str) -> list[str]:
+        """The cotangents of some values from that of another; MLPs are cut, or stand for their skip connection."""
+        facts, layer_of = self.facts, {name: layer for layer, name in enumerate(self.write_at)}
+        nodes = []
+        for node in self.proto.graph.node:
+            layers = [layer_of[name] for name in node.output if name in layer_of]
+            if layers and self.skips:
+                skip = self._input(SKIPS(layers[0]), [self.width, self.width])
+                facts.types[skip], facts.shapes[skip] = TensorProto.FLOAT, (self.width, self.width)
+                nodes.append(helper.make_node("MatMul", [self.read_at[layers[0]], skip], node.output))
+            elif not layers:
+                nodes.append(node)
+        facts.types[seed], facts.shapes[seed] = TensorProto.FLOAT, facts.shapes[of]
+        between = _between(nodes, by, of)
+        active = activity(nodes, facts, [*by, *self.hooks], [of])
+        op = Backward(FreshNames(f"mionnx.trace.{piece}"), facts, active, FROZEN, SUBGRAPH_RULES, opset(self.proto))
+        gradients = op.run(between, {of: seed})
+        if lacking := [name for name in by if name not in gradients]:
+            raise GradientError(
+                f"{of} does not depend on {lacking[0]} where patterns and scales of norms are constants"
+            )
+        self.nodes += op.nodes
+        self.tensors |= {tensor.name: tensor for tensor in op.names.tensors.values()}
+        return [gradients[name] for name in by]
+
+    def parted(self, captures: list[str]) -> TwoGraphs:
+        """Part what depends on rows from what does not."""
+        graph = self.proto.graph
+        varying = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
+        seeded = {name for name in self.inputs if ".skip" not in name}
+        fore, back = list[NodeProto](), list[NodeProto]()
+        for node in [*graph.node, *self.nodes]:
+            own = {*reads(node)}
+            (back if own & seeded else fore).append(node)
+            if own & seeded:
+                seeded |= {*node.output}
+            elif own & varying:
+                varying |= {*node.output}
+        back = prune(back, self.outputs)
+        for node in back:
+            if node.op_type == "NonZero":
+                raise GradientError(f"{node.name} sums over axes that the run tells: it would sum over rows too")
+        constants = [name for name in dict.fromkeys(name for node in back for name in reads(node)) if name in varying]
+        still = prune(
+            [node for node in fore if varying.isdisjoint(node.output)], [n for one in back for n in reads(one)]
+        )
+        facts, value = Facts(graph), helper.make_tensor_value_info
+        facts.follow(fore)
+        inputs = [value(name, TensorProto.FLOAT, dims) for name, dims in self.inputs.items()]
+        inputs += [value(name, facts.type(name), None) for name in constants]
+        captures = [name for name in captures if name not in constants]
+        outputs = [value(name, facts.type(name), None) for name in (*constants, *captures)]
+        products = [value(name, TensorProto.FLOAT, None) for name in self.outputs]
+        forward = self._graph(prune(fore, [*constants, *captures]), graph.input, outputs)
+        return TwoGraphs(forward, self._graph([*still, *back], inputs, products), (*constants,), (*captures,))
+
+    def _graph(
+        self,
+        nodes: Sequence[NodeProto],
+        inputs: Sequence[onnx.ValueInfoProto],
+        outputs: Sequence[onnx.ValueInfoProto],
+    ) -> bytes:
+        read = {name for node in nodes for name in reads(node)}
+        tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer} | self.tensors
+        model = onnx.ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
+        model.graph.name = "trace"
+        model.graph.node.extend(nodes)
+        model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name in read)
+        model.graph.input.extend(one for one in inputs if one.name in read)
+        model.graph.output.extend(outputs)
+        return model.SerializeToString()
+
+
+def _between(nodes: Sequence[NodeProto], sources: Sequence[str], end: str) -> list[NodeProto]:
+    """The nodes on a way from some values to another."""
+    after, passed = {*sources}, []
+    for node in nodes:
+        if not after.isdisjoint(reads(node)):
+            after |= {*node.output}
+            passed.append(node)
+    return prune(passed, [end])
