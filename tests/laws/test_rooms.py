@@ -21,7 +21,7 @@ FLOORS = (
     ("analysis",),
     ("verify",),
     ("model",),
-    ("distributed", "playground", "names"),
+    ("distributed", "playground", "names", "transformer_lens"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -38,6 +38,7 @@ LIBRARIES = {
     "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "analysis.quantisation", "verify"),
     "onnx_graphsurgeon": ("graph.builder", "rewrite"),
     "ray": ("distributed.cluster",),
+    **dict.fromkeys(("torch", "transformers", "transformer_lens", "accelerate"), ("transformer_lens",)),
 }
 
 
@@ -106,6 +107,14 @@ def test_a_library_is_met_in_its_rooms_only(library: str) -> None:
     allowed = LIBRARIES[library]
     found = {name_of(path) for path in FILES if any(module.split(".")[0] == library for module in imports(path))}
     assert {name for name in found if not name.startswith(allowed)} == set()
+
+
+def test_no_room_imports_the_bridge() -> None:
+    """It brings torch: who wants it asks for it by name."""
+    assert not [
+        name_of(path) for path in FILES for module in inner(path)
+        if module.startswith("transformer_lens") and not name_of(path).startswith("transformer_lens")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted(EXPORTERS.rglob("*.py")), ids=lambda path: path.stem)

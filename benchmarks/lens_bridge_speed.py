@@ -1,0 +1,172 @@
+"""TransformerLens' bridge on this engine beside its own: one program, two bridges.
+
+    pip install -e ".[cpu,export,tl]"
+    python benchmarks/lens_bridge_speed.py [--repeats 5] [--lengths 16 64] [--threads 0] [--models world-gpt2 gpt2-124M]
+        [--save]
+
+world-gpt2, and a random GPT-2 of 124M parameters, fp32, eager attention; both bridges in one process, by turns, with
+the same threads, gradients off but in the last row. Results are compared before anything is timed.
+
+- run_with_cache: every name of a cache.
+- run_with_hooks: one call a layer, whose function mutes a head.
+- get_act_patch_*: TransformerLens' loops, which the bridge runs as sweeps; theirs is one pass a cell.
+- attribution: `cache_activation_and_gradient` of TransformerLens, one pass forward and back.
+
+Memory: bytes that a bridge adds to a process with the model open (unique set size), in processes of their own.
+
+`--save` writes benchmarks/results/lens_bridge_speed.md.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import psutil
+import torch
+from gpt2_shape import exported, options_parser, set_threads
+from tables import present
+from transformer_lens import patching
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.tools.analysis.attribution_patching import cache_activation_and_gradient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from turns import alternate, ratio
+
+from mionnx import MIModel
+from mionnx.transformer_lens import bridge
+
+WORLD = Path(__file__).parents[1] / "models" / "world-gpt2"
+ANSWER, VERSUS = 5, 9
+Work = Callable[[Any], Any]
+
+
+def open_theirs(checkpoint: Path) -> TransformerBridge:
+    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    words = AutoTokenizer.from_pretrained(WORLD)
+    return TransformerBridge.boot_transformers(str(checkpoint), hf_model=eager, tokenizer=words)
+
+
+def metric(logits: torch.Tensor) -> torch.Tensor:
+    return (logits[:, -1, ANSWER] - logits[:, -1, VERSUS]).sum()
+
+
+def programs(length: int, vocab: int) -> dict[str, Work]:
+    """What is timed, by name: a function of a bridge that returns numbers."""
+    tokens = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(length))
+    corrupted = tokens.clone()
+    corrupted[0, length // 4] = (tokens[0, length // 4] + 1) % vocab
+
+    def mute(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        value[:, :, 1] = 0
+        return value
+
+    def cached(one: Any) -> torch.Tensor:
+        logits, cache = one.run_with_cache(tokens)
+        return torch.cat([logits.flatten(), cache["blocks.1.attn.hook_pattern"].flatten()])
+
+    def hooked(one: Any) -> torch.Tensor:
+        names = [f"blocks.{layer}.attn.hook_z" for layer in range(one.cfg.n_layers)]
+        return torch.stack([metric(one.run_with_hooks(tokens, fwd_hooks=[(name, mute)])) for name in names])
+
+    def sweep(name: str) -> Work:
+        return lambda one: getattr(patching, name)(one, corrupted, one.run_with_cache(tokens)[1], metric)
+
+    def attributed(one: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            kept = cache_activation_and_gradient(one, tokens, metric)
+        return torch.cat([gradient.flatten() for name, gradient in sorted(kept.gradients.items())])
+
+    sweeps = ("get_act_patch_resid_pre", "get_act_patch_attn_head_out_all_pos")
+    return {"run_with_cache": cached, "run_with_hooks": hooked, **{name: sweep(name) for name in sweeps},
+            "attribution": attributed}  # fmt: skip
+
+
+def rows(
+    name: str, checkpoint: Path, hooked: Path, lengths: list[int], repeats: int, threads: int
+) -> Iterator[list[str]]:
+    ours, theirs = bridge(MIModel.from_pretrained(hooked, threads=threads)), open_theirs(checkpoint)
+    for length in lengths:
+        for what, program in programs(length, ours.cfg.d_vocab).items():
+            with torch.no_grad():
+                first, second = program(ours), program(theirs)
+                times = alternate({"ours": lambda p=program: p(ours), "theirs": lambda p=program: p(theirs)}, repeats)
+            apart = float((first - second).abs().max() / second.abs().max())
+            figures = [f"{median(times[side]) * 1000:.0f} ms" for side in ("ours", "theirs")]
+            yield [f"{name}, {length}", what, *figures, ratio(times["theirs"], times["ours"], 1), f"{apart:.0e}"]
+
+
+def added(kind: str, checkpoint: Path, hooked: Path) -> dict[str, float]:
+    """MiB of a process of its own: with the model open, and with a bridge besides."""
+    ran = subprocess.run(
+        [sys.executable, __file__, "--memory", kind, str(checkpoint), str(hooked)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def memory(kind: str, checkpoint: Path, hooked: Path) -> None:
+    """Print what a bridge adds."""
+    model, process = MIModel.from_pretrained(hooked, threads=1), psutil.Process()
+    tokens = torch.arange(3, 19)[None]
+    model.forward(tokens.numpy())
+    before = process.memory_full_info().uss
+    one = bridge(model) if kind == "ours" else open_theirs(checkpoint)
+    with torch.no_grad():
+        one(tokens)
+    found = {"added": (process.memory_full_info().uss - before) / 2**20, "model": before / 2**20}
+    if kind == "ours":
+        found |= {f"weights, {name}": size / 2**20 for name, size in one.weight_bytes.items()}
+    print(json.dumps(found))
+
+
+@contextmanager
+def folders(name: str) -> Iterator[tuple[Path, Path]]:
+    """A model's checkpoint, and its hooked model."""
+    if name == "world-gpt2":
+        yield WORLD, WORLD
+    else:
+        with exported() as folder:
+            yield folder, folder / "hooked"
+
+
+def main() -> None:
+    """Measure and print."""
+    if sys.argv[1:2] == ["--memory"]:
+        memory(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+        return
+    parser = options_parser(__doc__.splitlines()[0], 5)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--models", nargs="+", default=["world-gpt2", "gpt2-124M"])
+    options = parser.parse_args()
+    threads = set_threads(options.threads)
+    speed: list[list[str]] = []
+    sizes: list[list[str]] = []
+    for name in options.models:
+        with folders(name) as (checkpoint, hooked):
+            speed += rows(name, checkpoint, hooked, options.lengths, options.repeats, threads)
+            for kind in ("ours", "theirs"):
+                sizes.append(
+                    [
+                        name,
+                        kind,
+                        ", ".join(f"{key} {size:.0f} MiB" for key, size in added(kind, checkpoint, hooked).items()),
+                    ]
+                )
+    title = f"{platform.machine()}, {threads} threads, medians of {options.repeats} turns"
+    tables = [(["model, tokens", "program", "this engine", "TransformerLens", "ratio", "apart"], speed),
+              (["model", "bridge", "memory"], sizes)]  # fmt: skip
+    present("lens_bridge_speed", "TransformerLens' bridge on this engine beside its own", title, tables, options.save)
+
+
+if __name__ == "__main__":
+    main()

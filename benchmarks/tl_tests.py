@@ -1,0 +1,170 @@
+"""TransformerLens' own tests with a bridge on this engine: how many pass, by file, and what the others say.
+
+    pip install -e ".[cpu,export,tl]" pytest
+    python benchmarks/tl_tests.py [--source FOLDER] [--only WORD] [--save]
+
+The tests come from the source distribution of the TransformerLens that is installed (`--source`: an unpacked one), and
+run twice in processes of their own: with TransformerLens' bridge, and with `mionnx.transformer_lens.bridge`. Without a
+network: `gpt2`, `distilgpt2` and small names beside them mean a random GPT-2 of 12 layers, Llamas and Pythias a random
+Llama, with a byte-level tokenizer trained on mionnx' READMEs. Tests that TransformerLens itself does not pass so say
+nothing. Passes of a bridge's module in torch are counted: there are to be none.
+
+`--only integration --save` wrote benchmarks/results/tl_tests.md.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from tables import present
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[1]
+GPT2 = (
+    *("gpt2", "distilgpt2", "openai-community/gpt2", "gpt2-small", "distilbert/distilgpt2", "sshleifer/tiny-gpt2"),
+    *("Intel/tiny-random-gpt2", "hyper-accel/tiny-random-gpt2", "NeelNanda/SoLU_2L512W_C4_Code", "solu-2l"),
+    *("hf-internal-testing/tiny-random-gpt2", "hf-internal-testing/tiny-random-GPT2LMHeadModel"),
+)
+LLAMA = ("trl-internal-testing/tiny-LlamaForCausalLM-3.2", "hf-internal-testing/tiny-random-LlamaForCausalLM",
+         "EleutherAI/pythia-14m", "EleutherAI/pythia-70m", "EleutherAI/pythia-70m-deduped",
+         "hf-internal-testing/tiny-random-llama")  # fmt: skip
+# Words in the names of the files: hooks, caches, parts of passes, analyses, patching, the driver protocol.
+WORDS = re.compile(
+    r"hook|cache|stop_at_layer|start_at_layer|analysis|logit_lens|head_detector|direct_logit|patching|driver_protocol|"
+    r"attribution|svd_interpreter"
+)
+# Those of other families, of parts that no bridge of a decoder has, and of TransformerLens' own upkeep.
+OTHERS = re.compile(r"bloom|bert|olmo|granite|ssm|moe|audio|symbolic|jacobian|registry|hf_cache|doctest|orchestration")
+# Each is one token of GPT-2's.
+WORDS_OF_TESTS = (" London", " Paris", " Rome", " Berlin", " Moscow", " France", " Russia", " Spain", " Italy", " Mary")
+LONGEST = 900  # seconds of a run
+END = "<|endoftext|>"
+Results = dict[str, tuple[str, str]]  # test -> outcome, what it says
+
+
+def tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer, as GPT-2's, trained on the READMEs."""
+    made = ByteLevelBPETokenizer()
+    texts = [str(path) for path in sorted(ROOT.rglob("README.md"))]
+    made.train(texts, vocab_size=2000 - len(WORDS_OF_TESTS), special_tokens=[END])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, bos_token=END, eos_token=END, unk_token=END)
+    fast.add_tokens([*WORDS_OF_TESTS])
+    fast.save_pretrained(folder)
+
+
+def checkpoints(folder: Path) -> dict[str, str]:
+    """Write both models; each name that tests open -> its folder."""
+    torch.manual_seed(0)
+    small = {"vocab_size": 2000, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=12, n_head=12, n_embd=96, n_positions=1024, **small))
+    llama = LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+                    intermediate_size=160, max_position_embeddings=2048, **small)
+    )  # fmt: skip
+    for name, model in (("gpt2", gpt2), ("llama", llama)):
+        model.save_pretrained(folder / name)
+        tokenizer(folder / name)
+    return {name: str(folder / "gpt2") for name in GPT2} | {name: str(folder / "llama") for name in LLAMA}
+
+
+def source(folder: Path) -> Path:
+    """Fetch and unpack the source distribution of the version that is installed."""
+    wanted = f"transformer-lens=={version('transformer-lens')}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, wanted]
+    subprocess.run([*map(str, command)], check=True)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def run(
+    where: Path, files: list[str], models: dict[str, str], engine: str, folder: Path
+) -> tuple[Results, dict[str, int]]:
+    """Run the tests; the outcome of each, and what was counted."""
+    report, counts = folder / f"{engine}.xml", folder / f"{engine}.json"
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1",
+        "MIONNX_TL_MODELS": json.dumps(models), "MIONNX_TL_ENGINE": engine, "MIONNX_TL_COUNTS": str(counts),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]), "MIONNX_CACHE": str(folder / "store"),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tl_plugin", "-p", "no:cacheprovider", "-o", "addopts=",
+               "--continue-on-collection-errors",
+               f"--junitxml={report}", "--tb=line", *files]  # fmt: skip
+    with (folder / f"{engine}.log").open("w") as log:
+        subprocess.run(command, cwd=where, env=environment, stdout=log, stderr=log, timeout=LONGEST)
+    results: Results = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        bad = [entry for entry in case if entry.tag in ("failure", "error", "skipped")]
+        said = (bad[0].get("message") or "").strip().splitlines() if bad else []
+        key = f"{case.get('classname')}::{case.get('name')}"
+        results[key] = (bad[0].tag if bad else "passed", said[0][:150] if said else "")
+    return results, json.loads(counts.read_text())
+
+
+def by_file(theirs: Results, ours: Results) -> list[list[str]]:
+    """Rows: tests that TransformerLens passes, and of these those that pass here."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for test, (outcome, _) in theirs.items():
+        if outcome == "passed":
+            file = next(part for part in test.split("::")[0].split(".")[::-1] if part.startswith("test_"))
+            counts[file][0] += 1
+            counts[file][1] += ours.get(test, ("",))[0] == "passed"
+    rows = [[file, str(passed), str(here)] for file, (passed, here) in sorted(counts.items())]
+    return [*rows, ["all", *(str(sum(pair[part] for pair in counts.values())) for part in (0, 1))]]
+
+
+def reasons(theirs: Results, ours: Results) -> list[list[str]]:
+    """Rows: what the others say, and how many say so."""
+    said: dict[str, list[str]] = defaultdict(list)
+    for test, (outcome, _) in theirs.items():
+        if outcome == "passed" and (here := ours.get(test, ("missing", "")))[0] != "passed":
+            said[re.sub(r"0x[0-9a-f]+|/tmp/\S+", "...", f"{here[0]}: {here[1]}").replace("|", "/")].append(
+                test.split("::")[-1]
+            )
+    return [
+        [reason, str(len(tests)), ", ".join(tests[:3])]
+        for reason, tests in sorted(said.items(), key=lambda one: -len(one[1]))
+    ]
+
+
+def main() -> None:
+    """Run both, compare, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", type=Path, help="an unpacked source distribution")
+    parser.add_argument("--only", default="", help="of the files, those with this in their names")
+    parser.add_argument("--save", action="store_true")
+    options: Any = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        where = options.source or source(folder)
+        models = checkpoints(folder)
+        paths = (path.relative_to(where) for path in (where / "tests").rglob("test_*.py"))
+        files = sorted(str(path) for path in paths if WORDS.search(path.stem) and not OTHERS.search(str(path)))
+        files = [file for file in files if options.only in file]
+        theirs, _ = run(where, files, models, "torch", folder)
+        ours, counts = run(where, files, models, "onnx", folder)
+        title = f"TransformerLens {version('transformer-lens')}: {len(theirs)} tests of {len(files)} files"
+        said = (f"{counts['bridges']} bridges on the engine, {counts['passes']} passes of theirs, "
+                f"{counts['torch']} passes of their modules in torch")  # fmt: skip
+        others = reasons(theirs, ours) or [["none", "0", ""]]
+        tables = [
+            (["file", "TransformerLens passes", "of these here"], by_file(theirs, ours)),
+            (["what the others say", "tests", "such as"], others),
+        ]
+        present("tl_tests", "TransformerLens' own tests on this engine", title, tables, options.save, said)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""`bridge`: a TransformerBridge of TransformerLens on a hooked model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
+from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
+from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
+from transformer_lens.utilities import get_attention_mask
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mionnx.analysis.weights.weights import Weights
+from mionnx.analysis.weights.weights import weights as weights_of
+from mionnx.bind.gradients import differentiable
+from mionnx.bind.hook_index import index_hooks
+from mionnx.errors import HookError, InputError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.output_head import LOGITS as OUTPUT
+from mionnx.model import MIModel
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.transformer_lens.coordinates import Coordinates
+from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
+from mionnx.transformer_lens.parameters import make_room, set_weights
+from mionnx.transformer_lens.patched_cells import PatchedCells
+
+# Arguments of a pass that say nothing here: attentions are hook points, positions follow from the mask.
+IDLE = ("output_attentions", "position_ids")
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class NoTorch(TransformersDriver):
+    """A driver whose module has weights and no pass."""
+
+    _supported_features = frozenset(
+        {"gradients", "parameters", "state_dict", "weight_access", "intervention_callbacks"}
+    )
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Refuse: the bridge runs the engine."""
+        raise HookError("this bridge runs on the engine, and no pass of it in torch")
+
+
+class OnnxBridge(TransformerBridge):
+    """TransformerLens' bridge whose passes run on the engine.
+
+    Everything that TransformerLens does with a bridge, it does with this one; `forward` is other.
+
+    Attributes:
+        engine: the model that runs.
+        coordinates: what its values are shown in: those of the weights, or of folded ones.
+        weight_bytes: bytes of weights that are views of the weight file, and of copies.
+    """
+
+    engine: MIModel
+    coordinates: Coordinates
+    weight_bytes: dict[str, int]
+    _weights_processed: bool
+
+    def attach(self, engine: MIModel) -> OnnxBridge:
+        """Take a model as the engine, and its weights."""
+        weights = weights_of(engine)
+        self.__dict__.update(
+            engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _cells=PatchedCells(self)
+        )
+        eps = float(getattr(self.cfg, "eps", 1e-5))
+        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights))
+        self._show(weights)
+        return self
+
+    def _show(self, weights: Weights) -> None:
+        self.__dict__.update(weight_bytes=set_weights(self, weights, self.engine.num_layers))
+        self._register_all_aliases_recursive()  # else "b_out" is what the module began with
+        self.__dict__.update(_versions=[(one, one._version) for one in self.original_model.parameters()])
+
+    def lens_points(self) -> dict[int, LensPoint]:
+        """Hook points by the identity of TransformerLens' object, in execution order."""
+        registry = self._hook_registry
+        stamp = (id(registry), len(registry), *map(id, registry.values()))
+        if self._points[0] != stamp:
+            graph, model = self.coordinates.raw.graph, self.engine.hooked
+            posts = [layer for layer in range(self.engine.num_layers) if graph.has_norm("ln1_post", layer)]
+            hooks = {point.name for point in model.hook_points()}
+            rows = lens_points(hooks, self.engine.num_layers, posts, registry)
+            self.__dict__.update(_points=(stamp, {id(registry[row.name]): row for row in rows}))
+        return self._points[1]
+
+    def leading(self, source: str) -> list[str]:
+        """Hook points of the graph that a value depends on, for gradients."""
+        if source not in self._leading:
+            of = OUTPUT if source == LENS_LOGITS.source else source
+            self._leading[source] = differentiable(index_hooks(HookSpec(), self.engine.hooked), of)
+        return self._leading[source]
+
+    def warn_once(self, names: set[str]) -> None:
+        """Say which hook points the graph lacks, each once."""
+        if new := names - self._warned:
+            self._warned.update(new)
+            warn(new)
+
+    def forward(
+        self,
+        input: Any = None,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Any = None,
+        labels: Any = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Run the model; arguments and results are TransformerBridge's.
+
+        Raises:
+            HookError: hooks that the graph cannot serve.
+            InputError: arguments without a meaning here.
+        """
+        self._refuse_options(options)
+        spec, prompt = HookSpec(), options.get("input_ids") if input is None else input
+        if start_at_layer is not None:
+            stream, first = self._start(prompt, start_at_layer)
+            spec.intervene(HookPoint.ResidPre(first), Intervention.Replace(stream.numpy()))
+            tokens = torch.zeros(stream.shape[:2], dtype=torch.int64)
+        else:
+            tokens, attention_mask = self._tokens(prompt, prepend_bos, padding_side, attention_mask)
+        count = self.engine.num_layers
+        stop = None if stop_at_layer is None else stop_at_layer + count if stop_at_layer < 0 else stop_at_layer
+        if stop is not None and not 0 <= stop <= count:
+            raise InputError(f"stop_at_layer={stop_at_layer}: the model has the layers 0 to {count - 1}")
+        use_cache = use_cache or bool(options.get("use_past_kv_cache")) or past_key_values is not None
+        use_cache = use_cache or return_type == "logits_and_cache"
+        ids = tokens.cpu().numpy()
+        passing = LensPass(self, ids, check_mask(attention_mask, ids), spec)
+        wants = return_type is not None
+        output, past = passing.run(stop, wants, past_key_values, use_cache and stop is None)
+        if stop is not None:
+            return output
+        if getattr(self, "_capture_hf_cache", False):
+            self.__dict__.update(_last_hf_cache=past)
+        if return_type == "logits_and_cache":
+            return output, past
+        return self._finalize_return(
+            return_type, output, tokens, attention_mask=attention_mask, labels=labels, loss_per_token=loss_per_token,
+            inputs_embeds_was_used=start_at_layer is not None,
+        )  # fmt: skip
+
+    def run_with_hooks(self, input: Any, fwd_hooks: Any = (), *args: Any, **options: Any) -> Any:
+        """Run the model with hooks; the loops of `patching` run as sweeps, with the same numbers."""
+        if not args and not options and (logits := self._cells.logits(input, fwd_hooks)) is not None:
+            return logits
+        return super().run_with_hooks(input, fwd_hooks, *args, **options)
+
+    def _refuse_options(self, options: dict[str, Any]) -> None:
+        for parameter, version in self._versions:
+            if parameter._version != version:
+                raise InputError(
+                    "a weight of the bridge was written to; the graph has its own, and nothing would change"
+                )
+        meant = (*IDLE, "input_ids", "use_past_kv_cache")
+        if unknown := [name for name, value in options.items() if name not in meant and value is not None]:
+            raise InputError(f"{', '.join(unknown)}: no arguments of a pass on the engine")
+
+    def _start(self, stream: Any, layer: int) -> tuple[torch.Tensor, int]:
+        if not (isinstance(stream, torch.Tensor) and stream.is_floating_point()):
+            raise ValueError(
+                f"start_at_layer requires a residual-stream tensor [batch, pos, d_model]; got {type(stream).__name__}"
+            )
+        count = self.engine.num_layers
+        if not -count <= layer < count:
+            raise ValueError(f"start_at_layer={layer} out of range [0, {count}).")
+        return (stream if stream.ndim == 3 else stream[None]).detach(), layer % count
+
+    def _tokens(self, prompt: Any, prepend_bos: Any, side: Any, mask: Any) -> tuple[torch.Tensor, Any]:
+        """Ids [batch, seq], and the mask that padding on the left needs."""
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], str)):
+            several = isinstance(prompt, list) and len(prompt) > 1
+            tokens = self.to_tokens(prompt, prepend_bos=prepend_bos, padding_side=side)
+            where = side or getattr(self.tokenizer, "padding_side", "right")
+            if several and mask is None and where == "left" and self.tokenizer.pad_token_id is not None:
+                prepend = getattr(self.cfg, "default_prepend_bos", True)
+                mask = get_attention_mask(self.tokenizer, tokens, prepend_bos=prepend, padding_side=where)
+            return tokens, mask
+        tokens = torch.as_tensor(np.asarray(prompt) if isinstance(prompt, list) else prompt)
+        if tokens.is_floating_point():
+            raise InputError("embeddings as input: start_at_layer=0 reads the stream before the first layer")
+        return (tokens[None] if tokens.ndim == 1 else tokens), mask
+
+    def process_weights(
+        self,
+        verbose: bool = False,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool = True,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """Show folded weights, and values as a model of them has; the graph stays as it is.
+
+        Raises:
+            HookError: `refactor_factored_attn_matrices`, which gives queries, keys and values another basis.
+        """
+        if self._weights_processed:
+            logging.warning("process_weights was already applied to this bridge. Skipping.")
+            return
+        if refactor_factored_attn_matrices:
+            raise HookError("refactor_factored_attn_matrices: the graph's heads have a basis of their own")
+        raw = self.coordinates.raw
+        folded, foldings = raw, {"norms": fold_ln}
+        if fold_ln:
+            folded = folded.fold_layer_norm()
+        for wished, name, key in (
+            (center_writing_weights, "center_writing_weights", "stream"),
+            (center_unembed, "center_unembed", "logits"),
+        ):
+            try:
+                folded = getattr(folded, name)() if wished else folded
+                foldings[key] = wished
+            except HookError as error:  # TransformerLens leaves them out too
+                logging.warning("%s: %s", name, error)
+        biased = folded  # a norm's bias has gone into those of values
+        if fold_value_biases and any(bool(bias.any()) for bias in biased.b_V):
+            folded, foldings["values"] = folded.fold_value_biases(), True
+        self._weights_processed = True
+        self.__dict__.update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
+        self._show(folded)
+
+    def to(self, *args: Any, **options: Any) -> OnnxBridge:
+        """The bridge itself: its weights and its passes are where the model was opened."""
+        places = [str(one) for one in (*args, *options.values()) if one is not None]
+        if left := [
+            one for one in places if one.split(":")[0] != "cpu" and one not in ("torch.float32", "False", "True")
+        ]:
+            raise InputError(f"to({', '.join(left)}): open the model there, MIModel.from_pretrained(provider=...)")
+        return self
+
+
+def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
+    """A TransformerLens bridge on a model: `run_with_cache`, `run_with_hooks`, `patching`, `ActivationCache`.
+
+    No pass of it runs in torch, backward passes included; its weights are views of the weight file where that holds
+    float32. Values and meanings are TransformerLens' own: [batch, seq, head, head_dim] for queries, a hook at
+    `hook_resid_mid` changes what the MLP reads and not the stream behind it.
+
+    Args:
+        model: an opened decoder, of any dtype; one of blocks of 4 bits too.
+        tokenizer: one of transformers; by default that beside the model, and none where it has none.
+
+    Raises:
+        InputError: a model that is no decoder, or of an architecture that TransformerLens does not know.
+
+    Example:
+        lens = bridge(MIModel.from_pretrained("models/world-gpt2"))
+        logits, cache = lens.run_with_cache("The capital of France is")
+    """
+    folder = model.hooked.folder
+    if model.hooked.metadata.bidirectional or not model.hooked.metadata.attends:
+        raise InputError(f"{model.hooked.name}: a bridge is of a decoder with attention")
+    config = AutoConfig.from_pretrained(folder)
+    try:
+        architecture = determine_architecture_from_hf_config(config)
+        described = build_bridge_config_from_hf(config, architecture, model.hooked.name, torch.float32)
+        adapter = ArchitectureAdapterFactory.select_architecture_adapter(described)
+    except ValueError as error:
+        raise InputError(f"TransformerLens has no bridge for {model.hooked.name}: {error}") from error
+    with init_empty_weights(include_buffers=False):
+        shell = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    make_room(shell)
+    adapter.cfg.device = "cpu"
+    adapter.prepare_model(shell)
+    if tokenizer is None and any((folder / name).exists() for name in TOKENIZERS):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer = configure_tokenizer(tokenizer, adapter.cfg)
+    return OnnxBridge(shell, adapter, tokenizer, driver=NoTorch(shell, adapter, tokenizer)).attach(model)

@@ -1,0 +1,236 @@
+"""`Coordinates`: values of a graph in TransformerLens' layout, and in those of folded weights.
+
+A folded model computes the same function: its values are those of the graph in other coordinates. Writing weights that
+are centred give a stream less its mean, biases of values that are folded give values and z less these biases, a folded
+norm gives what it norms without weight and bias, a centred unembedding gives logits less their mean. So one graph, of
+any dtype, serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.weights.graph_weights import repeated
+from mionnx.analysis.weights.weights import Weights
+from mionnx.transformer_lens.lens_points import LensPoint
+
+Array = NDArray[Any]
+LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
+HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head_dim]
+
+
+def centred(value: Array) -> Array:
+    """A value less its mean over the last axis."""
+    return value - value.mean(axis=-1, keepdims=True, dtype=np.float64).astype(value.dtype)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """What the values of hook points are in.
+
+    Attributes:
+        raw: the weights of the graph.
+        weights: those that the bridge shows, folded or not.
+        biased: those whose biases of values are not folded yet.
+        norms, stream, logits, values: which foldings are in force.
+    """
+
+    raw: Weights
+    weights: Weights
+    eps: float
+    biased: Weights
+    norms: bool = False
+    stream: bool = False
+    logits: bool = False
+    values: bool = False
+
+    def show(self, point: LensPoint, value: Array, mean: Array | float = 0.0) -> Array:
+        """The value at a point, made of its source's.
+
+        Args:
+            mean: of a stream that hooks gave one, where the graph's own means nothing, [batch, seq, 1].
+        """
+        return np.ascontiguousarray(SHOW_BY_KIND.get(point.kind, _as_it_is)(self, point, value, mean))
+
+    def _stream(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return centred(value) + mean if self.stream else value
+
+    def _part(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return centred(value) if self.stream else value
+
+    def _heads(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        turned = value.transpose(HEADS)
+        return turned.reshape(*turned.shape[:2], -1)
+
+    def _values(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return self._heads(point, value, mean) - (self.value_bias(point.layer).reshape(-1) if self.values else 0)
+
+    def _z(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        own = value - self._bias_of_z(point.layer, value.shape[2]) if self.values else value
+        return own.reshape(*own.shape[:2], -1)
+
+    def _result(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        own = value - self._bias_of_z(point.layer, value.shape[2]) if self.values else value
+        return np.einsum("bshd,hdm->bshm", own, self.weights.W_O[point.layer])
+
+    def _scale(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        wide = value.astype(np.float64)
+        wide = wide - wide.mean(axis=-1, keepdims=True) if self._norm(point).centred else wide
+        eps = self._norm(point).epsilon
+        root = np.sqrt((wide**2).mean(axis=-1, keepdims=True) + (self.eps if eps is None else eps))
+        return root.astype(np.float32)
+
+    def _normalized(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return (centred(value) if self._norm(point).centred else value) / self._scale(point, value, mean)
+
+    def _norm_of(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        weight, bias = (np.ones(1), np.zeros(1)) if self.norms else self._affine(point)
+        return (self._normalized(point, value, mean) * weight + bias).astype(np.float32)
+
+    def _input(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        heads = len(self._matrix(point))
+        return np.repeat(self._stream(point, value, mean)[:, :, None], heads, axis=2)
+
+    def _matrix(self, point: LensPoint) -> Array:
+        return self.raw.reader.read(f"W_{point.kind[-1]}", point.layer)
+
+    def _normed(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        if not self.norms:
+            return value
+        weight, bias = self._affine(point)
+        return ((value - bias) / np.where(weight == 0, np.inf, weight)).astype(np.float32)
+
+    def _logits(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return centred(value) if self.logits else value
+
+    def _scores(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return np.where(np.isneginf(value), np.float32(LOWEST), value)
+
+    def back(self, point: LensPoint, value: Array, like: Array) -> Array:
+        """The source's value that shows as this one; `like` is the source's own."""
+        if point.kind == "z":
+            own: Array = value.reshape(like.shape)
+            own = own + self._bias_of_z(point.layer, like.shape[2]) if self.values else own
+        elif point.kind in ("heads", "values"):
+            own = value + self.value_bias(point.layer).reshape(-1) if point.kind == "values" and self.values else value
+            batch, heads, seq, width = like.shape
+            own = own.reshape(batch, seq, heads, width).transpose(HEADS)
+        elif point.kind == "normed" and self.norms:
+            weight, bias = self._affine(point)
+            own = (centred(value) if self._norm(point).centred else value) * weight + bias
+        else:
+            own = value
+        return np.ascontiguousarray(own, like.dtype)
+
+    def landed(self, point: LensPoint, after: Array, before: Array) -> Array:
+        """What the change of a value that replaces nothing adds where it lands."""
+        if point.kind.startswith("input of"):  # [batch, seq, head, d_model], a copy for each head
+            normed = (self._normalized(point, value, 0.0) for value in (after, before))
+            change = np.subtract(*normed) * self._affine(point)[0]
+            return np.einsum("bshm,hmd->bhsd", change, self._matrix(point)).astype(np.float32)
+        return (after - before).sum(axis=2) if point.kind == "result" else after - before
+
+    def gradient(self, point: LensPoint, own: Array, landing: Array | None) -> Array:
+        """The gradient by the value at a point, made of those by its source and by where it lands."""
+        if not point.replaces and landing is not None:
+            heads = own.shape[2] if point.kind == "result" else 0
+            return np.repeat(landing[:, :, None], heads, axis=2) if heads else landing
+        left = own if landing is None else own - landing
+        if point.kind == "normed" and self.norms:
+            left = left * self._affine(point)[0]
+            return centred(left) if self._norm(point).centred else left
+        if point.kind in ("heads", "values"):
+            left = left.transpose(HEADS)
+        return left.reshape(*left.shape[:2], -1) if point.kind in ("heads", "values", "z") else left
+
+    def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
+        """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+        parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
+        if not parts:
+            return None
+        total = np.sum(parts, axis=0)
+        if point.kind in ("scale", "normalized") or self.norms:
+            total = total * self._affine(point)[0]
+        if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
+            total = centred(total)
+        if point.kind != "scale":
+            return total
+        normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
+        return -(total * normalized).sum(axis=-1, keepdims=True) / scale
+
+    def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
+        if not name:
+            return gradient
+        matrix = self.raw.reader.read(name, point.layer)
+        heads = name in ("W_Q", "W_K", "W_V")
+        return np.einsum("bhsd,hmd->bsm", gradient, matrix) if heads else gradient @ matrix.T
+
+    def cotangent(self, point: LensPoint, shown: Array, like: tuple[int, ...]) -> Array:
+        """A cotangent of the value at a point as one of its source, of a shape."""
+        if point.kind == "result":
+            return np.einsum("bshm,hdm->bshd", shown, self.weights.W_O[point.layer])
+        if point.kind in ("heads", "values"):
+            batch, heads, seq, width = like
+            return shown.reshape(batch, seq, heads, width).transpose(HEADS)
+        if point.kind == "normed" and self.norms:
+            weight = self._affine(point)[0]
+            return shown / np.where(weight == 0, np.inf, weight)
+        if (point.kind in ("stream", "part") and self.stream) or (point.kind == "logits" and self.logits):
+            return centred(shown)
+        return shown.reshape(like)
+
+    def value_bias(self, layer: int) -> Array:
+        """The biases of values, [kv_head, d_head]."""
+        return self.biased.b_V[layer]
+
+    def _bias_of_z(self, layer: int, heads: int) -> Array:
+        return repeated(self.value_bias(layer), heads)
+
+    def missing(self, layer: int, sums: Array) -> Array:
+        """What z lacks where the rows of a changed pattern sum to something else than 1.
+
+        With folded biases of values, these are added once, whatever the pattern; z of the graph has them times the sum.
+
+        Args:
+            sums: [batch, head, query].
+        """
+        return (1 - sums).transpose(0, 2, 1)[..., None] * self._bias_of_z(layer, sums.shape[1])
+
+    def less_of_biases(self, layer: int, pattern: Array, z: Array) -> Array:
+        """The gradient by a pattern whose biases of values are folded: they are added whatever it is."""
+        lost = (z * self._bias_of_z(layer, z.shape[2])).sum(axis=-1)  # [batch, query, head]
+        return pattern - lost.transpose(0, 2, 1)[..., None]
+
+    def _norm(self, point: LensPoint) -> Any:
+        return self.raw.graph.norm(point.norm, point.layer)
+
+    def _affine(self, point: LensPoint) -> tuple[Array, Array]:
+        read = self.raw.reader.read
+        return read(f"{point.norm}_w", point.layer), read(f"{point.norm}_b", point.layer)
+
+
+def _as_it_is(own: Coordinates, point: LensPoint, value: Array, mean: Array | float) -> Array:
+    return value
+
+
+SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
+    "stream": Coordinates._stream,
+    "part": Coordinates._part,
+    "every row": Coordinates._part,
+    "heads": Coordinates._heads,
+    "values": Coordinates._values,
+    "z": Coordinates._z,
+    "result": Coordinates._result,
+    "scale": Coordinates._scale,
+    "normalized": Coordinates._normalized,
+    "norm of": Coordinates._norm_of,
+    **dict.fromkeys(("input of Q", "input of K", "input of V"), Coordinates._input),
+    "normed": Coordinates._normed,
+    "logits": Coordinates._logits,
+    "scores": Coordinates._scores,
+}

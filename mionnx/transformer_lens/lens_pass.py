@@ -1,0 +1,300 @@
+"""`LensPass`: one forward pass of a bridge on the engine, with hooks that store and hooks that act.
+
+Hooks that only store what they see get it after the pass; others cut the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformer_lens.hook_points import HookPoint as TheirHook
+
+from mionnx.errors import HookError, InputError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.transformer_lens.coordinates import Array
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, SILENT, LensPoint
+from mionnx.transformer_lens.way_back import WayBack
+
+# Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
+STOPPING = "run_with_cache.<locals>.stop_hook"
+STORING_FOR_HOOKS = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
+STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, STORING_FOR_HOOKS)
+STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", STORING_FOR_HOOKS)
+
+
+def _called(handle: Any) -> str:
+    function = handle.user_hook
+    while hasattr(function, "func"):
+        function = function.func
+    return getattr(function, "__qualname__", "")
+
+
+def _name(name: str, hook: TheirHook) -> str:
+    return hook.name or name
+
+
+def _stores(hook: TheirHook) -> bool:
+    return all(_called(handle).endswith(STORING) for handle in hook.fwd_hooks)
+
+
+def _stores_back(hook: TheirHook) -> bool:
+    return all(_called(handle).endswith(STORING_BACK) for handle in hook.bwd_hooks)
+
+
+class LensPass:
+    """One pass: its tokens, its hooks, and what they changed."""
+
+    def __init__(self, bridge: Any, ids: Array, mask: Array | None, spec: HookSpec) -> None:
+        self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
+        self._live = self._hooks()
+        self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
+        self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
+        self._sums: dict[str, Array] = {}  # by the z of a changed pattern
+        self._logits = LENS_LOGITS
+        self._edits = any(not _stores(hook) for _, hook in self._live)
+        alive = self._edits or any(hook.bwd_hooks for _, hook in self._live)
+        self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
+
+    def _hooks(self) -> list[tuple[LensPoint, TheirHook]]:
+        """Points with hooks, in execution order; refuses those that nothing here can serve."""
+        table = self.bridge.lens_points()
+        live = {id(hook): (name, hook) for name, hook in self.bridge._hook_registry.items() if has_hooks(hook)}
+        live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(_name(*pair)) is None}
+        served = [(table[key], hook) for key, (_, hook) in live.items() if key in table]
+        lacking = [(_name(*pair), pair[1]) for key, pair in live.items() if key not in table]
+        deaf = [name for name, hook in lacking if not _stores(hook)]
+        deaf += [point.name for point, hook in served if not point.goes_back and not _stores_back(hook)]
+        if deaf:
+            raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
+        if left := {name for name, _ in lacking if not name.endswith(SILENT)} | {
+            p.name for p, hook in served if not p.goes_back and hook.bwd_hooks
+        }:
+            self.bridge.warn_once(left)
+        order = {point.name: number for number, point in enumerate(table.values())}
+        return sorted(served, key=lambda pair: order[pair[0].name])
+
+    def run(self, stop: int | None, logits: bool, past: Any = None, use_cache: bool = False) -> tuple[Any, Any]:
+        """Run the graph: the logits as a tensor, or the stream before a layer; and what a next pass goes on from."""
+        for number, (_, hook) in enumerate(self._live):
+            if any(_called(handle).endswith(STOPPING) for handle in hook.fwd_hooks):  # its exception ends the pass
+                self._live, logits = self._live[: number + 1], False
+                break
+        layers = self.bridge.engine.num_layers
+        end = None if stop is None else HookPoint.ResidPost(stop - 1) if stop else HookPoint.ResidPre(0)
+        if stop is not None:
+            stream = LensPoint(f"blocks.{stop}.hook_in", str(end), "stream")
+            self._live = [pair for pair in self._live if self._reached(pair[0], stop, layers)]
+        cuts = {point.source for point, hook in self._live if not self._stores(hook)}
+        # What is stored of a value that hooks change is what their order says.
+        acting = [pair for pair in self._live if pair[0].source in cuts]
+        read = [pair for pair in self._live if pair[0].source not in cuts]
+        values, output, past = self._run(acting, read, end, logits and stop is None, past, use_cache)
+        for point, hook in read:
+            self._see(point, hook, np.asarray(values[point.source]))
+        if end is not None:
+            value = np.asarray(values[str(end)])
+            return self._tensor(stream, value, self._order(stream)), None
+        return None if output is None else self._tensor(self._logits, output, 0), past
+
+    @staticmethod
+    def _reached(point: LensPoint, stop: int, layers: int) -> bool:
+        inside = point.name.startswith("blocks.")
+        return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
+
+    def _stores(self, hook: TheirHook) -> bool:
+        keeping = any(_called(handle).endswith(STORING_FOR_HOOKS) for handle in hook.fwd_hooks)
+        return _stores(hook) and not (self._edits and (hook.bwd_hooks or keeping))
+
+    def _run(self, acting: list[Any], read: list[Any], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
+        engine = self.bridge.engine
+        sources = [*dict.fromkeys([point.source for point, _ in read]), *([str(end)] if end is not None else [])]
+        spec = HookSpec().extend(self.spec)
+        for source in dict.fromkeys(sources):
+            spec.capture(source)
+        if not acting:
+            if not (sources or logits or use_cache):
+                return {}, None, None
+            cache = engine.forward(
+                self.ids, spec, attention_mask=self.mask, logits=logits or use_cache, cache=past, use_cache=use_cache
+            )
+            return cache, cache.output() if logits else None, cache.past
+        if use_cache or past is not None:
+            names = ", ".join(point.name for point, _ in acting[:3])
+            raise HookError(
+                f"hooks at {names} with a cache of keys: a step alone would be hooked; "
+                "generate(use_past_kv_cache=False) reads the text again at each step"
+            )
+        functions = [(source, self._function(source, acting)) for source in self._cuts(acting)]
+        options: dict[str, Any] = {
+            "return_type": "logits" if logits else None,
+            "attention_mask": self.mask,
+            "hooks": self.spec,
+        }
+        if not sources:
+            return {}, engine.run_with_hooks(self.ids, functions, **options), None
+        output, cache = engine.run_with_cache(self.ids, [*dict.fromkeys(sources)], fwd_hooks=functions, **options)
+        return cache, output, None
+
+    def _cuts(self, acting: list[Any]) -> list[str]:
+        """The hook points at which functions are called: those of the hooks, and where their changes land."""
+        cuts = {point.source: None for point, _ in acting}
+        for point, _ in acting:
+            if point.lands:
+                cuts[point.lands] = None
+            if point.kind == "pattern" and self.bridge.coordinates.values:
+                cuts[point.beside] = None
+        return [*cuts]
+
+    def _function(self, source: str, acting: list[Any]) -> Any:
+        here = [pair for pair in acting if pair[0].source == source]
+
+        def call(value: Array, hook: Any) -> Array:
+            if source in self._waits:
+                value = value + self._waits.pop(source)
+            if source in self._sums:
+                layer = HookPoint.parse(source).layer or 0
+                lacking = self.bridge.coordinates.missing(layer, self._sums.pop(source)).astype(value.dtype)
+                self._change(source, lacking)
+                value = value + lacking
+            for point, theirs in here:
+                value = self._act(point, theirs, value)
+            return value
+
+        return call
+
+    def _act(self, point: LensPoint, hook: TheirHook, value: Array) -> Array:
+        """The value after the hooks of one point."""
+        shown, result, same = self._see(point, hook, value)
+        after = np.asarray(result.detach().numpy()).reshape(shown.shape)
+        if np.array_equal(after, shown):
+            return value
+        if not point.acts:
+            raise HookError(
+                f"a hook changed {point.name}, which is computed of {point.source} and which nothing reads here"
+            )
+        coordinates = self.bridge.coordinates
+        self._note_mean(point, after, same)
+        if not point.replaces:
+            self._land(point.lands, coordinates.landed(point, after, shown))
+            return value
+        new = coordinates.back(point, after, value)
+        change = new - value
+        # TransformerLens' branches read the stream itself: what a hook writes in place is written to that.
+        if point.lands and not same:
+            self._land(point.lands, -change)
+        if point.kind == "logits":
+            self._logits = LENS_LOGITS._replace(kind="plain")
+        if point.kind == "pattern" and coordinates.values:
+            self._sums[point.beside] = after.sum(axis=-1)
+        self._change(point.source, change)
+        return new
+
+    def _land(self, name: str, change: Array) -> None:
+        self._waits[name] = self._waits.get(name, np.float32(0)) + change
+        self._change(name, change)
+
+    def _change(self, name: str, change: Array) -> None:
+        if self.back is not None:
+            self.back.changes[name] = self.back.changes.get(name, np.float32(0)) + change
+
+    def _note_mean(self, point: LensPoint, after: Array, same: bool) -> None:
+        """Keep the mean that a hook gave the stream: with centred weights, only hooks can."""
+        if self.bridge.coordinates.stream and point.kind in ("stream", "part", "every row", "result"):
+            added = after.sum(axis=2) if point.kind == "result" else after
+            replaces = point.kind == "stream"
+            if replaces and point.lands and not same:  # what one branch reads
+                return
+            self._means.append((self._order(point), replaces, added.mean(axis=-1, keepdims=True)))
+
+    def _order(self, point: LensPoint) -> int:
+        return self.bridge.engine.hooked.order[point.source]
+
+    def _mean(self, order: int) -> Any:
+        mean: Any = np.float32(0)
+        for at, replaces, own in self._means:
+            if at <= order:
+                mean = own if replaces else mean + own
+        return mean
+
+    def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any, bool]:
+        """Call the hooks of a point: what they saw, what they left, whether that is the same tensor."""
+        shown = self._shown(point, value)
+        back = self.back if point.goes_back and (hook.bwd_hooks or not self._stores(hook)) else None
+        tensor = torch.from_numpy(shown.copy()) if back is None else back.node(point, shown.copy(), value)
+        result = hook(tensor)
+        if back is not None:
+            back.tensors.append(result)
+        return shown, result, result.data_ptr() == tensor.data_ptr()
+
+    def _shown(self, point: LensPoint, value: Array) -> Array:
+        if point.kind in OF_TOKENS:
+            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask)
+        shown = self.bridge.coordinates.show(point, value, self._mean(self._order(point)))
+        rows = len(self.ids)
+        if point.kind == "every row" and len(shown) != rows:
+            shown = np.repeat(shown, rows, axis=0)
+        return shown
+
+    def _tensor(self, point: LensPoint, value: Array, order: int) -> torch.Tensor:
+        shown = self.bridge.coordinates.show(point, value, self._mean(order))
+        if self.back is None or not self.back.tensors:
+            return torch.from_numpy(np.array(shown))
+        return self.back.node(point, np.array(shown), value)
+
+
+def has_hooks(hook: TheirHook) -> bool:
+    """Whether a point has any hooks."""
+    return bool(hook.fwd_hooks or hook.bwd_hooks)
+
+
+def _ids(bridge: Any, ids: Array, mask: Array | None) -> Array:
+    return ids
+
+
+def positions(ids: Array, mask: Array | None) -> NDArray[np.int64]:
+    """The position of each token in its text, [batch, seq]."""
+    if mask is None:
+        return np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
+    return np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+
+
+def _positions(bridge: Any, ids: Array, mask: Array | None) -> Array:
+    return positions(ids, mask)[:1]
+
+
+def _rotary(part: int) -> Any:
+    def of(bridge: Any, ids: Array, mask: Array | None) -> Array:
+        module = bridge.rotary_emb.original_component
+        one = torch.zeros(1, ids.shape[1], 1)
+        return module(one, torch.from_numpy(positions(ids, mask)[:1]))[part].numpy()
+
+    return of
+
+
+# Values that tokens alone tell.
+OF_TOKENS: dict[str, Any] = {"ids": _ids, "positions": _positions, "cos": _rotary(0), "sin": _rotary(1)}
+
+
+def check_mask(mask: Any, ids: Array) -> Array | None:
+    """A mask as the engine takes it, [batch, seq] of 0 and 1."""
+    if mask is None:
+        return None
+    array = np.asarray(mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask)
+    if array.ndim != 2:
+        raise InputError(f"attention_mask {list(array.shape)}: it is [batch, seq], 1 for tokens, 0 for padding")
+    return array.astype(np.int64)
+
+
+def warn(names: Iterable[str]) -> None:
+    """Say which hook points the graph lacks."""
+    listed = sorted(names)
+    warnings.warn(
+        f"{len(listed)} hook points are not served by this graph, and no cache has them: {', '.join(listed[:8])}",
+        stacklevel=2,
+    )

@@ -1,0 +1,150 @@
+"""`LensPoint`: where a hook point of TransformerLens' bridge lies in a graph, and what a change there does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from mionnx.graph.hook_points import HookPoint
+
+# Names that a bridge has and its own forward pass never reaches, or reaches with what is no activation.
+SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
+
+
+class LensPoint(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        name: TransformerLens' own name, "blocks.3.ln2.hook_in".
+        source: the hook point whose value it is, or is computed from.
+        kind: what it is of the source; see `Coordinates`.
+        norm: the norm that a kind is of, "ln1".
+        replaces: a hook's change takes the source's place.
+        lands: where else a change arrives. With `replaces`, what goes on past the layer there is left as it was, since
+            TransformerLens' `ln2.hook_in` is what the MLP reads and not the stream; without, the change is added there.
+        read_by: of what is computed to be read, whose gradients tell its own: hook points, and the weights of products
+            that give these; "" for a value that is the same.
+    """
+
+    name: str
+    source: str
+    kind: str = "plain"
+    norm: str = ""
+    replaces: bool = True
+    lands: str = ""
+    read_by: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def acts(self) -> bool:
+        """Whether a hook can change it; else it is computed to be read."""
+        return self.replaces or bool(self.lands)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it has a gradient here: a copy of the stream for each head has none."""
+        return bool(self.read_by) or (self.acts and not self.kind.startswith("input of"))
+
+    @property
+    def beside(self) -> str:
+        """Of a pattern, the z that it gives."""
+        return HookPoint.AttnZ(self.layer).name if self.kind == "pattern" else ""
+
+    @property
+    def layer(self) -> int:
+        """The layer, 0 outside the blocks."""
+        return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else 0
+
+
+LENS_LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
+
+
+def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], names: Collection[str]) -> list[LensPoint]:
+    """The rows that a model and its bridge have, in the order in which a forward pass reaches them.
+
+    Args:
+        hooks: names of hook points of the model.
+        posts: layers that norm what they add (Gemma).
+        names: those of the bridge.
+    """
+    rows = [*_before(), *(row for layer in range(layers) for row in _layer(layer, layer in posts, hooks, names))]
+    rows += _behind(HookPoint.ResidPost(layers - 1).name)
+    return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
+
+
+def _served(row: LensPoint, hooks: Collection[str]) -> LensPoint:
+    """A row without what lies where a model has no hook point."""
+    if not {name for name, _ in row.read_by} <= {*hooks}:
+        row = row._replace(read_by=())
+    return row if not row.lands or row.lands in hooks else row._replace(replaces=False, lands="")
+
+
+def _before() -> Iterator[LensPoint]:
+    first = HookPoint.ResidPre(0).name
+    yield LensPoint("embed.hook_in", "hook_embed", "ids", replaces=False)
+    yield LensPoint("embed.hook_out", "hook_embed", "part")
+    yield LensPoint("pos_embed.hook_in", "hook_embed", "positions", replaces=False)
+    yield LensPoint("pos_embed.hook_out", "hook_pos_embed", "every row", replaces=False, lands=first)
+    yield LensPoint("rotary_emb.hook_in", "hook_embed", replaces=False)
+    for part in ("cos", "sin"):
+        yield LensPoint(f"rotary_emb.hook_{part}", "hook_embed", part, replaces=False)
+
+
+def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Iterator[LensPoint]:
+    for kind in ("scale", "normalized"):
+        yield LensPoint(f"{prefix}{norm}.hook_{kind}", source, kind, norm, replaces=False, read_by=read_by)
+
+
+def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str]) -> Iterator[LensPoint]:
+    b = f"blocks.{layer}."
+    pre, mid, end = f"{b}hook_resid_pre", f"{b}hook_resid_mid", f"{b}hook_resid_post"
+    out, added = f"{b}hook_attn_out", f"{b}hook_mlp_out"
+    parallel = mid not in hooks  # attention and MLP read the same stream
+    yield LensPoint(f"{b}hook_in", pre, "stream")
+    yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
+    normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
+    products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
+    for part, (place, _) in products.items():
+        yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", replaces=False, lands=place)
+    yield from _norm(b, "ln1", pre, *products.values())
+    for name in ("ln1.hook_out", "attn.hook_in"):
+        yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
+    for part in "qkv":
+        own = (products[part],) if products else ()
+        yield LensPoint(f"{b}attn.{part}.hook_in", pre, "norm of", "ln1", False, read_by=own)
+    for part in "qkv":
+        name = f"{part}_norm" if normed and part != "v" else part
+        yield LensPoint(f"{b}attn.{name}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")
+    for part in ("cos", "sin"):
+        yield LensPoint(f"{b}attn.hook_{part}", pre, part, replaces=False)
+    for part in ("rot_q", "rot_k"):
+        yield LensPoint(f"{b}attn.hook_{part}", f"{b}attn.hook_{part}")
+    yield LensPoint(f"{b}attn.hook_attn_scores", f"{b}attn.hook_scores", "scores")
+    yield LensPoint(f"{b}attn.hook_pattern", f"{b}attn.hook_pattern", "pattern")
+    yield LensPoint(f"{b}attn.o.hook_in", f"{b}attn.hook_z", "z")
+    yield LensPoint(f"{b}attn.hook_result", f"{b}attn.hook_z", "result", replaces=False, lands="" if post else out)
+    inner = ("attn.hook_hidden_states",) if f"{b}attn.qkv.hook_in" in names else ()
+    for name in ("ln1_post.hook_out",) if post else ("attn.o.hook_out", *inner, "attn.hook_out"):
+        yield LensPoint(f"{b}{name}", out, "part")
+    read = pre if parallel else mid
+    for name in ("hook_mlp_in", "ln2.hook_in"):
+        yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
+    yield from _norm(b, "ln2", read, (f"{b}mlp.hook_pre", ""))
+    for name in ("ln2.hook_out", "mlp.hook_in"):
+        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "normed", "ln2")
+    for name, product in (("gate", (f"{b}mlp.hook_gate", "W_gate")), ("in", (f"{b}mlp.hook_up", "W_in"))):
+        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", "normed", "ln2", False, read_by=(product,))
+    yield LensPoint(f"{b}mlp.gate.hook_out", f"{b}mlp.hook_gate")
+    yield LensPoint(f"{b}mlp.in.hook_out", f"{b}mlp.hook_up")
+    yield LensPoint(f"{b}mlp.out.hook_in", f"{b}mlp.hook_act")
+    for name in ("mlp.out.hook_out", "mlp.hook_out"):
+        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_post" if post else added, "plain" if post else "part")
+    yield LensPoint(f"{b}ln2_post.hook_out", added, "part")
+    yield LensPoint(f"{b}hook_out", end, "stream")
+
+
+def _behind(last: str) -> Iterator[LensPoint]:
+    yield LensPoint("ln_final.hook_in", last, "stream")
+    yield from _norm("", "ln_final", last, ("hook_final_norm", ""))
+    for name in ("ln_final.hook_out", "unembed.hook_in"):
+        yield LensPoint(name, "hook_final_norm", "normed", "ln_final")
+    yield LensPoint("unembed.hook_out", "hook_logits", "logits")
