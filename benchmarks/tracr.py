@@ -52,7 +52,7 @@ def left_out(model: MIModel, ids: list[np.ndarray], like: EdgeAttribution, metri
     for at in map(tuple, np.argwhere(like.edges).tolist()):
         others = np.ones(like.scores.shape)
         others[at] = 0
-        circuit = model.circuit(*ids, like.count - 1, scores=replace(like, scores=others), **own)
+        circuit = model.circuit(ids[0], ids[1], like.count - 1, scores=replace(like, scores=others), **own)
         effects[at] = circuit.values[0] - circuit.clean
     return effects
 
