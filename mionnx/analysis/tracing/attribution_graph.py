@@ -11,6 +11,7 @@ from mionnx.analysis.tracing import circuit_tracer_file, set_features, trace_vie
 from mionnx.analysis.tracing.effect_graph import EDGE_SHARE, NODE_SHARE, EffectGraph, index_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
+from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.view import Columns, Shown, View
@@ -117,7 +118,7 @@ class AttributionGraph(EffectGraph, Shown):
         yield from (count(self.layers, "layer"), " / ".join(map(repr, self.targets)))
 
     def _lines(self) -> Iterator[str]:
-        yield f"replacement {self.replacement_score:.3f}, completeness {self.completeness_score:.3f}"
+        yield f"replacement {decimal(self.replacement_score, 3)}, completeness {decimal(self.completeness_score, 3)}"
         for name, share in self.top(5):
             yield f"{name} {self._token(name)}: {share:.3f}"
 

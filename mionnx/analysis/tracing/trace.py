@@ -39,7 +39,7 @@ FIRST_TOKENS = ("bos_token", "pad_token", "eos_token")  # what is put in front o
 def trace(
     model: Runner,
     prompt: Prompt,
-    transcoders: TranscoderSet,
+    transcoders: TranscoderSet | None = None,
     *,
     answer: int | str | Sequence[int | str] | None = None,
     versus: int | str | None = None,
@@ -58,7 +58,7 @@ def trace(
     Args:
         prompt: a text, or its ids. In front of a text that does not begin with a special token the model's own is put;
             ids are taken as they are.
-        transcoders: a set of them, one for each layer.
+        transcoders: a set of them, one for each layer; needed.
         answer: tokens whose logits are traced; if left out the most probable ones, together of `logit_share`, at most
             `max_logits`.
         versus: a token whose logit is taken from each answer's; if left out the mean over the vocabulary is.
@@ -80,6 +80,11 @@ def trace(
         graph = model.trace("The capital of France is", TranscoderSet.load("transcoders"))
         graph.top(5)
     """
+    if transcoders is None:  # as nnsight's own verb of this name is called
+        raise InputError(
+            "trace makes an attribution graph through the features of transcoders: give a TranscoderSet; what nnsight "
+            "traces are model.forward(tokens, HookSpec().capture(...)) and model.run_with_hooks(tokens, [...])"
+        )
     for name, number, least in (("max_logits", max_logits, 1), ("skip", skip, 0), ("memory", memory, 1)):
         at_least(name, number, least)
     at_least("logit_share", logit_share, 0)

@@ -4,6 +4,7 @@ import numpy as np
 from rich.markup import escape
 
 from mionnx.analysis.tracing.effect_graph import EffectGraph
+from mionnx.machine.decimals import decimal
 from mionnx.view import Table, Trace, TraceNode, View, readable
 
 DRAWN = 120  # features and errors of a page
@@ -54,8 +55,8 @@ def view_of(graph: EffectGraph) -> View:
     )
     note += more
     facts = (
-        f"{few:,} of {graph.active:,} active features; replacement {graph.replacement_score:.3f}, completeness "
-        f"{graph.completeness_score:.3f}"
+        f"{few:,} of {graph.active:,} active features; replacement {decimal(graph.replacement_score, 3)}, completeness "
+        f"{decimal(graph.completeness_score, 3)}"
     )
     title = f"What leads to {' / '.join(map(repr, graph.targets[:3]))}"
     panels = [Trace(graph.tokens, graph.layers, nodes, edges, note=note), table]

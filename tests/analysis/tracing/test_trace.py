@@ -42,6 +42,11 @@ def model() -> MIModel:
     return MIModel.from_pretrained(PATH, threads=1)
 
 
+def test_a_trace_of_nnsight_is_answered(model):
+    with pytest.raises(InputError, match="give a TranscoderSet; what nnsight traces are"):
+        model.trace(TEXT)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def case(request: pytest.FixtureRequest, model: MIModel, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder, hook = tmp_path_factory.mktemp(request.param), HOOKS[request.param]
