@@ -120,7 +120,7 @@ class AttributionGraph(EffectGraph, Shown):
     def _lines(self) -> Iterator[str]:
         yield f"replacement {decimal(self.replacement_score, 3)}, completeness {decimal(self.completeness_score, 3)}"
         for name, share in self.top(5):
-            yield f"{name} {self._token(name)}: {share:.3f}"
+            yield f"{name} {self._token(name)}: {decimal(share, 3)}"
 
     def _token(self, name: str) -> str:
         return repr(self.tokens[int(name.rpartition("_")[2])])

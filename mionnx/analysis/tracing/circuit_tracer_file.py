@@ -10,6 +10,7 @@ from mionnx.analysis.tracing.effect_graph import EffectGraph
 from mionnx.analysis.tracing.influence import Leading
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.folder_file import read_json
+from mionnx.machine.decimals import decimal
 
 FEATURE, ERROR, TOKEN, LOGIT = "cross layer transcoder", "mlp reconstruction error", "embedding", "logit"
 SCHEMA, LARGEST = 1, 2**30  # bytes of a file
@@ -101,7 +102,7 @@ def _logit(graph: EffectGraph, index: int) -> dict[str, Any]:
         *(f"{layer}_{token}_{position}", f"L_{token}-{position}", LOGIT, layer, position, token),
         token_prob=share,
         is_target_logit=index == 0,
-        clerp=f'Output "{graph.targets[index]}" (p={share:.3f})',
+        clerp=f'Output "{graph.targets[index]}" (p={decimal(share, 3)})',
     )
 
 
