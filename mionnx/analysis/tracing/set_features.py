@@ -16,6 +16,7 @@ from mionnx.errors import InputError, InterventionError
 from mionnx.graph.fragment import Fragment, written
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
+from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -54,8 +55,9 @@ class Confirmation(Brief):
     def _lines(self) -> Iterator[str]:
         yield f"largest difference: {self.difference:.1e} of the largest change"
         for i in np.argsort(-np.abs(self.predicted), kind="stable")[:5]:
-            changes = self.predicted[i], self.constrained[i], self.free[i]
-            yield f"{self.receivers[i]}: predicted {changes[0]:+.3f}, held {changes[1]:+.3f}, free {changes[2]:+.3f}"
+            changes = (self.predicted[i], self.constrained[i], self.free[i])
+            predicted, constrained, free = (decimal(one, 3, sign=True) for one in changes)
+            yield f"{self.receivers[i]}: predicted {predicted}, held {constrained}, free {free}"
 
 
 @typed(InputError)
