@@ -335,6 +335,7 @@ def assert_same_class(theirs, provider, spec):
     return ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "lfm2"])
 def test_layers_with_states_equal_the_cpus(family, hybrid, provider):
     """Scans, convolutions, states, a cache carried on, decoding."""

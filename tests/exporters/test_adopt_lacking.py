@@ -222,6 +222,7 @@ def test_single_passes_work_without_a_cache(without_config, models):
         assert np.abs(one - other).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_fixed_is_refused_with_what_to_do(checkpoint, tmp_path):
     """FINDINGS, part 2, 12: torch fixes the batch of an example of one row."""
     (tmp_path / "file").mkdir()
@@ -266,6 +267,7 @@ def test_an_edit_without_a_cache_that_cannot_reach_is_refused_all_the_same(hook,
         without_config.forward(IDS, spec.capture("blocks.1.hook_resid_post", positions=[at]), logits=False)
 
 
+@pytest.mark.slow
 def test_a_window_that_the_mask_has_not_is_not_guessed(torch_file, tmp_path):
     shutil.copytree(torch_file("gemma2"), tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())

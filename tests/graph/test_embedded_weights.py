@@ -14,7 +14,7 @@ from mionnx.graph import embedded_weights, weight_check, weight_record
 from mionnx.graph.embedded_weights import read_light, read_properties
 from mionnx.graph.onnx_file import embed
 
-LARGE, SMALL = 3 * embedded_weights.SMALL_WEIGHT, 8
+LARGE, SMALL = 3 * embedded_weights.KEPT_INSIDE, 8
 
 
 @pytest.fixture

@@ -130,21 +130,4 @@ class AttributionGraph(EffectGraph, Shown):
         return trace_view.view_of(self)
 
     def _columns(self) -> Columns:
-        seq, few, own = len(self.tokens), len(self.features), self.influence()
-        order = np.argsort(-own, kind="stable")
-        places = [(layer, position, feature) for layer, position, feature in self.features.tolist()]
-        places += [(layer, position, None) for layer in range(self.layers) for position in range(seq)]
-        places += [(None, position, None) for position in range(seq)]
-        kinds = ["feature"] * few + ["error"] * (self.layers * seq) + ["token"] * seq
-        values = np.concatenate([self.activations, np.full(len(own) - few, np.nan, np.float32)])
-        names = self.sources
-        return {
-            "node": [names[i] for i in order],
-            "kind": [kinds[i] for i in order],
-            "layer": [places[i][0] for i in order],
-            "position": [places[i][1] for i in order],
-            "token": [self.tokens[places[i][1]] for i in order],
-            "feature": [places[i][2] for i in order],
-            "activation": values[order],
-            "influence": own[order],
-        }
+        return trace_view.columns_of(self)

@@ -5,7 +5,7 @@ from rich.markup import escape
 
 from mionnx.analysis.tracing.effect_graph import EffectGraph
 from mionnx.machine.decimals import decimal
-from mionnx.view import Table, Trace, TraceNode, View, readable
+from mionnx.view import Columns, Table, Trace, TraceNode, View, readable
 
 DRAWN = 120  # features and errors of a page
 LISTED = 40  # rows of the table
@@ -61,3 +61,25 @@ def view_of(graph: EffectGraph) -> View:
     title = f"What leads to {' / '.join(map(repr, graph.targets[:3]))}"
     panels = [Trace(graph.tokens, graph.layers, nodes, edges, note=note), table]
     return View(title, panels, graph.prompt, facts=facts)
+
+
+def columns_of(graph: EffectGraph) -> Columns:
+    """All nodes, those of most influence first."""
+    seq, few, own = len(graph.tokens), len(graph.features), graph.influence()
+    order = np.argsort(-own, kind="stable")
+    places = [(layer, position, feature) for layer, position, feature in graph.features.tolist()]
+    places += [(layer, position, None) for layer in range(graph.layers) for position in range(seq)]
+    places += [(None, position, None) for position in range(seq)]
+    kinds = ["feature"] * few + ["error"] * (graph.layers * seq) + ["token"] * seq
+    values = np.concatenate([graph.activations, np.full(len(own) - few, np.nan, np.float32)])
+    names = graph.sources
+    return {
+        "node": [names[i] for i in order],
+        "kind": [kinds[i] for i in order],
+        "layer": [places[i][0] for i in order],
+        "position": [places[i][1] for i in order],
+        "token": [graph.tokens[places[i][1]] for i in order],
+        "feature": [places[i][2] for i in order],
+        "activation": values[order],
+        "influence": own[order],
+    }

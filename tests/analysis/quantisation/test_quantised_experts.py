@@ -166,6 +166,7 @@ def test_a_stack_and_each_expert_costs_what_transformers_says(family, pair):
         assert one.kl == pytest.approx(kl, rel=5e-3, abs=1e-9), one.name
 
 
+@pytest.mark.slow
 def test_experts_that_are_not_there_are_not_measured(shipped, pair, tmp_path):
     model, hooked, _ = pair("mixtral")
     made = MIModel.from_pretrained(shipped.quantise(tmp_path / "made"), threads=1)
