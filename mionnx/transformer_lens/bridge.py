@@ -27,13 +27,12 @@ from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates
-from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
+from mionnx.transformer_lens.lens_pass import LensPass, check_mask, positions, warn
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
 from mionnx.transformer_lens.parameters import make_room, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 
-# Arguments of a pass that say nothing here: attentions are hook points, positions follow from the mask.
-IDLE = ("output_attentions", "position_ids")
+IDLE = ("output_attentions",)  # an argument of a pass that says nothing here: attentions are hook points
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -143,7 +142,11 @@ class OnnxBridge(TransformerBridge):
         use_cache = use_cache or bool(options.get("use_past_kv_cache")) or past_key_values is not None
         use_cache = use_cache or return_type == "logits_and_cache"
         ids = tokens.cpu().numpy()
-        passing = LensPass(self, ids, check_mask(attention_mask, ids), spec)
+        mask = check_mask(attention_mask, ids)
+        told = options.get("position_ids")
+        if told is not None and past_key_values is None and not (np.asarray(told) == positions(ids, mask)).all():
+            raise InputError("position_ids: positions follow from attention_mask here, and these are others")
+        passing = LensPass(self, ids, mask, spec)
         wants = return_type is not None
         output, past = passing.run(stop, wants, past_key_values, use_cache and stop is None)
         if stop is not None:
@@ -169,7 +172,7 @@ class OnnxBridge(TransformerBridge):
                 raise InputError(
                     "a weight of the bridge was written to; the graph has its own, and nothing would change"
                 )
-        meant = (*IDLE, "input_ids", "use_past_kv_cache")
+        meant = (*IDLE, "input_ids", "position_ids", "use_past_kv_cache")
         if unknown := [name for name, value in options.items() if name not in meant and value is not None]:
             raise InputError(f"{', '.join(unknown)}: no arguments of a pass on the engine")
 

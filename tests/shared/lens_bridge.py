@@ -19,7 +19,7 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.model_bridge.transformer_bridge import TransformerBridge
 from transformer_lens.tools.analysis.logit_lens import logit_lens
 
-from mionnx import MIModel
+from mionnx import InputError, MIModel
 from mionnx.transformer_lens import bridge
 
 MASKED = 1e37  # scores of masked keys: TransformerLens has the lowest number there, or -inf
@@ -185,6 +185,13 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
         beside("generate, without a cache", lambda b: b.generate(tokens, use_past_kv_cache=False, **greedy))
         past = ours(tokens[:, :-1], return_type="logits_and_cache")[1]
         found["cache of keys"] = apart(ours(tokens[:, -1:], past_key_values=past)[:, -1], theirs(tokens)[:, -1])
+        places = torch.arange(tokens.shape[1])[None]
+        beside("positions that are meant", lambda b: b(tokens, position_ids=places), lambda b: b(tokens))
+        try:
+            ours(tokens, position_ids=places + 1)
+            found["other positions are refused"] = 1.0
+        except InputError:
+            found["other positions are refused"] = 0.0
         pairs = ["The capital of France is", "Twelve plus one is"]
         beside("texts", lambda b: b(pairs, padding_side="left")[:, -1])
         caches = [one.run_with_cache(tokens)[1] for one in both]

@@ -46,3 +46,8 @@ def test_calls(beside, model):
     assert len(found) > 20
     for name, apart in found.items():
         assert apart < TOLERANCE, name
+
+
+def test_the_page_shows_what_its_example_prints(beside_lens):
+    found = beside_lens("lens_readme.py")
+    assert found["printed"] == found["shown"]
