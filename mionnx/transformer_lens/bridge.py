@@ -143,8 +143,8 @@ class OnnxBridge(TransformerBridge):
         use_cache = use_cache or return_type == "logits_and_cache"
         ids = tokens.cpu().numpy()
         mask = check_mask(attention_mask, ids)
-        told = options.get("position_ids")
-        if told is not None and past_key_values is None and not (np.asarray(told) == positions(ids, mask)).all():
+        places = options.get("position_ids")
+        if places is not None and past_key_values is None and not (np.asarray(places) == positions(ids, mask)).all():
             raise InputError("position_ids: positions follow from attention_mask here, and these are others")
         passing = LensPass(self, ids, mask, spec)
         wants = return_type is not None
