@@ -23,6 +23,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS as OUTPUT
+from mionnx.inputs.kv_cache import KVCache
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -143,8 +144,10 @@ class OnnxBridge(TransformerBridge):
         use_cache = use_cache or return_type == "logits_and_cache"
         ids = tokens.cpu().numpy()
         mask = check_mask(attention_mask, ids)
+        begin = past_key_values.get_layer(0)[0].shape[2] if isinstance(past_key_values, KVCache) else 0
+        meant = positions(ids, mask)[:, -ids.shape[1] :] + (begin if mask is None else 0)
         places = options.get("position_ids")
-        if places is not None and past_key_values is None and not (np.asarray(places) == positions(ids, mask)).all():
+        if places is not None and not (np.asarray(places) == meant).all():
             raise InputError("position_ids: positions follow from attention_mask here, and these are others")
         passing = LensPass(self, ids, mask, spec)
         wants = return_type is not None
