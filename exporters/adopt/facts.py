@@ -25,6 +25,7 @@ from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, NORMED_STREAM
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_check import Hashes
+from mionnx.machine.own_version import own_version
 
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
@@ -54,7 +55,7 @@ def add_metadata(
         hooks=hooks,
         attention=attention_of(decoder, decoder.windows or windows_of(config, sizes.num_layers)),
         exporter={
-            "mionnx": version("mionnx"),
+            "mionnx": own_version(),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
             **facts_of(decoder, attends),

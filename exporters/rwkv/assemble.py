@@ -21,6 +21,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 _LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
@@ -79,7 +80,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     )
     for node in ir.traversal.RecursiveGraphIterator(graph):
         node.metadata_props.clear()  # they describe how the graph was built
-    model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
+    model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=own_version())
     model.metadata_props.update(metadata.to_props())
     ir.save(model, target / "model.onnx")
     keep_files(files, folder.parent if alone else folder, target)

@@ -38,6 +38,7 @@ from mionnx.graph.layers import Attention, Heads
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NEXT_TOKEN, NORMED_STREAM, Metadata
 from mionnx.graph.sizes import context_length
 from mionnx.graph.weight_record import describe_export, digest_of
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
@@ -227,7 +228,7 @@ def _write_model(hooked: HookedGraph, metadata: Metadata, target: Path) -> None:
     for value in hooked.parameters:
         model.graph.register_initializer(value)
     model.metadata_props.update(metadata.to_props())
-    model.producer_name, model.producer_version = "mionnx", version("mionnx")
+    model.producer_name, model.producer_version = "mionnx", own_version()
     ir.save(model, target / GRAPH)
 
 

@@ -52,6 +52,7 @@ from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Metadata
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 OFFSETS = 2  # rows of a table of positions before the first
@@ -106,7 +107,7 @@ def export_by_structure(source: Checkpoint, why: str, target: Path, stage: Stage
         FOUND_BY_STRUCTURE: agreement,
     }
     metadata = replace(metadata, exporter=exporter, weights_sha256=digest, weight_files=of_files)
-    proto.producer_name, proto.producer_version = "mionnx", version("mionnx")
+    proto.producer_name, proto.producer_version = "mionnx", own_version()
     for key, text in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=text)
     (target / GRAPH).write_bytes(proto.SerializeToString())

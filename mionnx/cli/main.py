@@ -4,7 +4,6 @@ import re
 import sys
 import warnings
 from importlib import import_module
-from importlib.metadata import version
 from inspect import getdoc
 from textwrap import TextWrapper
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from mionnx.errors import MIError
+from mionnx.machine.own_version import own_version
 
 # name -> where it stands, and its first sentence: a list of commands imports none of them
 COMMANDS = {
@@ -101,7 +101,7 @@ def load(name: str) -> Any:
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(f"mionnx {version('mionnx')}")
+        typer.echo(f"mionnx {own_version()}")
         raise typer.Exit
 
 

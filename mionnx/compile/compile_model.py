@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.apply_plan import apply_plan
@@ -256,7 +256,7 @@ def _compiled(
         "source": source,
         "dtype": model.metadata.weight_dtype,
         "family": model.metadata.family,
-        "mionnx": version("mionnx"),
+        "mionnx": own_version(),
         # Serialisation is not the same bytes each time unless asked for.
         "graph_sha256": hashlib.sha256(original.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights_sha256": model.weights_sha256,

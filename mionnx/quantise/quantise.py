@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.layers import Attention
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
@@ -182,7 +182,7 @@ def _describe(
     metadata = replace(
         model.metadata,
         attention=list[Attention | None](attention),
-        exporter={**model.metadata.exporter, "mionnx": version("mionnx")},
+        exporter={**model.metadata.exporter, "mionnx": own_version()},
         weights_sha256=digest,
         weight_files=files,
         quantised=entry,

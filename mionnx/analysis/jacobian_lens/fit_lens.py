@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mionnx.analysis.jacobian_lens.jacobian_lens import FITTED_ON, JacobianLens,
 from mionnx.analysis.jacobian_lens.lens_texts import Ids, LensTexts, source_layers
 from mionnx.analysis.jacobian_lens.pullback import Pullback, stream
 from mionnx.errors import InputError, ModelError
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.stored import Stored
@@ -160,7 +160,7 @@ def _provenance(model: Runner, rules: str, corpus: str, texts: LensTexts) -> dic
         "target_layer": model.num_layers - 1,
         "max_seq_len": texts.max_tokens,
         "skip_first_positions": texts.skip,
-        "mionnx": version("mionnx"),
+        "mionnx": own_version(),
         "exporter": {str(key): str(value) for key, value in hooked.metadata.exporter.items()},
     }
 

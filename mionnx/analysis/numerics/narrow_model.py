@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mionnx.graph.hooked_model import DTYPES, GRAPH, KEPT, HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.machine.typed import typed
@@ -126,7 +126,7 @@ def write(
     metadata = replace(
         hooked.metadata,
         dtype=dtype,
-        exporter={**hooked.metadata.exporter, "mionnx": version("mionnx")},
+        exporter={**hooked.metadata.exporter, "mionnx": own_version()},
         weights_sha256=digest,
         weight_files=files,
         hook_dtypes=wide,
