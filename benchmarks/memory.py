@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from model_memory import count_anew, peak
 from rich.progress import track
 from tables import present
 
@@ -92,15 +93,13 @@ def measure(folder: Path, alone: str | None, settled: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         works = analyses(model, Path(scratch))
         for name, work in works.items() if alone is None else [(alone, works[alone])]:
-            Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is counted from here on
+            count_anew()
             start = time.perf_counter()
             work()
-            seconds = time.perf_counter() - start
-            status = Path("/proc/self/status").read_text().splitlines()
-            peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+            seconds, largest = time.perf_counter() - start, peak()
             time.sleep(settled)
             info = process.memory_full_info()
-            sizes = {"RSS": info.rss - begin.rss, "PSS": info.pss - begin.pss, "peak": peak - begin.rss}
+            sizes = {"RSS": info.rss - begin.rss, "PSS": info.pss - begin.pss, "peak": largest - begin.rss}
             rows.append({"name": name, "bytes": sizes["PSS"], "seconds": seconds, **sizes})
     return {"baseline": begin.rss, "weights": weights, "rows": rows}
 
