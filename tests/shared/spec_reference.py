@@ -116,9 +116,13 @@ class Text:
                 )
                 entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
                 given = [self.given(one, edit, batch, t, head, n) for n, one in enumerate(edit.values)]
-                read = None if edit.reads is None else self.values[edit.reads][entry]
+                read = None if edit.reads is None else self.read(edit.reads, t)[entry]
                 value[entry] = changed(edit, value[entry], given, read)
         return in_float32(value) if point.short == "scores" else value
+
+    def read(self, name: str, t: int) -> Array:
+        """What a splice at a position reads: of states the one behind it, since a layer's come all before the next's."""
+        return self.states[name, t + 1] if (name, t + 1) in self.states else self.values[name]
 
     def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None, number: int) -> Any:
         """The part of a value that belongs to one position and head."""
