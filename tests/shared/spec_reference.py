@@ -121,7 +121,7 @@ class Text:
         return in_float32(value) if point.short == "scores" else value
 
     def read(self, name: str, t: int) -> Array:
-        """What a splice at a position reads: of states the one behind it, since a layer's come all before the next's."""
+        """What a splice reads at a position: of states the one behind it, as a layer runs whole before the next."""
         return self.states[name, t + 1] if (name, t + 1) in self.states else self.values[name]
 
     def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None, number: int) -> Any:
