@@ -33,7 +33,7 @@ The format, on one page:
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,7 @@ from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.sizes import context_length
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
+from mionnx.machine.brief import Brief, count, spelled
 
 GRAPH = "model.onnx"
 KEY = 16  # hex digits of the key that ends the name of a model's folder in the store
@@ -96,13 +97,19 @@ CHECKED_BATCHES = (
 )  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
-@dataclass(frozen=True)
-class HookedModel:
+@dataclass(frozen=True, repr=False)
+class HookedModel(Brief):
     """A hooked model, opened and checked."""
 
     folder: Path
     proto: onnx.ModelProto
     metadata: Metadata
+
+    def _facts(self) -> Iterator[str]:
+        yield spelled(str(self.folder))
+        yield self.metadata.family
+        yield self.metadata.dtype
+        yield count(len(self.metadata.hooks), "hook point")
 
     @classmethod
     def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":

@@ -8,7 +8,7 @@ import hashlib
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
+from mionnx.machine.brief import Brief, count
 from mionnx.machine.cache_keys import source_digest
 from mionnx.machine.caller import caller_level, caller_verb
 from mionnx.machine.disk_cache import DiskCache
@@ -47,8 +48,8 @@ class LayerLoopWarning(UserWarning):
     """Calls that differ in the layer only, each with a graph of its own."""
 
 
-@dataclass(frozen=True, eq=False)
-class OpenGraph:
+@dataclass(frozen=True, eq=False, repr=False)
+class OpenGraph(Brief):
     """One graph of a model, open: the untouched one, or a rewritten one."""
 
     plan: Plan
@@ -62,6 +63,12 @@ class OpenGraph:
     feeds: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     # Input -> another whose array it is fed, where it has no effect in this call.
     lent: Mapping[str, str] = field(default_factory=dict)
+
+    def _facts(self) -> Iterator[str]:
+        yield count(len(self.plan.captures), "capture")
+        yield count(len(self.plan.edits), "intervention")
+        yield memory.format_bytes(self.cost)
+        yield self.options.engine or ""
 
     @property
     def session(self) -> Any:

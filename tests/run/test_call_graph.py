@@ -11,6 +11,7 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import HookSpec, Intervention, Logits, MIModel, Options
 from mionnx.engine import onnx_runtime
+from mionnx.machine.brief import WIDTH
 from mionnx.rewrite.plan import ALL, NONE, PADDED, STOCK, Plan
 from mionnx.run.call_graph import with_fused
 
@@ -213,3 +214,11 @@ def test_on_another_provider_they_stand_if_it_has_kernels_for_all(model, monkeyp
     assert with_fused(plan, model.hooked, cuda).fused == NONE
     names = {"GroupQueryAttention", "SkipSimplifiedLayerNormalization"}
     assert asked == [(names, "CUDAExecutionProvider", "float32")] * 2
+
+
+def test_a_graph_and_a_hooked_model_print_in_a_line(model):
+    graph = model.compile_graph(HookSpec().capture("blocks.*.hook_resid_post"))
+    assert f"{model.num_layers} captures, 0 interventions" in repr(graph)
+    points = f"{len(model.hooked.metadata.hooks)} hook points"
+    assert points in repr(model.hooked)
+    assert max(len(repr(one)) for one in (graph, model.hooked)) <= WIDTH
