@@ -14,7 +14,7 @@ else:
     def __getattr__(name: str) -> Any:
         # `mionnx --help` and `import mionnx` are to be quick: all names come with the first that is asked for.
         if name == "__version__":
-            from mionnx.machine.own_version import own_version
+            from mionnx.graph.own_version import own_version
 
             return own_version()
         if name.startswith("__") and name != "__all__":  # asked for by the import system and by inspect

@@ -23,9 +23,9 @@ from mionnx.graph.folder_file import read_json
 from mionnx.graph.layers import Attention
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, NORMED_STREAM, Metadata
 from mionnx.graph.output_head import LOGITS
+from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_check import Hashes
-from mionnx.machine.own_version import own_version
 
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 

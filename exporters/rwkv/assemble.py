@@ -19,9 +19,9 @@ from mionnx.errors import ExportError
 from mionnx.graph import file_digest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
+from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 _LOCAL_HEADER = 30  # bytes of a zip entry's header before its name

@@ -36,9 +36,9 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.layers import Attention, Heads
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NEXT_TOKEN, NORMED_STREAM, Metadata
+from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import context_length
 from mionnx.graph.weight_record import describe_export, digest_of
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")

@@ -50,9 +50,9 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import MASKED_SCORE
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Metadata
+from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_record import describe_export
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress
 
 OFFSETS = 2  # rows of a table of positions before the first

@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from mionnx.errors import MIError
-from mionnx.machine.own_version import own_version
+from mionnx.graph.own_version import own_version
 
 # name -> where it stands, and its first sentence: a list of commands imports none of them
 COMMANDS = {

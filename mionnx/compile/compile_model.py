@@ -30,8 +30,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.operator_table import UNPADDED
+from mionnx.graph.own_version import own_version
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.apply_plan import apply_plan

@@ -33,7 +33,7 @@ The format, on one page:
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +58,6 @@ from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.sizes import context_length
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
-from mionnx.machine.brief import Brief, count, spelled
 
 GRAPH = "model.onnx"
 KEY = 16  # hex digits of the key that ends the name of a model's folder in the store
@@ -98,18 +97,16 @@ CHECKED_BATCHES = (
 
 
 @dataclass(frozen=True, repr=False)
-class HookedModel(Brief):
+class HookedModel:
     """A hooked model, opened and checked."""
 
     folder: Path
     proto: onnx.ModelProto
     metadata: Metadata
 
-    def _facts(self) -> Iterator[str]:
-        yield spelled(str(self.folder))
-        yield self.metadata.family
-        yield self.metadata.dtype
-        yield count(len(self.metadata.hooks), "hook point")
+    def __repr__(self) -> str:
+        meta = self.metadata
+        return f"HookedModel({str(self.folder)!r}, {meta.family}, {meta.dtype}, {len(meta.hooks)} hook points)"
 
     @classmethod
     def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":

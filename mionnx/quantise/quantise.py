@@ -15,9 +15,9 @@ from mionnx.graph.blocks import EXPERT, GivenBlocks
 from mionnx.graph.folder_file import copy_beside, files_beside
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.layers import Attention
+from mionnx.graph.own_version import own_version
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks

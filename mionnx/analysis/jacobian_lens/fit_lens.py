@@ -17,7 +17,7 @@ from mionnx.analysis.jacobian_lens.jacobian_lens import FITTED_ON, JacobianLens,
 from mionnx.analysis.jacobian_lens.lens_texts import Ids, LensTexts, source_layers
 from mionnx.analysis.jacobian_lens.pullback import Pullback, stream
 from mionnx.errors import InputError, ModelError
-from mionnx.machine.own_version import own_version
+from mionnx.graph.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.stored import Stored

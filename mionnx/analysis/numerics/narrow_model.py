@@ -21,9 +21,9 @@ from mionnx.graph import onnx_file
 from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import DTYPES, GRAPH, KEPT, HookedModel
 from mionnx.graph.output_head import LOGITS
+from mionnx.graph.own_version import own_version
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder, remove_leftovers
-from mionnx.machine.own_version import own_version
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.machine.typed import typed

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import mionnx
 from mionnx import HookSpec
-from mionnx.machine import own_version
+from mionnx.graph import own_version
 
 
 def test_the_version_of_the_package():
