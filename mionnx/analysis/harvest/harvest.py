@@ -160,6 +160,7 @@ class ShardWriter:
         make_folder(self.folder)
         with _alone(self.folder), shown(progress) as show:
             self._run(make, show)
+        self.model.give_back(later=True)
         return Activations(self.folder)
 
     def _run(self, make: Make, progress: Progress) -> None:
