@@ -22,12 +22,16 @@ class Estimate(Brief):
         graph: of a spec with gradients, approximate bytes of its open graph.
         passing: approximate bytes of a pass: its longest layer, logits and captures.
         opening: of a spec with gradients, approximate seconds of processor time until its graph is open.
+        weights: bytes of the weights in the dtype that the graph computes in: least memory of any pass.
+        store: bytes that a first intervention writes to the store, once on a machine: weights as the engine packs them.
     """
 
     captures: dict[str, int]
     graph: int = field(default=0, kw_only=True)
     passing: int = field(default=0, kw_only=True)
     opening: float = field(default=0.0, kw_only=True)
+    weights: int = field(default=0, kw_only=True)
+    store: int = field(default=0, kw_only=True)
 
     @cached_property
     def total(self) -> int:
@@ -46,6 +50,11 @@ class Estimate(Brief):
             yield f"a pass of {format_bytes(self.passing)}"
         if self.graph:
             yield f"a graph of {format_bytes(self.graph)}, opened in {decimal(self.opening, 1)} s"
+
+        if self.weights:
+            yield f"weights of {format_bytes(self.weights)}"
+        if self.store:
+            yield f"{format_bytes(self.store)} more in the store"
 
     def _lines(self) -> Iterator[str]:
         for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):

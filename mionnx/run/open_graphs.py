@@ -121,6 +121,15 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         """Whether a graph with gradients has weights of its own: packed as they are, and once more turned."""
         return bool(self._asked) or self.model.in_blocks or self.weights < prepacked.WORTHWHILE
 
+    @property
+    def base_to_come(self) -> int:
+        """Bytes of the base that is made before the second rewritten graph; 0 where there is one, or none is made."""
+        makes = self.options.base and self.options.prepack is not False and prepacked.possible(self.options)
+        if not makes or self.base is not None or self.weights < prepacked.WORTHWHILE:
+            return 0
+        there = self.model.has_weights and prepacked.find(self.model, self.options, self._entries) is not None
+        return 0 if there else prepacked.bytes_of(self.model)
+
     @once_property
     def _entries(self) -> DiskCache:
         return DiskCache(find_model.cache_folder())

@@ -125,7 +125,7 @@ def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
         # Every hook point is an output, so that nothing that can be hooked is fused away.
         names = [name for name in model.metadata.hooks if name not in _outputs(model)]
         proto = onnx_file.with_outputs(model.proto, {name: model.dtype(HookPoint.parse(name)) for name in names})
-        room = memory.format_bytes(_bytes(model))
+        room = memory.format_bytes(bytes_of(model))
         stage = f"packing the weights of {model.folder.name}, once on this machine ({room} in the store)"
         try:
             with shown() as show:
@@ -147,7 +147,7 @@ def refuse_without_room(model: HookedModel, entries: DiskCache) -> None:
         OSError: with the bytes that it needs, and those that are free.
     """
     folder = next(folder for folder in (entries.root, *entries.root.absolute().parents) if folder.is_dir())
-    needed, free = _bytes(model), min(shutil.disk_usage(folder).free, entries.limit)
+    needed, free = bytes_of(model), min(shutil.disk_usage(folder).free, entries.limit)
     if not os.access(folder, os.W_OK):
         raise OSError(f"{folder} cannot be written to")
     if needed > free:
@@ -155,7 +155,8 @@ def refuse_without_room(model: HookedModel, entries: DiskCache) -> None:
         raise OSError(f"a base of {model.folder.name} {room}")
 
 
-def _bytes(model: HookedModel) -> int:
+def bytes_of(model: HookedModel) -> int:
+    """Approximate bytes of a base."""
     return int(ROOM * sum(onnx_file.locations(model.proto).values()))
 
 

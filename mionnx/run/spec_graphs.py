@@ -86,7 +86,9 @@ def estimate(
     use_cache: bool = False,
     logits: bool | Logits = True,
 ) -> Estimate:
-    """Estimate a spec's captures, its pass, and the opening of its gradients' graph.
+    """Estimate a spec's captures, its pass, the opening of its gradients' graph, and what weights take.
+
+    A graph without weights can be asked too, such as that of a model which does not fit here.
 
     Args:
         batch, seq: of the call.
@@ -106,10 +108,11 @@ def estimate(
         refuse_without_cache(model.binder.model, "a past")
     bound = bind_pass(model.binder, hooks, logits, use_cache)
     sizes = bound.estimate(batch, seq, past + seq)
-    sizes = replace(sizes, passing=pass_bytes(bound, batch, seq, past + seq, use_cache))
+    hooked, variants = model.binder.model, model.variants
+    passing = pass_bytes(bound, batch, seq, past + seq, use_cache)
+    sizes = replace(sizes, passing=passing, weights=variants.weights, store=variants.base_to_come)
     if not bound.gradients:
         return sizes
-    hooked, variants = model.binder.model, model.variants
     nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
     packed = COPIES * variants.weights * (variants.packs_gradients and variants.packs(batch * seq))
     return replace(sizes, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)

@@ -31,7 +31,7 @@ def bare(copy):
 def test_it_is_rewritten_compiled_and_estimated(bare, tmp_path, shipped):
     model = MIModel.from_pretrained(bare)
     assert str(model.report(SPEC)) == str(shipped.report(SPEC))
-    assert model.estimate(SPEC, 2, 8).total == shipped.estimate(SPEC, 2, 8).total
+    assert model.estimate(SPEC, 2, 8) == shipped.estimate(SPEC, 2, 8)
     model.compile(SPEC, tmp_path / "compiled")
     shipped.compile(SPEC, tmp_path / "whole")
     one, other = (onnx.load(tmp_path / name / "model.onnx", load_external_data=False) for name in ("compiled", "whole"))
@@ -77,3 +77,17 @@ def test_a_config_of_eighty_layers_is_exported_without_weights(tmp_path):
     model = MIModel.from_pretrained(tmp_path / "graph")
     assert (model.num_layers, model.hooked.metadata.dtype, model.hooked.has_weights) == (80, "bfloat16", False)
     assert model.estimate(HookSpec().capture("*.hook_resid_post"), 1, 10).total == 80 * 10 * 8192 * 2
+    assert model.estimate(HookSpec(), 1, 10).weights == 2 * 70_553_706_496  # Llama 3's 70B
+
+
+@pytest.mark.slow
+def test_what_a_model_of_seven_billion_takes_is_told_before_it_is_there(tmp_path):
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **shape}))
+    exporting.export(tmp_path / "config", tmp_path / "graph", "float32", lambda *_: None, graph_only=True)
+    estimate = MIModel.from_pretrained(tmp_path / "graph").estimate(HookSpec(), 1, 32)
+    assert estimate.weights == 4 * 6_738_415_616  # Llama 2's 7B
+    assert estimate.store > estimate.weights
+    assert "weights of 25.1 GiB" in str(estimate)
+    assert MIModel.from_pretrained(tmp_path / "graph", base=False).estimate(HookSpec(), 1, 32).store == 0
