@@ -315,14 +315,16 @@ def test_a_token_is_not_hidden_in_part(made):
         model.forward(
             ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().layer(0).position(3).invisible())
         )
-    with pytest.raises(InterventionError, match="no recurrent state"):
+    with pytest.raises(InterventionError, match=r"lfm2 has no term write; it has convolution; .invisible\(\) hides"):
         model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
 
 
 @pytest.mark.slow
-def test_a_convolution_alone_hides_no_token(made):
+def test_a_term_of_other_families_is_refused(made):
     model, _ = made("mamba2")
-    with pytest.raises(InterventionError, match=r"no term token_shift; it has write, decay; .invisible\(\) hides"):
+    with pytest.raises(
+        InterventionError, match=r"no term token_shift; it has write, decay, convolution; .invisible\(\) hides"
+    ):
         model.forward(ids_of(8, 10), HookSpec().set_state_knockout(StateKnockoutSpec().position(3).token_shift()))
 
 
