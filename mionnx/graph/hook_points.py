@@ -14,6 +14,7 @@ from math import inf
 from typing import Literal
 
 from mionnx.errors import HookError, nearest
+from mionnx.graph.lens_names import LENS_NAMES, LENS_NEAR
 
 RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
@@ -290,6 +291,10 @@ class HookPoint:
 def nearest_hook(name: str, names: Iterable[str]) -> str:
     """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
+    match = _LAYERED.fullmatch(name)
+    if match and match[2] in LENS_NEAR:
+        ours, said = LENS_NEAR[match[2]]
+        return f"; TransformerLens means another value by it: here is blocks.{match[1]}.{ours}, {said}"
     layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
     # a layer that is not there: the valid range says more than the nearest name
     if layer is not None and layers and layer not in layers:
@@ -321,6 +326,9 @@ _BY_TEMPLATE = {row.template: variant for variant, row in VARIANTS.items()}
 def _parsed(name: str) -> HookPoint:
     match = _LAYERED.fullmatch(name)
     variant = _BY_TEMPLATE.get(f"blocks.{{i}}.{match[2]}" if match else name, "Custom")
+    if match and variant == "Custom" and match[2] in LENS_NAMES:
+        named: HookPoint = getattr(HookPoint, LENS_NAMES[match[2]])(int(match[1]))
+        return named
     return HookPoint(variant, int(match[1]) if match and variant != "Custom" else None, name)
 
 

@@ -92,8 +92,8 @@ def test_a_file_opens(case, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_quantised_mamba_is_what_transformers_makes_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
     _, file = made("mamba, tied", tmp_path, kind=Kind.Q8_0)
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
     assert np.abs(logits(ours(file)) - logits(theirs)).max() < TOLERANCE
 
