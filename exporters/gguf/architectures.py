@@ -210,10 +210,10 @@ def _check_sizes(facts: ModelFacts, queries: int, attending: int) -> None:
     """Compare the stated sizes with the tensors, before anything is made by them."""
     header = facts.header
     inner, routed = "blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight" in header.tensors
-    wanted = [(f"blk.{attending}.attn_output.weight", queries)]
+    widths = [(f"blk.{attending}.attn_output.weight", queries)]
     if inner in header.tensors or not routed:
-        wanted.append((inner, facts.size("feed_forward_length")))
-    for name, size in wanted:
+        widths.append((inner, facts.size("feed_forward_length")))
+    for name, size in widths:
         info = header.tensors.get(name)
         if info is None or len(info.shape) < 2 or info.shape[1] != size:
             raise _missized(header, name, size)

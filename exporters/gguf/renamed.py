@@ -56,7 +56,7 @@ def rename(header: Header, config: Config) -> list[Renamed]:
         ExportError: tensors without a place, or of another shape than their order needs.
     """
     architecture, unknown = architecture_of(header), []
-    found: dict[str, list[tuple[int, str, TensorInfo]]] = {}
+    parts: dict[str, list[tuple[int, str, TensorInfo]]] = {}
     for gguf_name, info in header.tensors.items():
         if gguf_name in FACTORS or _is_beyond(gguf_name, config):  # factors go into the config's rotation
             continue
@@ -65,12 +65,12 @@ def rename(header: Header, config: Config) -> list[Renamed]:
             unknown.append(gguf_name)
             continue
         for own, part in _experts(name, info):
-            found.setdefault(own, []).append((place, module, part))
+            parts.setdefault(own, []).append((place, module, part))
     if unknown:
         raise ExportError(
             f"{header.file}: {len(unknown)} tensors have no place in {config['model_type']}: {some(unknown)}"
         )
-    return [_made(header, name, parts, architecture, config) for name, parts in found.items()]
+    return [_made(header, name, own, architecture, config) for name, own in parts.items()]
 
 
 def _is_beyond(name: str, config: Config) -> bool:
@@ -127,10 +127,10 @@ def _made(
     elif module in architecture.flat:
         shape = (prod(shape),)
     order = architecture.order(module, config)
-    for axis, wanted in enumerate((order.rows, order.columns)):
-        if wanted is not None and len(wanted) != (rows, infos[0].shape[-1])[axis]:
+    for axis, places in enumerate((order.rows, order.columns)):
+        if places is not None and len(places) != (rows, infos[0].shape[-1])[axis]:
             raise ExportError(
-                f"{header.file}: {infos[0].name} is {list(infos[0].shape)}, its metadata mean {len(wanted)}"
+                f"{header.file}: {infos[0].name} is {list(infos[0].shape)}, its metadata mean {len(places)}"
             )
     offset = architecture.norm_offset if module.endswith("_norm") and leaf == "weight" else 0.0
     offset = 0.0 if module in architecture.plain_norms else offset
@@ -142,9 +142,9 @@ def pieces(header: Header, tensor: Renamed) -> Iterator[NDArray[np.float32]]:
     if tensor.rows is None and tensor.columns is None:
         parts: Iterator[NDArray[np.float32]] = (piece for one in tensor.infos for piece in read_pieces(header, one))
     else:
-        whole = np.concatenate([read_tensor(header, info) for info in tensor.infos])
-        whole = whole if tensor.rows is None else whole[tensor.rows]
-        parts = iter([whole if tensor.columns is None else whole[:, tensor.columns]])
+        numbers = np.concatenate([read_tensor(header, info) for info in tensor.infos])
+        numbers = numbers if tensor.rows is None else numbers[tensor.rows]
+        parts = iter([numbers if tensor.columns is None else numbers[:, tensor.columns]])
     for part in parts:
         part = part - np.float32(tensor.offset) if tensor.offset else part
         if tensor.decays:

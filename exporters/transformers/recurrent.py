@@ -59,15 +59,15 @@ class Columns:
 
     def __init__(self, mask: Tensor, kernel: int) -> None:
         self.mask, self.kernel = mask, kernel
-        self.found: dict[int, tuple[Tensor, ...]] = {}
+        self.by_layer: dict[int, tuple[Tensor, ...]] = {}
 
     def of(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         """Of a layer in which `x` stands: `kernel` times [batch * seq], the last the token's own, and those carried."""
         # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
         number = layer if torch.compiler.is_exporting() else 0
-        if number not in self.found:
-            self.found[number] = self._node(layer, x) if torch.compiler.is_exporting() else _columns_read(self)
-        return self.found[number]
+        if number not in self.by_layer:
+            self.by_layer[number] = self._node(layer, x) if torch.compiler.is_exporting() else _columns_read(self)
+        return self.by_layer[number]
 
     def _node(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         batch, seq = self.mask.shape

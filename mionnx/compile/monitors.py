@@ -41,8 +41,8 @@ class Monitor:
         threshold: [n], below which a latent is 0 (JumpReLU); None without.
         k: how many tokens a lens names at every token of a text, from the top one down; of a readout, how many of its
             products are kept, the largest, and the others are 0 (a top-k SAE); 0: all.
-        chosen: [m], which of the products are read; None: all.
         meaning: in words, for whoever runs the file.
+        chosen: [m], which of the products are read; None: all.
 
     Example:
         model.compile(spec, "steered", monitors={"sea": direction, "lens": model.lens_monitor(16, k=3)})
@@ -53,8 +53,8 @@ class Monitor:
     link: str = "identity"
     threshold: np.ndarray | None = field(default=None, repr=False)
     k: int = 0
-    chosen: np.ndarray | None = field(default=None, repr=False)
     meaning: str = ""
+    chosen: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def width(self) -> int:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint
-from mionnx.graph.hook_points import VARIANTS, nearest_hook
-from mionnx.graph.lens_names import LENS_NAMES, LENS_NEAR
+from mionnx.graph.hook_points import LENS_NAMES, LENS_NEAR, VARIANTS, nearest_hook
 
 
 class TestHookPoint:

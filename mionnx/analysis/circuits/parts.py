@@ -64,12 +64,12 @@ class Parts:
             return {}
         # layers of one width together: a call's values have as many rows each, and pieces of one kind are one piece
         names, points = {layer: str(HookPoint.AttnOut(layer)) for layer in z}, self.nodes.with_heads
-        found: dict[int, Floats] = {}
+        outs: dict[int, Floats] = {}
         for rows in sorted({len(value) for value in z.values()}):
             own = {layer: value for layer, value in z.items() if len(value) == rows}
             outputs = self._run({points[layer]: value for layer, value in own.items()}, *(names[one] for one in own))
-            found |= {layer: outputs[names[layer]] for layer in own}
-        return found
+            outs |= {layer: outputs[names[layer]] for layer in own}
+        return outs
 
     def mixer_out(self, layer: int, streams: Floats) -> Floats:
         """What a layer's recurrent mixer writes: the values of its heads, or of a mixer without any its output."""

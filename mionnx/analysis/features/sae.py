@@ -239,15 +239,15 @@ class SAE:
         if config.activation == "topk" and config.by_decoder_norm:  # what is ranked, and read
             norms = np.linalg.norm(self.weights["W_dec"].astype(np.float64), axis=1)
             weights, bias = weights * norms[:, None], bias * norms
-        kept = min(config.k, self.d_sae) if config.activation == "topk" else 0
+        largest = min(config.k, self.d_sae) if config.activation == "topk" else 0
         return Monitor(
             config.hook or self.hook,
             LinearReadout(weights, bias),
             "relu",
             threshold,
-            kept,
-            np.array(chosen) if kept else None,
+            largest,
             meaning=f"SAE features {numbers}",
+            chosen=np.array(chosen) if largest else None,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
