@@ -81,7 +81,8 @@ def test_a_file_in_float32_is_the_model_that_it_was_made_of(case, tmp_path):
         assert getattr(found.config, key) == getattr(model.config, key)
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "mamba2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_file_opens(case, tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "cache"))
     model, file = made(case, tmp_path)
