@@ -88,8 +88,13 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def put(writer: GGUFWriter, name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> None:
-    """Add a tensor; vectors and the taps of convolutions stay float32."""
-    vectors = weight.ndim == 1 or min(weight.shape) == 1 or name.endswith(("ssm_a", "ssm_norm.weight"))
+    """Add a tensor; vectors, the taps of convolutions and rows of no whole blocks stay float32."""
+    vectors = (
+        weight.ndim == 1
+        or min(weight.shape) == 1
+        or weight.shape[-1] % 32
+        or name.endswith(("ssm_a", "ssm_norm.weight"))
+    )
     if kind == F32 or vectors or "conv" in name.rpartition(".")[0].rpartition(".")[2]:
         writer.add_tensor(name, weight)
     else:
