@@ -29,13 +29,14 @@ def wide_weights(folder: Path, file: str | None = None) -> list[str]:
     """Name the weights, as transformers does, that the file holds in 5 to 8 bits."""
     # A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
     header = _header(folder, file)
-    from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
-    from exporters.gguf.assemble import rename
+    from exporters.gguf.architectures import architecture_of, config_of
+    from exporters.gguf.layout import UNEMBEDDING
+    from exporters.gguf.renamed import rename
 
-    tensors = rename(header, config_of(header))
+    tensors, table = rename(header, config_of(header)), architecture_of(header).token_table
     names = [one.name for one in tensors if one.info.kind.name.startswith(WIDE)]
     tied = UNEMBEDDING not in {one.name for one in tensors}  # one table is both: its bits hold for the unembedding too
-    return [*names, UNEMBEDDING] if tied and TOKEN_TABLE in names else names
+    return [*names, UNEMBEDDING] if tied and table in names else names
 
 
 def _header(folder: Path, file: str | None) -> "Header":

@@ -1,50 +1,16 @@
 """llama.cpp's architectures: which family of transformers each is, and how its config and tensors are called there."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from exporters.gguf.facts import ModelFacts, rope, special_ids
 from exporters.gguf.header import Header
+from exporters.gguf.hybrids import HYBRIDS
+from exporters.gguf.layout import AFTER, KEY_HEADS, LAYER, Architecture, Config
 from mionnx.errors import ExportError, boundary, nearest
 
-LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-KEY_HEADS = "attention.head_count_kv"
-TOKEN_TABLE, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One of llama.cpp's architectures."""
-
-    model_type: str
-    config: Callable[[ModelFacts, Config], Config] = lambda facts, config: {}  # what the config says beyond `_common`
-    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    # Rows of the query's and key's projections are stored for a rotation of neighbouring values.
-    interleaved: bool = False
-    norm_offset: float = 0.0  # what llama.cpp's files have added to the weights of norms
-    outside: Mapping[str, str] = field(default_factory=lambda: MODULES_OUTSIDE)
-    # A mixer of layers without attention, of which the file says that they have no heads for keys.
-    mixer: str | None = None
-    convolution: str | None = None  # [hidden, taps] in the file, [hidden, 1, taps] in transformers
 
 
 def _llama(facts: ModelFacts, config: Config) -> Config:
@@ -124,44 +90,17 @@ def _phi3(facts: ModelFacts, config: Config) -> Config:
     return {"original_max_position_embeddings": original, "sliding_window": window}
 
 
-def _lfm2(facts: ModelFacts, config: Config) -> Config:
-    names, kinds = facts.header.tensors, {True: "full_attention", False: "conv"}
-    return {
-        "layer_types": [kinds[count > 0] for count in facts.by_layer(KEY_HEADS, config["num_hidden_layers"])],
-        "conv_L_cache": facts.size("shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in names),
-        "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "block_auto_adjust_ff_dim": False,  # the file states the width that it has
-    }
-
-
 LLAMA = Architecture("llama", _llama, interleaved=True)
 GEMMA = Architecture("gemma", norm_offset=1.0)
 POST_NORMS = {**LAYER, **AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 PHI3_LAYER = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-LFM2_LAYER = {
-    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
-    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
-    **{f"attn_{one}_norm": f"self_attn.{one}_layernorm" for one in "qk"},
-    **{f"ffn_{name}": f"feed_forward.{own}" for name, own in {"gate": "w1", "down": "w2", "up": "w3"}.items()},
-    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
-}
 STARCODER2_LAYER = {**LAYER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 
-ARCHITECTURES = {
+PLAIN = {
     "gemma": GEMMA,
     "gemma2": replace(GEMMA, model_type="gemma2", config=_gemma2, layer=POST_NORMS),
     "gemma3": replace(GEMMA, model_type="gemma3_text", config=_gemma3, layer=POST_NORMS),
     "granite": replace(LLAMA, model_type="granite", config=_granite),
-    "lfm2": Architecture(
-        "lfm2",
-        _lfm2,
-        LFM2_LAYER,
-        # the norm behind the last layer bears this name there
-        outside={**MODULES_OUTSIDE, **dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")},
-        mixer="shortconv.out_proj",
-        convolution="shortconv.conv",
-    ),
     "llama": LLAMA,
     "olmo2": Architecture("olmo2", layer={**LAYER, **AFTER}),
     "phi3": Architecture("phi3", _phi3, PHI3_LAYER),
@@ -170,6 +109,7 @@ ARCHITECTURES = {
     "smollm3": replace(LLAMA, model_type="smollm3"),
     "starcoder2": Architecture("starcoder2", _starcoder2, STARCODER2_LAYER),
 }
+ARCHITECTURES = dict(sorted((PLAIN | HYBRIDS).items()))
 OTHERS = {  # what a GGUF file may hold besides a language model
     "clip": "a projector of images (mmproj), which belongs to a language model in a file of its own",
     "controlvector": "a control vector: open it with mionnx.Directions.from_gguf",
@@ -218,50 +158,68 @@ def config_of(header: Header) -> Config:
 
 def _common(facts: ModelFacts, architecture: Architecture) -> Config:
     tensors = facts.header.tensors
+    special = special_ids(facts.header)
+    sizes = _attention_sizes(facts, architecture) if architecture.sizes is None else architecture.sizes(facts)
+    _check_layers(facts, sizes["num_hidden_layers"], architecture)
+    table = tensors.get("token_embd.weight")
+    if table is None or table.shape[-1] != sizes["hidden_size"]:
+        raise _missized(facts.header, "token_embd.weight", sizes["hidden_size"])
+    return {
+        **sizes,
+        "vocab_size": table.shape[0],
+        # llama.cpp writes no second table where the two are one
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **{name: special.get(key) for name, key in SPECIAL_IDS.items()},
+    }
+
+
+def _attention_sizes(facts: ModelFacts, architecture: Architecture) -> Config:
     heads, layers, hidden = (facts.size(key) for key in ("attention.head_count", "block_count", "embedding_length"))
+    layers -= facts.count("nextn_predict_layers") if architecture.further else 0
+    _check_layers(facts, layers, architecture)  # before anything has as many entries
     head_dim = facts.size("attention.key_length", hidden // heads)
     if facts.size("attention.value_length", head_dim) != head_dim:
         raise ExportError(f"{facts.header.file}: keys and values of different lengths are not supported")
-    inner, key_heads, first = facts.size("feed_forward_length"), 0, 0
-    if architecture.mixer is None:
-        key_heads = facts.size(KEY_HEADS, heads)
-    else:
-        counts = facts.by_layer(KEY_HEADS, layers)
-        key_heads, first = max(counts), counts.index(max(counts))
-        if not {*counts} <= {0, key_heads} or not key_heads:
-            raise facts.wrong(KEY_HEADS, counts, "one number in each layer that attends, 0 in others")
-    _check_sizes(facts.header, layers, hidden, heads * head_dim, inner, first)
+    attends = [True] * layers if architecture.attending is None else architecture.attending(facts, layers)
+    key_heads = facts.key_heads(KEY_HEADS, heads, attends)
+    _check_sizes(facts, heads * head_dim, attends.index(True))
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
-    special = special_ids(facts.header)
     return {
         "hidden_size": hidden,
-        "intermediate_size": inner,
+        "intermediate_size": facts.size("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
         "rope_parameters": rope(facts, head_dim, context),
-        # llama.cpp writes no second table where the two are one
-        "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
-        **{name: special.get(key) for name, key in SPECIAL_IDS.items()},
     }
 
 
-def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int, attending: int) -> None:
+def _check_layers(facts: ModelFacts, layers: int, architecture: Architecture) -> None:
+    """Compare the stated number of layers with the tensors, before anything is made by it."""
+    header, stated = facts.header, layers + (facts.count("nextn_predict_layers") if architecture.further else 0)
+    numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if len(numbers) != stated or not all(number.isdigit() and int(number) < stated for number in numbers):
+        raise ExportError(f"{header.file} states {stated} layers, and holds tensors of {len(numbers)}")
+
+
+def _check_sizes(facts: ModelFacts, queries: int, attending: int) -> None:
     """Compare the stated sizes with the tensors, before anything is made by them."""
-    layer_numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    if len(layer_numbers) != layers or not all(number.isdigit() and int(number) < layers for number in layer_numbers):
-        raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(layer_numbers)}")
-    for name, axis, size in (
-        ("token_embd.weight", 1, hidden),
-        (f"blk.{attending}.attn_output.weight", 1, queries),
-        ("blk.0.ffn_down.weight", 1, inner),
-    ):
+    header = facts.header
+    inner, routed = "blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight" in header.tensors
+    widths = [(f"blk.{attending}.attn_output.weight", queries)]
+    if inner in header.tensors or not routed:
+        widths.append((inner, facts.size("feed_forward_length")))
+    for name, size in widths:
         info = header.tensors.get(name)
-        if info is None or len(info.shape) <= axis or info.shape[axis] != size:
-            has = "is missing" if info is None else f"is {list(info.shape)}"
-            raise ExportError(f"{header.file}: {name} {has}, its metadata mean {size} on axis {axis}")
+        if info is None or len(info.shape) < 2 or info.shape[1] != size:
+            raise _missized(header, name, size)
+
+
+def _missized(header: Header, name: str, size: int) -> ExportError:
+    info = header.tensors.get(name)
+    has = "is missing" if info is None else f"is {list(info.shape)}"
+    return ExportError(f"{header.file}: {name} {has}, its metadata mean {size} on axis 1")

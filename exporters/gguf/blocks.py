@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import Q4_K
 from numpy.typing import NDArray
 
-from exporters.gguf.architectures import TOKEN_TABLE, UNEMBEDDING, config_of
-from exporters.gguf.assemble import Renamed, in_order, rename
+from exporters.gguf.architectures import architecture_of, config_of
 from exporters.gguf.header import Header
+from exporters.gguf.layout import UNEMBEDDING
+from exporters.gguf.renamed import Renamed, rename
 from mionnx.graph.blocks import Blocks, GivenBlocks, of_integers
 
 SIZE, MIDDLE = 32, 8
@@ -76,30 +77,41 @@ OFFSETS = (Kind.Q4_1, Kind.Q4_K)
 
 def blocks_of(header: Header) -> dict[str, GivenBlocks]:
     """The matrices of a file in blocks, by transformers' names; a tied table by both names."""
-    tensors = rename(header, config_of(header))
-    blocks = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
-    if UNEMBEDDING not in {one.name for one in tensors} and TOKEN_TABLE in blocks:
-        blocks[UNEMBEDDING] = blocks[TOKEN_TABLE]
+    tensors, table = rename(header, config_of(header)), architecture_of(header).token_table
+    blocks = {one.name: _given(header, one) for one in tensors if _keeps_blocks(one)}
+    if UNEMBEDDING not in {one.name for one in tensors} and table in blocks:
+        blocks[UNEMBEDDING] = blocks[table]
     return blocks
+
+
+def _keeps_blocks(tensor: Renamed) -> bool:
+    """Whether a matrix is in whole blocks of its own rows; experts become numbers first."""
+    return (
+        len(tensor.shape) == 2 == len(tensor.info.shape)
+        and tensor.info.kind in READERS
+        and ".experts." not in tensor.name
+    )
 
 
 def _given(header: Header, tensor: Renamed) -> GivenBlocks:
     info = tensor.info
-    (rows, columns), (bits, _) = info.shape, READERS[info.kind]
+    (rows, columns), (bits, _) = tensor.shape, READERS[info.kind]
+    order = None if tensor.columns is None else np.argsort(tensor.columns)  # which column stands at each place
     return GivenBlocks(
-        rows, columns, bits, SIZE, False, info.kind in OFFSETS, None, lambda: _read(header, tensor, bits)
+        rows, columns, bits, SIZE, False, info.kind in OFFSETS, order, lambda: _read(header, tensor, bits)
     )
 
 
 def _read(header: Header, tensor: Renamed, bits: int) -> Blocks:
     info = tensor.info
     _, bytes_of_block = GGML_QUANT_SIZES[info.kind]
-    data = np.fromfile(header.file, np.uint8, info.length, offset=info.offset).reshape(-1, bytes_of_block)
+    parts = [np.fromfile(header.file, np.uint8, one.length, offset=one.offset) for one in tensor.infos]
+    data = np.concatenate(parts).reshape(-1, bytes_of_block)
     numbers = READERS[info.kind][1](data)
 
     def rows_of(array: NDArray[Any]) -> NDArray[Any]:
-        rows = array.reshape(info.shape[0], -1)
-        return in_order(rows, tensor) if tensor.heads else rows
+        rows = array.reshape(tensor.shape[0], -1)
+        return rows if tensor.rows is None else rows[tensor.rows]
 
     blocks = of_integers(rows_of(numbers.integers), rows_of(numbers.scales), None, bits, SIZE)
     offsets = None if numbers.offsets is None else rows_of(numbers.offsets)

@@ -26,6 +26,7 @@ COMPUTING: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0,),
     "residual_scale": (1.0,),
     "rope.scaling.finetuned": (True, False),
+    "ssm.dt_b_c_rms": (False,),
     "use_parallel_residual": (False,),
 }
 LARGEST = 2**31  # of a size
@@ -37,7 +38,12 @@ SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of a text's begi
 EVERY, SHORT, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 FACTORS = (EVERY, SHORT, LONG_FACTORS)  # tensors that are no weights: what each frequency is divided by
 LARGEST_FACTOR = 1e6
-PARTIAL_ROTATION = ("phi3",)  # architectures whose transformers model heeds a partial_rotary_factor
+PARTIAL_ROTATION = (
+    "phi3",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+)  # architectures whose transformers model heeds a partial_rotary_factor
 ASSUMED = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}  # by the kind of vocabulary
 
 
@@ -79,6 +85,32 @@ class ModelFacts:
         if value is None or not isinstance(value, int) or not 0 < value <= LARGEST:
             raise self.wrong(key, value, "a size" if value is None or value <= 0 else f"a size up to {LARGEST:,}")
         return value
+
+    def count(self, key: str) -> int:
+        """A whole number, 0 where the file states none."""
+        value = self.maybe(key, 0)
+        if not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise self.wrong(key, value, f"a number up to {LARGEST:,}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Whether the file says so; False where it says nothing."""
+        self._read.add(key)
+        value = self.header.metadata.get(f"{self.architecture}.{key}", False)
+        if not isinstance(value, bool | np.bool_):
+            raise self.wrong(key, value, "true or false")
+        return bool(value)
+
+    def key_heads(self, key: str, heads: int, attends: list[bool]) -> int:
+        """Heads of keys and values: one number, or one a layer, that of each that attends, 0 of others."""
+        value = self.header.metadata.get(f"{self.architecture}.{key}")
+        if all(attends) or not isinstance(value, np.ndarray):
+            return self.size(key, heads)
+        counts = self.by_layer(key, len(attends))
+        most = max(counts)
+        if not most or counts != [most * one for one in attends]:
+            raise self.wrong(key, counts, "one number in each layer that attends, 0 in others")
+        return most
 
     def by_layer(self, key: str, layers: int) -> list[int]:
         """A whole number for each layer, which the file has to state."""

@@ -4,6 +4,8 @@ Inputs: q, k [batch, seq, n_heads, key], v [batch, seq, n_heads, value], g, the 
 key] or [batch, seq, n_heads, key, value], the state [batch, n_heads, key, value], of the delta rule b [batch, seq,
 n_heads, 1]. Attribute `layer`. Outputs: y [batch, seq, n_heads, value] and the state, whose names stay.
 
+Nodes `Columns` of convolutions are those of `exporters.recurrence.columns`.
+
 The gates are those of RWKV, inputs whose defaults of ones leave the model as it is:
     state_write float32, state_erase float32 (with a delta rule), state_decay bool   [layers, batch, seq, n_heads]
 `n_heads` is that of the widest layer; the others read the first of them.
@@ -17,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.op_writer import OpWriter
+from exporters.recurrence.columns import COLUMNS, MarkedColumns, read_columns
 from exporters.recurrence.forms import BY_HEAD, BY_KEY, BY_NUMBER, STATE_DTYPE, Outputs, Reads
 from exporters.recurrence.open_form import Length, open_form
 from mionnx.graph.hook_points import layer_of
@@ -31,12 +34,28 @@ GATED_PREFIX, GATED = "blocks.", "blocks.{layer}.ssm.{name}"
 
 
 def expand(model: ir.Model) -> None:
-    """Replace the nodes of recurrences by their open form, and add the gates, in place."""
+    """Replace the nodes of recurrences by their open form, those of convolutions, and add the gates, in place."""
     graph = model.graph
-    nodes = [node for node in graph if (node.domain, node.op_type) == (RECURRENCE_DOMAIN, RECURRENCE)]
+    own = [node for node in graph if node.domain == RECURRENCE_DOMAIN]
     graph.opset_imports.pop(RECURRENCE_DOMAIN, None)
-    if not nodes:
-        return
+    if convolutions := [node for node in own if node.op_type == COLUMNS]:
+        _expand_columns(graph, convolutions)
+    if nodes := [node for node in own if node.op_type == RECURRENCE]:
+        _expand_recurrences(graph, nodes)
+
+
+def _expand_columns(graph: ir.Graph, nodes: list[ir.Node]) -> None:
+    op = OpWriter(graph)
+    op.prefix = "columns.constant"
+    outputs = read_columns(op, MarkedColumns.of(nodes), _layers(graph))
+    graph.insert_before(nodes[0], _named_apart(op.nodes, "columns"))
+    for node, new in zip(nodes, outputs, strict=True):
+        for old, value in zip(node.outputs, new, strict=True):
+            old.replace_all_uses_with(value)
+        graph.remove(node, safe=True)
+
+
+def _expand_recurrences(graph: ir.Graph, nodes: list[ir.Node]) -> None:
     marked = [Marked.of(node) for node in nodes]
     op = OpWriter(graph)
     op.prefix = "recurrence.constant"
@@ -98,11 +117,14 @@ class Gates:
     decay: ir.Value
 
 
+def _layers(graph: ir.Graph) -> int:
+    """How many layers a graph has, by the names of its hook points."""
+    return 1 + max(layer_of(str(value.name)) or 0 for node in graph for value in node.outputs)
+
+
 def _gates(op: OpWriter, marked: Sequence[Marked]) -> list[Gates]:
     """The inputs that gate every recurrence, cut by layer."""
-    graph = op.graph
-    names = [str(value.name) for node in graph for value in node.outputs]
-    layers = 1 + max(*(one.layer for one in marked), *(layer_of(name) or 0 for name in names))
+    graph, layers = op.graph, _layers(op.graph)
     widest = max(one.sizes[0] for one in marked)
     own = [one.layer for one in marked]
     parts: dict[str, list[ir.Value]] = {}

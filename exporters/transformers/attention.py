@@ -43,8 +43,8 @@ class Taps:
         rotated: layers that rotate.
         patterns: layer -> its query and its pattern.
         read: layer -> keys and values of all tokens.
-        mask: which tokens of the call are no padding, [batch, seq], and `columns`, which ones convolutions read, where
-            layers are recurrent.
+        mask: which tokens of the call are no padding, [batch, seq], and `columns`, which of them convolutions read
+            (`recurrent.Columns`), where layers are recurrent.
         states, carried: layer -> columns of its convolution, and its state if it has one, before and after the call.
     """
 
@@ -248,11 +248,12 @@ class TappedCache(DynamicCache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
         """Past columns and those of the call, [batch, channels, kernel - 1 + seq]; the last ones are carried on."""
-        taps, kernel = self.taps, len(self.taps.columns[0])
+        taps, kernel = self.taps, self.taps.columns.kernel
         nothing = conv_states.new_zeros(*conv_states.shape[:2], kernel - 1)
         past = taps.states[layer_idx][0] if layer_idx in taps.states else nothing
         columns = torch.cat([past, conv_states * taps.mask[:, None].to(conv_states.dtype)], -1)
-        last = columns.transpose(1, 2).flatten(0, 1).index_select(0, taps.columns[1])
+        carried = taps.columns.of(layer_idx, columns)[-1]
+        last = columns.transpose(1, 2).flatten(0, 1).index_select(0, carried)
         last = last.reshape(columns.shape[0], kernel - 1, columns.shape[1]).transpose(1, 2)
         taps.carried[layer_idx] = (last,)
         return columns

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exporters.recurrence.expand import GATE_DTYPES
 from mionnx.graph.layers import TERMS, Attention, CachePort, Heads, Layer, Recurrence
 
 
@@ -33,8 +32,9 @@ def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
     columns, *states = own
     channels, kernel = columns.shape[1], columns.shape[2] + 1
     if not states:
-        return Carries(None, Recurrence(channels=channels, kernel=kernel))
+        return Carries(None, Recurrence(channels=channels, kernel=kernel, gates=["convolution"]))
     heads, key_dim, value_dim = states[0].shape[1:]
-    gates = [term for term in TERMS if term in GATE_DTYPES and (erases or term != "erase")]
+    terms = {"write", "decay", "convolution"} | ({"erase"} if erases else set())
+    gates = [term for term in TERMS if term in terms]
     rule = "delta" if erases else "gated"
     return Carries(None, Recurrence(rule, heads, key_dim, value_dim, channels, kernel, gates=gates))

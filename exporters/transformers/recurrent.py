@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from exporters.recurrence.columns import COLUMNS
 from exporters.recurrence.expand import RECURRENCE, RECURRENCE_DOMAIN
 from exporters.transformers.attention import Taps, replace_for
 from exporters.transformers.layout import Layout
@@ -50,24 +51,53 @@ def _convolutions(mixer: nn.Module) -> list[nn.Conv1d]:
     return [module for module in mixer.modules() if isinstance(module, nn.Conv1d)]
 
 
-def columns_read(mask: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
+class Columns:
     """Which columns a convolution reads at each token, and which it carries on, passing over padding.
 
-    Columns are kernel - 1 of the past and one a token, of all rows one after another; `mask` is [batch, seq]. Returns
-    [kernel, batch * seq], the last of them the token's own, and [batch * (kernel - 1)].
+    Columns are kernel - 1 of the past and one a token, of all rows one after another; `mask` is [batch, seq].
     """
+
+    def __init__(self, mask: Tensor, kernel: int) -> None:
+        self.mask, self.kernel = mask, kernel
+        self.by_layer: dict[int, tuple[Tensor, ...]] = {}
+
+    def of(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
+        """Of a layer in which `x` stands: `kernel` times [batch * seq], the last the token's own, and those carried."""
+        # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
+        number = layer if torch.compiler.is_exporting() else 0
+        if number not in self.by_layer:
+            self.by_layer[number] = self._node(layer, x) if torch.compiler.is_exporting() else _columns_read(self)
+        return self.by_layer[number]
+
+    def _node(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
+        batch, seq = self.mask.shape
+        shapes = [(batch * seq,)] * self.kernel + [(batch * (self.kernel - 1),)]
+        return tuple(
+            torch.onnx.ops.symbolic_multi_out(
+                f"{RECURRENCE_DOMAIN}::{COLUMNS}",
+                [x, self.mask],
+                {"layer": layer, "kernel": self.kernel},
+                dtypes=[torch.int64] * len(shapes),
+                shapes=shapes,
+                version=1,
+            )
+        )
+
+
+def _columns_read(columns: Columns) -> tuple[Tensor, ...]:
+    mask, kernel = columns.mask, columns.kernel
     batch, seq = mask.shape
     past = kernel - 1
     real = torch.cat([mask.new_ones(batch, past), mask], 1)
-    rank = real.cumsum(1)
+    before_it = real.cumsum(1) - real
     at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
-    place = torch.where(real.bool(), rank - 1, past + seq)  # padding behind all others, where nobody looks
-    columns = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
+    place = torch.where(real.bool(), before_it, past + seq)  # padding behind all others, where nobody looks
+    table = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
     first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
-    before = [columns.gather(1, (rank[:, past:] - 1 - back).clamp(min=0)) + first for back in range(past, 0, -1)]
-    last = rank[:, -1:] + torch.arange(-past, 0, device=mask.device)
+    before = [table.gather(1, before_it[:, past:] - back) + first for back in range(past, 0, -1)]
+    last = real.sum(1, keepdim=True) + torch.arange(-past, 0, device=mask.device)
     own = at[:, past:] + first
-    return torch.stack([*before, own]).flatten(1), (columns.gather(1, last) + first).flatten()
+    return tuple(one.flatten() for one in (*before, own, table.gather(1, last) + first))
 
 
 def convolved(taps: Taps) -> Function:
@@ -77,8 +107,8 @@ def convolved(taps: Taps) -> Function:
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
         batch, channels = x.shape[:2]
-        columns = x.transpose(1, 2).flatten(0, 1)
-        terms = [columns.index_select(0, read) * weight[:, i] for i, read in enumerate(taps.columns[0])]
+        columns, read = x.transpose(1, 2).flatten(0, 1), taps.columns.of(taps.layer, x)[:-1]
+        terms = [columns.index_select(0, one) * weight[:, i] for i, one in enumerate(read)]
         result = sum(terms[1:], terms[0])
         result = result if bias is None else result + bias
         result = result if activation is None else ACT2FN[activation](result)

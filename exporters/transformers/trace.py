@@ -41,7 +41,7 @@ from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_o
 from exporters.transformers.layout import Layout
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
-from exporters.transformers.recurrent import columns_read, kernel_of, mixer_of
+from exporters.transformers.recurrent import Columns, kernel_of, mixer_of
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -126,7 +126,7 @@ class Cached(nn.Module):
         if self.kernel:
             own = torch.arange(input_ids.shape[1], device=input_ids.device) - input_ids.shape[1]
             cache.taps.mask = attention_mask.index_select(1, own + attention_mask.shape[1])
-            cache.taps.columns = columns_read(cache.taps.mask, self.kernel)
+            cache.taps.columns = Columns(cache.taps.mask, self.kernel)
         if self.layout.keys == "none":  # transformers masks such a model's tokens, and here each layer does
             tokens = {}
         with attached(self.model, cache.taps):

@@ -20,8 +20,8 @@ from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
-from mionnx.bind.rwkv_gates import gates_of, states_of
 from mionnx.bind.selection import Selection, reads_keys
+from mionnx.bind.state_gates import gates_of, states_of
 from mionnx.bind.values import capture_inputs, columns, edit_inputs
 from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.hook_points import HookPoint

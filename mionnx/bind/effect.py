@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.knockout_mask import cut_edges, end_of
-from mionnx.bind.rwkv_gates import StateEdit, hides, state_layers, states_of
 from mionnx.bind.selection import Selection
+from mionnx.bind.state_gates import StateEdit, hides, state_layers, states_of
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import LAST_STATES, HookPoint
@@ -280,11 +280,14 @@ def _leads_to(state: StateEdit, view: OutputView, model: HookedModel, overwritte
 def _begins(state: StateEdit, layer: int, model: HookedModel) -> list[str]:
     """Hook points of a layer at which the effect of a state intervention begins."""
     # the first hook points behind the state; token shifts also change what r, k, v and the channel mix read
-    mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer), HookPoint.SsmY(layer), HookPoint.SsmState(layer)]
-    shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
+    points = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer), HookPoint.SsmY(layer), HookPoint.SsmState(layer)]
     if hides(state, model.metadata):  # what reads other tokens first
-        shifted = [HookPoint.SsmConv(layer), HookPoint.AttnScores(layer)]
-    begins = [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
+        points += [HookPoint.SsmConv(layer), HookPoint.AttnScores(layer)]
+    elif "token_shift" in state.terms:
+        points += [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
+    if "convolution" in state.terms:
+        points.append(HookPoint.SsmConv(layer))
+    begins = [point.name for point in points]
     return [name for name in begins if name in model.metadata.hooks]
 
 

@@ -11,9 +11,10 @@ LIMITS  positions=..., heads=..., rows=...,   --zero 'blocks.1.attn.hook_z@heads
         experts=..., neurons=...              --zero blocks.1.mlp.hook_act@neurons=7,12
         separated by semicolons; 2-5 is 2,3,4,5 --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
 
-State interventions of RWKV name no hook point:
+State interventions of recurrent models name no hook point:
 
---state-knockout 'positions=3;layers=1,2;terms=write,erase'     terms: write (if left out), erase, decay, token_shift
+--state-knockout 'positions=3;layers=1,2;terms=write,erase'     terms: write (if left out), erase, decay, token_shift,
+                                                                convolution
 --state-knockout 'positions=3;terms=invisible'                  all of them
 --state-steering '2.0@positions=0;heads=1;layers=0'
 """

@@ -1,12 +1,12 @@
 """Rewrite: state interventions of a recurrent model become nodes that work out its gates from the tokens' positions.
 
-The gates are those of `mionnx.bind.rwkv_gates`, in the same order of steering and knockout, and padding
+The gates are those of `mionnx.bind.state_gates`, in the same order of steering and knockout, and padding
 is invisible there too.
 """
 
 import numpy as np
 
-from mionnx.bind.rwkv_gates import hides, refuse_terms, state_layers
+from mionnx.bind.state_gates import hides, refuse_terms, state_layers
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Graph, Tensor
@@ -21,6 +21,7 @@ GATES = {
     "erase": "state_erase",
     "decay": "state_decay",
     "token_shift": "shift_distance",
+    "convolution": "conv_seen",
 }
 OWN_NODES = ("mionnx.", TOKEN_POSITIONS)  # begin the names of nodes that count tokens
 State = StateKnockoutSpec | StateSteeringSpec
@@ -40,9 +41,9 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         gate = op.Where(real, np.ones((metadata.sizes.num_layers, 1, 1, 1), np.float32), np.float32(0))
         for n, state in enumerate(states):
             if term in state.terms and not hides(state, metadata):
-                gate = op.Mul(gate, _factor(op, f"{n}", state, metadata, calls))
+                gate = op.Mul(gate, _factor(op, f"{n}", state, term, metadata, calls))
         # These gates are switches: a token is let through or not.
-        if term in ("decay", "token_shift"):
+        if term in ("decay", "token_shift", "convolution"):
             gate = op.Cast(gate, to=np.bool_)
         tensors = graph.tensors()
         if name not in tensors:
@@ -73,7 +74,7 @@ def _check(state: State, metadata: Metadata) -> None:
     numbers = [position for position in state.positions_ if not isinstance(position, str)]
     # At least as many tokens as the positions ask for; a compiled graph knows no length.
     longest = max([1, *(position + 1 if position >= 0 else -position for position in numbers)])
-    state.validate(metadata.sizes.num_layers, longest, metadata.state_heads)
+    state.validate(metadata.sizes.num_layers, longest, max(metadata.state_heads, 1))
 
 
 def _distances(op: Builder, gate: Tensor) -> Tensor:
@@ -95,14 +96,15 @@ def _distances(op: Builder, gate: Tensor) -> Tensor:
     return op.Sub(op.Range(0, op.Squeeze(after), 1), before)
 
 
-def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> Tensor:
+def _factor(op: Builder, step: str, state: State, term: str, metadata: Metadata, calls: TokenFacts) -> Tensor:
     """[layers, batch, seq, n_heads]: the factor at the state's positions, layers, heads; else 1."""
-    count = metadata.state_heads
+    # a convolution has no heads
+    count = 1 if term == "convolution" else metadata.state_heads
     factor = np.ones((metadata.sizes.num_layers, 1, 1, count), np.float32)
     heads, scale = list(range(count)), 0.0
     if isinstance(state, StateSteeringSpec):
         heads, scale = list(state.target_heads(count)), state.scale
-    for layer in state_layers(state, metadata):
+    for layer in state_layers(state, metadata, term):
         factor[layer, 0, 0, heads] = scale
     chosen = calls.chosen(f"{op.prefix}.{step}", state.positions_)
     here = op.Unsqueeze(among(op, calls.positions, chosen), [0, 3])

@@ -29,7 +29,7 @@ LINKS = ("identity", "sigmoid", "softmax", "relu")
 TOKEN_IDS = ".ids"  # end of the name of a lens' tokens
 
 
-@typed(InputError, leave=["hook", "threshold"])
+@typed(InputError, leave=["hook", "threshold", "chosen"])
 @dataclass(frozen=True, eq=False)
 class Monitor:
     """What is read at one hook point of a compiled graph.
@@ -39,8 +39,10 @@ class Monitor:
         readout: weights and intercepts; None for a lens.
         link: what is made of x W^T + b: "identity", "sigmoid", "softmax" or "relu".
         threshold: [n], below which a latent is 0 (JumpReLU); None without.
-        k: how many tokens a lens names at every token of a text, from the top one down.
+        k: how many tokens a lens names at every token of a text, from the top one down; of a readout, how many of its
+            products are kept, the largest, and the others are 0 (a top-k SAE); 0: all.
         meaning: in words, for whoever runs the file.
+        chosen: [m], which of the products are read; None: all.
 
     Example:
         model.compile(spec, "steered", monitors={"sea": direction, "lens": model.lens_monitor(16, k=3)})
@@ -52,6 +54,14 @@ class Monitor:
     threshold: np.ndarray | None = field(default=None, repr=False)
     k: int = 0
     meaning: str = ""
+    chosen: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def width(self) -> int:
+        """How many numbers it gives a token."""
+        if self.readout is None:
+            return self.k
+        return len(self.readout.weights if self.chosen is None else self.chosen)
 
     @property
     def about(self) -> str:
@@ -139,9 +149,8 @@ def add_monitors(graph: Graph, monitors: Mapping[str, Monitor], model: HookedMod
             values = _lens(op, tensors[monitor.hook], monitor, model)
         else:
             values = [_linear(op, op.Cast(tensors[monitor.hook], to=np.float32), monitor, monitor.readout)]
-        width = monitor.k if monitor.readout is None else len(monitor.readout.weights)
         for output, value in zip(names, values, strict=True):
-            value.name, value.shape = output, ["batch", "seq", width]
+            value.name, value.shape = output, ["batch", "seq", monitor.width]
             graph.outputs.append(value)
             report.outputs.append(output)
     sort_nodes(graph)
@@ -156,7 +165,15 @@ def _linear(op: Builder, x: Tensor, monitor: Monitor, readout: LinearReadout) ->
         return op.Softmax(value, axis=-1)
     if monitor.link == "relu":
         value = op.Relu(value) if monitor.threshold is None else _jump(op, value, monitor.threshold)
-    return value
+    value = _largest(op, value, monitor.k) if monitor.k else value
+    return value if monitor.chosen is None else op.Gather(value, monitor.chosen.astype(np.int64), axis=2)
+
+
+def _largest(op: Builder, value: Variable, k: int) -> Variable:
+    """The k largest numbers of each token, where they stand; the others are 0."""
+    values, ids = op.TopK(value, [k], axis=-1, outputs=2)
+    nothing = op.ConstantOfShape(op.Shape(value), dtype=np.float32)
+    return op.ScatterElements(nothing, ids, values, axis=-1, dtype=np.float32)
 
 
 def _jump(op: Builder, value: Variable, threshold: np.ndarray) -> Variable:

@@ -290,6 +290,10 @@ class HookPoint:
 def nearest_hook(name: str, names: Iterable[str]) -> str:
     """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
+    match = _LAYERED.fullmatch(name)
+    if match and match[2] in LENS_NEAR:
+        ours, said = LENS_NEAR[match[2]]
+        return f"; TransformerLens means another value by it: here is blocks.{match[1]}.{ours}, {said}"
     layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
     # a layer that is not there: the valid range says more than the nearest name
     if layer is not None and layers and layer not in layers:
@@ -314,6 +318,29 @@ def by_layer(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
+# TransformerLens' names of recurrent mixers whose values are ours, number for number: `linear_attn` of its gated delta
+# nets, `mixer` of its state-space models. Of each a variant of ours.
+LENS_NAMES = {
+    **dict.fromkeys(("linear_attn.hook_in", "mixer.hook_in"), "SsmPre"),
+    **{f"{mixer}.hook_{out}": "AttnOut" for mixer in ("linear_attn", "mixer") for out in ("out", "ssm_out")},
+    "linear_attn.hook_v": "SsmV",
+    "linear_attn.hook_recurrence_out": "SsmY",
+    "linear_attn.hook_ssm_state": "SsmStates",
+}
+# Others are values beside ours: the name here, and what it says that theirs does not.
+LENS_NEAR = {
+    **dict.fromkeys(("linear_attn.hook_q", "linear_attn.hook_ssm_C"), ("ssm.hook_q", "after norm and scale, by head")),
+    **dict.fromkeys(("linear_attn.hook_k", "linear_attn.hook_ssm_B"), ("ssm.hook_k", "after norm, by head")),
+    **dict.fromkeys(("linear_attn.hook_beta", "linear_attn.hook_ssm_write"), ("ssm.hook_write", "[.., n_heads, 1]")),
+    **dict.fromkeys(
+        ("linear_attn.hook_log_decay", "linear_attn.hook_ssm_decay"), ("ssm.hook_log_decay", "[.., n_heads, 1]")
+    ),
+    "linear_attn.hook_gate_input": ("ssm.hook_z", "behind the gate and its norm"),
+    "mixer.hook_conv": ("ssm.hook_conv", "after its activation"),
+    "mixer.hook_ssm_dt": ("ssm.hook_dt", "after softplus"),
+    "mixer.hook_ssm_write": ("ssm.hook_v", "k (x) v is what is written"),
+    "mixer.hook_ssm_state": ("ssm.hook_states", "[.., key, value]"),
+}
 _BY_TEMPLATE = {row.template: variant for variant, row in VARIANTS.items()}
 
 
@@ -321,6 +348,9 @@ _BY_TEMPLATE = {row.template: variant for variant, row in VARIANTS.items()}
 def _parsed(name: str) -> HookPoint:
     match = _LAYERED.fullmatch(name)
     variant = _BY_TEMPLATE.get(f"blocks.{{i}}.{match[2]}" if match else name, "Custom")
+    if match and variant == "Custom" and match[2] in LENS_NAMES:
+        named: HookPoint = getattr(HookPoint, LENS_NAMES[match[2]])(int(match[1]))
+        return named
     return HookPoint(variant, int(match[1]) if match and variant != "Custom" else None, name)
 
 

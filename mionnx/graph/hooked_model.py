@@ -12,7 +12,7 @@ The format, on one page:
    Layers with a recurrence have `past_state.{i}.conv` [batch, channels, kernel - 1] and `.state` [batch, n_heads,
    key_dim, value_dim], as far as they have these, in place of keys and values or beside them.
    An RWKV model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
-   [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
+   [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.state_gates` describes.
    An encoder: `input_ids`, `attention_mask` [batch, seq], and `position_ids` and `token_type_ids` where it reads them.
 5. Outputs: `logits` [batch, seq, vocab] (of an encoder those of its head, `embedding` [batch, d], or
    `last_hidden_state` [batch, seq, hidden]) and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.

@@ -11,7 +11,8 @@ from mionnx.graph.io_names import KEYS_AND_VALUES, SHIFTED_STATE, STATE
 Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
 OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
 RECURRENCE_RULES = ("", "gated", "delta")
-TERMS = ("write", "erase", "decay", "token_shift")  # of what a token does to a state
+# of what a token does to a state, and to the convolution before it
+TERMS = ("write", "erase", "decay", "token_shift", "convolution")
 STATE_SIZES = ("n_heads", "key_dim", "value_dim", "channels", "kernel")  # of `Recurrence`
 SUMS = ("state", "wkv")  # parts that sum over the whole text: float32 in models of any dtype
 
@@ -55,7 +56,7 @@ class Recurrence:
             without one.
         token_shift: whether tokens are mixed with the one before, in both halves of the layer (RWKV): that token's
             stream, [batch, hidden], is carried for each.
-        gates: the terms that state interventions can turn (`mionnx.bind.rwkv_gates`): the graph has gates for these.
+        gates: the terms that state interventions can turn (`mionnx.bind.state_gates`): the graph has gates for these.
     """
 
     rule: str = ""

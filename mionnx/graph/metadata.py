@@ -132,7 +132,7 @@ class Metadata:
             return tuple(starmap(Layer, zip_longest(self.attention, self.recurrence)))
         count = min(self.sizes.num_layers, len(self.hooks))  # a damaged number is refused later, and takes no memory
         size, removes = self.sizes.head_dim, HookPoint.RwkvA(0).name in self.hooks
-        gates = [term for term in TERMS if removes or term != "erase"]
+        gates = ["write", *(["erase"] if removes else []), "decay", "token_shift"]
         rule = "delta" if removes else "gated"
         return (Layer(None, Recurrence(rule, self.sizes.num_heads, size, size, token_shift=True, gates=gates)),) * count
 

@@ -194,7 +194,8 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
 
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
-            return _outside(str(hook)) if isinstance(hook, str) and hook not in self._captured else str(hook)
+            # TransformerLens' names of recurrent mixers are other spellings of ours
+            return HookPoint.parse(_outside(str(hook))).name if hook not in self._captured else str(hook)
         if len(hook) != 2:
             raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
         short, layer = hook[0], self._from_start(hook[1])

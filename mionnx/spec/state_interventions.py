@@ -6,8 +6,10 @@ write        it adds k (x) v
 erase        RWKV-7 and delta rules: it takes out what the state has at its key
 decay        it lets the state decay
 token_shift  RWKV: the next token's projections are mixed with it
+convolution  other recurrent layers: the short convolution at the next tokens reads it
 
-A knockout turns off the write; `erase()`, `decay()` and `token_shift()` turn off more, `invisible()` everything: then
+A knockout turns off the write; `erase()`, `decay()`, `token_shift()` and `convolution()` turn off more, `invisible()`
+everything: then
 later positions are what they would be had the token never been there. In models with convolutions or attention beside
 the states it hides the token from these too, in all layers; only the positions of later tokens still count it.
 """
@@ -120,6 +122,14 @@ class StateKnockoutSpec(StateTargets):
     def token_shift(self) -> Self:
         """Mix the token after with the one before these, as if they were not there."""
         return self._with("token_shift")
+
+    def convolution(self) -> Self:
+        """Let short convolutions at later tokens pass over these, as if they were not there.
+
+        The convolution at these tokens themselves reads them. Where a layer is a convolution alone, its columns are all
+        that a token writes; where it has a state too, `StateKnockoutSpec(terms=["convolution"])` leaves its write.
+        """
+        return self._with("convolution")
 
     def invisible(self) -> Self:
         """Turn off every term: later positions cannot see these tokens in the targeted layers.

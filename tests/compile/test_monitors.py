@@ -68,11 +68,12 @@ def test_probe_direction_and_lens_are_what_forward_and_the_probe_say(spec, shipp
 def test_features_of_an_sae_are_its_own(shipped, tmp_path):
     rng = np.random.default_rng(0)
     shapes = {"W_enc": (128, 16), "W_dec": (16, 128), "b_dec": 128, "b_enc": 16}
-    for kind in ("standard", "jumprelu"):
+    for kind in ("standard", "jumprelu", "topk", "topk by norm"):
         weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
         if kind == "jumprelu":
             weights["threshold"] = np.abs(rng.normal(size=16))
-        sae = SAE(Config(kind, hook=str(HOOK), subtracts_bias=True), weights)
+        kept = {"k": 4, "by_decoder_norm": "norm" in kind} if "topk" in kind else {}
+        sae = SAE(Config(kind.partition(" ")[0], hook=str(HOOK), subtracts_bias=True, **kept), weights)
         spec = HookSpec().extend(STEER).intervene(sae.hook, sae.splice()).capture(sae.acts)
         expected = shipped.forward(PROMPT, spec)[sae.acts][0][:, [7, 3]]
         found = read(shipped, STEER, {"latents": sae.monitor([7, 3])}, tmp_path / kind)["latents"][0]

@@ -128,8 +128,8 @@ def test_a_damaged_header_is_refused_and_nothing_is_made_by_its_numbers(content,
         ({"general.type": "adapter"}, "an adapter"),
         ({"general.architecture": "controlvector"}, "a control vector: open it with mionnx"),
         (
-            {"general.architecture": "mamba"},
-            r"the architecture 'mamba'; known are gemma, gemma2, gemma3, .*, starcoder2",
+            {"general.architecture": "bloom"},
+            r"the architecture 'bloom'; known are gemma, gemma2, gemma3, .*, starcoder2",
         ),
         ({"general.architecture": "quen3"}, "did you mean 'qwen3'"),
         ({"general.architecture": "bert", "bert.attention.causal": False}, r"an embedding model \(bert\)"),
@@ -148,7 +148,7 @@ def test_what_is_no_whole_language_model_is_refused_by_name(keys, said, tmp_path
 
 
 def test_an_unknown_architecture_is_refused_before_torch_is_imported(tmp_path):
-    path = write_small(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {"a": np.zeros(2, np.float32)})
+    path = write_small(tmp_path / "m.gguf", {"general.architecture": "bloom"}, {"a": np.zeros(2, np.float32)})
     code = (
         "import sys; from pathlib import Path; from exporters.gguf import export\n"
         f"try: export(Path({str(path)!r}), Path({str(tmp_path / 'out')!r}))\n"
@@ -159,7 +159,7 @@ def test_an_unknown_architecture_is_refused_before_torch_is_imported(tmp_path):
 
 
 def test_the_known_architectures_are_named(tmp_path):
-    path = write_small(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {"a": np.zeros(2, np.float32)})
+    path = write_small(tmp_path / "m.gguf", {"general.architecture": "bloom"}, {"a": np.zeros(2, np.float32)})
     with pytest.raises(ExportError) as refused:
         export(path, tmp_path / "out")
     assert all(name in str(refused.value) for name in ARCHITECTURES)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint
-from mionnx.graph.hook_points import VARIANTS
+from mionnx.graph.hook_points import LENS_NAMES, LENS_NEAR, VARIANTS, nearest_hook
 
 
 class TestHookPoint:
@@ -44,6 +44,23 @@ class TestHookPoint:
         point = HookPoint.parse(name)
         assert point == HookPoint.Custom(name)
         assert (str(point), point.axes, point.layer) == (name, None, None)
+
+    def test_transformer_lens_names_of_mixers_are_ours_where_the_value_is(self):
+        names = {
+            "blocks.3.linear_attn.hook_in": HookPoint.SsmPre(3),
+            "blocks.3.linear_attn.hook_v": HookPoint.SsmV(3),
+            "blocks.3.linear_attn.hook_recurrence_out": HookPoint.SsmY(3),
+            "blocks.3.linear_attn.hook_ssm_state": HookPoint.SsmStates(3),
+            "blocks.3.linear_attn.hook_ssm_out": HookPoint.AttnOut(3),
+            "blocks.0.mixer.hook_out": HookPoint.AttnOut(0),
+        }
+        assert {name: HookPoint.parse(name) for name in names} == names
+        assert HookPoint("blocks.3.linear_attn.hook_v") == HookPoint.SsmV(3)
+        assert {*LENS_NAMES.values()} <= {*VARIANTS}
+        for name, (ours, _) in LENS_NEAR.items():
+            assert HookPoint.parse(f"blocks.1.{name}").variant == "Custom"
+            assert HookPoint.parse(f"blocks.1.{ours}").variant != "Custom"
+            assert f"here is blocks.1.{ours}, " in nearest_hook(f"blocks.1.{name}", [])
 
     def test_a_string_makes_one_and_equals_it(self):
         """FINDINGS, part 2, friction 19."""

@@ -30,6 +30,20 @@ def test_a_sweep_an_attribution_and_a_lens_are_those_of_single_passes(model):
     assert model.logit_lens(CLEAN).answers[-1] == logits.argmax()
 
 
+def test_transformer_lens_names_of_a_mixer_read_and_change_it(model):
+    read, out = "blocks.2.linear_attn.hook_in", "blocks.2.linear_attn.hook_out"
+    spec = HookSpec().capture([read, out]).intervene(out, Intervention.Scale(0.5))
+    found = model.forward(CLEAN, spec)
+    ours = HookSpec().capture([HookPoint.SsmPre(2), HookPoint.AttnOut(2)])
+    same = model.forward(CLEAN, ours.intervene(HookPoint.AttnOut(2), Intervention.Scale(0.5)))
+    assert (found[read] == same[HookPoint.SsmPre(2)]).all()
+    assert (found[out] == same[out]).all()
+    with pytest.raises(
+        HookError, match=r"means another value by it: here is blocks.2.ssm.hook_q, after norm and scale"
+    ):
+        model.forward(CLEAN, HookSpec().capture("blocks.2.linear_attn.hook_q"))
+
+
 def test_moments_and_shards_are_those_of_forward(model, tmp_path):
     point, texts = "blocks.2.ssm.hook_conv", [CLEAN.tolist(), CORRUPTED[:9].tolist()]
     found = model.statistics(texts, point, batch_size=2)

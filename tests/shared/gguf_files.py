@@ -11,11 +11,20 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from gguf_hybrids import hybrid_facts, hybrid_tensors, is_hybrid
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ARCHITECTURE = {"gemma3_text": "gemma3"}  # llama.cpp's name where it is another than transformers'
-INTERLEAVED = ("llama", "granite", "smollm3")
-PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
+ARCHITECTURE = {  # llama.cpp's name where it is another than transformers'
+    "gemma3_text": "gemma3",
+    "falcon_mamba": "mamba",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+}
+INTERLEAVED = ("llama", "granite", "smollm3", "granitemoehybrid")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 F32, Q4_K = GGMLQuantizationType.F32, GGMLQuantizationType.Q4_K
 
 
@@ -38,7 +47,12 @@ def write_gguf(
     config = model.config
     family = config.model_type
     writer = GGUFWriter(path, ARCHITECTURE.get(family, family))
-    keys = {**facts(config), **byte_vocabulary(config.vocab_size), **(extra or {})}
+    known = hybrid_facts(config) if is_hybrid(config) else facts(config)
+    keys = {
+        **{f"{ARCHITECTURE.get(family, family)}.{key}": value for key, value in known.items()},
+        **byte_vocabulary(config.vocab_size),
+    }
+    keys |= extra or {}
     for key, value in keys.items():
         if value is not None:
             add(writer, key, value)
@@ -74,8 +88,14 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def put(writer: GGUFWriter, name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> None:
-    """Add a tensor; vectors and the taps of convolutions stay float32."""
-    if kind == F32 or weight.ndim == 1 or "shortconv.conv" in name:
+    """Add a tensor; vectors, the taps of convolutions and rows of no whole blocks stay float32."""
+    vectors = (
+        weight.ndim == 1
+        or min(weight.shape) == 1
+        or weight.shape[-1] % 32
+        or name.endswith(("ssm_a", "ssm_norm.weight"))
+    )
+    if kind == F32 or vectors or "conv" in name.rpartition(".")[0].rpartition(".")[2]:
         writer.add_tensor(name, weight)
     else:
         writer.add_tensor(name, q4_k(weight) if kind == Q4_K else quantize(weight, kind), raw_dtype=kind)
@@ -94,7 +114,6 @@ def q4_k(weight: np.ndarray) -> np.ndarray:
 
 def facts(config: Any) -> dict[str, Any]:
     """What the converter writes of a config; keys of one family stand with all, as far as the config has them."""
-    arch = ARCHITECTURE.get(config.model_type, config.model_type)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -120,11 +139,11 @@ def facts(config: Any) -> dict[str, Any]:
         "logit_scale": getattr(config, "logits_scaling", None),
         "shortconv.l_cache": getattr(config, "conv_L_cache", None),
     }
-    if arch == "lfm2":  # whose layers of convolutions have no heads
+    if config.model_type == "lfm2":  # whose layers of convolutions have no heads
         attends = [kind == "full_attention" for kind in config.layer_types]
         found["attention.head_count_kv"] = [config.num_key_value_heads * one for one in attends]
         found["attention.layer_norm_rms_epsilon"] = config.norm_eps
-    return {f"{arch}.{key}": value for key, value in found.items()}
+    return found
 
 
 def byte_vocabulary(size: int) -> dict[str, Any]:
@@ -152,17 +171,18 @@ def tensors(model: Any) -> list[tuple[str, np.ndarray]]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURE.get(family, family))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for path, parameter in model.state_dict().items():
+    weights = {path: parameter.detach().float().numpy() for path, parameter in model.state_dict().items()}
+    for path, weight in (hybrid_tensors(config, weights) if is_hybrid(config) else weights).items():
         if path in tied:
             continue
-        weight = parameter.detach().float().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         module = path.split(".")[-2]
         if family in INTERLEAVED and module in heads:
-            pairs = weight.reshape(heads[module], 2, -1, *weight.shape[1:])
+            count = getattr(config, heads[module])
+            pairs = weight.reshape(count, 2, -1, *weight.shape[1:])
             weight = pairs.swapaxes(1, 2).reshape(weight.shape)
-        if family in PLUS_ONE and path.endswith("norm.weight"):
+        if family in PLUS_ONE and path.endswith("norm.weight") and "linear_attn" not in path:
             weight = weight + 1
-        weight = weight.squeeze(1) if weight.ndim == 3 else weight  # of a convolution
+        weight = weight.squeeze(1) if weight.ndim == 3 and weight.shape[1] == 1 else weight  # of a convolution
         found.append((names.get_name(path, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(weight)))
     return found

@@ -43,7 +43,7 @@ class Hybrid(Decoder):
         inner = self._linear(see(f"{where}.hook_pre", self._rms_norm(x, f"backbone.layers.{i}.norm")), f"{at}.in_proj")
         width = heads * self.config["head_dim"]
         gate, mixed, dt = inner.split([width, width + 2 * groups * size, heads], -1)
-        mixed = see(f"{where}.hook_conv", silu(self._convolved(mixed, f"{at}.conv1d")))
+        mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
         dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]))
         q, k = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (q, k))
@@ -67,7 +67,9 @@ class Hybrid(Decoder):
         z, at, where = self.tensors, f"model.layers.{i}.linear_attn", f"blocks.{i}.ssm"
         pairs, heads = self.config["linear_num_key_heads"], self.config["linear_num_value_heads"]
         x = see(f"{where}.hook_pre", x)
-        mixed = see(f"{where}.hook_conv", silu(self._convolved(self._linear(x, f"{at}.in_proj_qkv"), f"{at}.conv1d")))
+        mixed = see(
+            f"{where}.hook_conv", silu(self._convolved(i, self._linear(x, f"{at}.in_proj_qkv"), f"{at}.conv1d"))
+        )
         keys = pairs * self.config["linear_key_head_dim"]
         parts = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
         q, k = (one.unflatten(-1, (pairs, -1)) for one in parts[:2])
@@ -98,7 +100,7 @@ class Hybrid(Decoder):
     def _convolution(self, i: int, x: Tensor, see: See) -> Tensor:
         at, where = f"model.layers.{i}.conv", f"blocks.{i}.ssm"
         before, behind, value = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj").chunk(3, -1)
-        mixed = see(f"{where}.hook_conv", self._convolved(before * value, f"{at}.conv"))
+        mixed = see(f"{where}.hook_conv", self._convolved(i, before * value, f"{at}.conv"))
         mixed = see(f"{where}.hook_z", (behind * mixed)[:, None])
         return see(f"blocks.{i}.hook_attn_out", self._linear(mixed[:, 0], f"{at}.out_proj"))
 
@@ -131,11 +133,15 @@ class Hybrid(Decoder):
         post = self._linear(see(f"{block}.mlp.hook_act", silu(gate) * up), names[2])
         return see(f"{block}.hook_mlp_out", see(f"{block}.mlp.hook_post", post))
 
-    def _convolved(self, x: Tensor, name: str) -> Tensor:
-        """[seq, channels]: each channel by itself, and what stands before it."""
+    def _convolved(self, i: int, x: Tensor, name: str) -> Tensor:
+        """[seq, channels]: each channel by itself, and what it sees before it."""
         kernel = self.tensors[f"{name}.weight"][:, 0]
-        columns = pad(x, (0, 0, kernel.shape[1] - 1, 0))
-        mixed = sum(columns[back : back + len(x)] * kernel[:, back] for back in range(kernel.shape[1]))
+        width, columns = kernel.shape[1], pad(x, (0, 0, 0, 1))  # nothing stands behind the last
+        read = []
+        for t in range(len(x)):
+            seen = [s for s in range(t) if self.gates.convolution[i, s]]
+            read.append([*[len(x)] * width, *seen, t][-width:])
+        mixed = (columns[torch.tensor(read)] * kernel.T).sum(1)
         return mixed + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else mixed
 
     def _recurrence(

@@ -155,7 +155,7 @@ def points_of(model: MIModel) -> list[Point]:
 def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
-    states = [i for i, layer in enumerate(facts.layers) if layer.has_state]
+    states = [i for i, layer in enumerate(facts.layers) if layer.recurrence and layer.recurrence.gates]
     return Draw(rng, points_of(model), states, facts.state_gates, facts.bidirectional).all_calls()
 
 
@@ -177,7 +177,7 @@ class Draw:
 
     rng: Random
     points: Sequence[Point]
-    states: Sequence[int] = ()  # the layers with a state
+    states: Sequence[int] = ()  # the layers with a state, or a convolution alone
     terms: Sequence[str] = ()  # of what tokens do to it: RWKV-6 removes nothing, other models shift no tokens
     both: bool = False  # an encoder: one call, and every token reads every other
     calls: list[Call] = field(default_factory=list)
@@ -404,7 +404,8 @@ class DrawSpec:
         if not positions or self.chance(0.2):
             positions = [self.rng.choice(["prompt", "generated"] if self.call.prompts or self.call.new else ["prompt"])]
         layers = tuple(self.some(self.draw.states))
-        if self.chance(0.5):
+        steered = [term for term in self.draw.terms if term in ("write", "erase")]
+        if not steered or self.chance(0.5):
             terms = tuple(self.some(self.draw.terms))
             return StateEdit(tuple(positions), layers, terms)
         heads = int(next(point.dims[point.heads] for point in self.draw.points if point.heads is not None))
@@ -413,7 +414,7 @@ class DrawSpec:
         return StateEdit(
             tuple(positions),
             layers,
-            tuple(self.some([term for term in self.draw.terms if term in ("write", "erase")])),
+            tuple(self.some(steered)),
             scale,
             chosen,
         )

@@ -42,10 +42,8 @@ def gradients(
         kept.setdefault(name, []).append(own)
         return own
 
-    ones = Gates.ones(loop.layers, len(ids), heads)
-    gates = Gates(
-        torch.from_numpy(ones.write).to(dtype), torch.from_numpy(ones.erase).to(dtype), ones.decay, ones.shift
-    )
+    gates = Gates.ones(loop.layers, len(ids), heads)
+    gates.write, gates.erase = (torch.from_numpy(one).to(dtype) for one in (gates.write, gates.erase))
     shapes = (width,), (heads, HEAD, HEAD), (width,)
     empty = [[torch.zeros(shape, dtype=dtype) for shape in shapes] for _ in range(loop.layers)]
     logits = loop.run(list(ids), gates, keep, empty)

@@ -18,17 +18,22 @@ Edit = Callable[[str, int, Array], Array]
 
 @dataclass
 class Gates:
-    """Per [layer, token]: factors of the write [.., head] and the removal, whether decay and token shift apply."""
+    """Per [layer, token]: factors of the write [.., head] and the removal, whether decay and token shift apply.
+
+    `convolution`, of other models, whether a convolution at later tokens reads it.
+    """
 
     write: Array
     erase: Array
     decay: NDArray[np.bool_]
     shift: NDArray[np.bool_]
+    convolution: NDArray[np.bool_]
 
     @staticmethod
     def ones(layers: int, seq: int, heads: int) -> "Gates":
         shape = (layers, seq)
-        return Gates(np.ones((*shape, heads)), np.ones((*shape, heads)), np.ones(shape, bool), np.ones(shape, bool))
+        switches = (np.ones(shape, bool) for _ in range(3))
+        return Gates(np.ones((*shape, heads)), np.ones((*shape, heads)), *switches)
 
 
 @dataclass

@@ -44,7 +44,7 @@ def test_targets():
     assert StateKnockoutSpec().position(0).target_layers(3) == [0, 1, 2]
     assert StateKnockoutSpec().terms == ["write"]
     assert StateKnockoutSpec().position(0).erase().decay().terms == ["write", "erase", "decay"]
-    assert StateKnockoutSpec().invisible().terms == ["write", "erase", "decay", "token_shift"]
+    assert StateKnockoutSpec().invisible().terms == ["write", "erase", "decay", "token_shift", "convolution"]
     assert StateSteeringSpec(2).head(1).heads([0]).target_heads(4) == [0, 1]
     assert StateSteeringSpec(2).target_heads(2) == [0, 1]
 

@@ -226,14 +226,15 @@ class CircuitRun:
         senders = _numbers(self.nodes.senders, str(HookPoint.Embed))
         self._write(senders, np.repeat(embedding[None, None], len(self.masks), axis=0))
         for layer in range(self.nodes.layers):
-            mixer = layer in self.nodes.mixers
-            read = self._mixer_changes(layer) if mixer else self._heads_read(layer)
+            mixer, heads = layer in self.nodes.mixers, self.nodes.heads_point(layer)
+            read = self._mixer_writes(layer) if mixer else self._heads_read(layer)
             if self.nodes.parallel:  # the MLP does not read what the attention of its layer writes
                 changes = self._mlp_changes(layer)
-            if mixer:
-                self._write(_numbers(self.nodes.senders, str(HookPoint.AttnOut(layer))), read[:, None])
+            if heads is None:
+                out = str(HookPoint.AttnOut(layer))
+                self._write(_numbers(self.nodes.senders, out), (read - self.values.of(out, CORRUPTED))[:, None])
             else:
-                self._write_attention(layer, read)
+                self._write_heads(layer, heads, read)
             if not self.nodes.parallel:
                 changes = self._mlp_changes(layer)
             self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
@@ -278,8 +279,8 @@ class CircuitRun:
             heads[node.hook].append(values[node.hook][which[:, column], self.nodes.own_head(node)])
         return self.parts.attention(layer, {name: np.stack(own, axis=1) for name, own in heads.items()})
 
-    def _write_attention(self, layer: int, read: Floats) -> None:
-        z, out = str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))
+    def _write_heads(self, layer: int, z: str, read: Floats) -> None:
+        out = str(HookPoint.AttnOut(layer))
         senders, base = _numbers(self.nodes.senders, z), self.values.of(z, CORRUPTED)
         written = self.values.of(out, CORRUPTED)
 
@@ -305,12 +306,10 @@ class CircuitRun:
             changes[circuits, heads] = self.parts.attention_out({layer: mixed})[layer] - written
         self._write(senders, changes)
 
-    def _mixer_changes(self, layer: int) -> Floats:
-        """Change of a mixer's output from the corrupted prompt's, [circuits, seq, hidden]."""
+    def _mixer_writes(self, layer: int) -> Floats:
+        """What a mixer writes: [circuits, seq, n_heads, value], or without heads [circuits, seq, hidden]."""
         streams, which = self._streams(_numbers(self.nodes.receivers, str(HookPoint.SsmPre(layer))))
-        out = str(HookPoint.AttnOut(layer))
-        changes: Floats = self.parts.mixer_out(layer, streams) - self.values.of(out, CORRUPTED)
-        return changes[which[:, 0]]
+        return self.parts.mixer_out(layer, streams)[which[:, 0]]
 
     def _mlp_changes(self, layer: int) -> Floats:
         """Change of the MLP's output from the corrupted prompt's, [circuits, seq, hidden]."""

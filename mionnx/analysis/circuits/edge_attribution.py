@@ -68,7 +68,8 @@ def edge_attribution(
     the metric by the stream as this receiver alone reads it (Syed et al. 2023, arXiv:2310.10348).
 
     Args:
-        senders: "all"; or `hook_embed`, `attn.hook_z` (of a recurrent mixer `hook_attn_out`) and `hook_mlp_out` of
+        senders: "all"; or `hook_embed`, `attn.hook_z` (of a recurrent mixer `ssm.hook_z`, of one without heads
+            `hook_attn_out`) and `hook_mlp_out` of
             layers, globs and short names allowed; with heads as pairs `("blocks.3.attn.hook_z", [0, 5])`.
         receivers: as for `path_patch`; a receiver is one head's queries, keys or values, a mixer (`ssm.hook_pre`), an
             MLP, or `hook_final_norm`.
@@ -234,7 +235,9 @@ class EdgeGradients:
 def _feeding(moving: str) -> set[str]:
     """What a layer's heads, mixer or MLP read: once what they write is replaced, nothing depends on it."""
     point = HookPoint.parse(moving)
-    reads = {"AttnZ": tuple(ROLES), "AttnOut": ("SsmPre",), "MlpOut": ("MlpPre",)}.get(point.variant, ())
+    reads = {"AttnZ": tuple(ROLES), "AttnOut": ("SsmPre",), "SsmZ": ("SsmPre",), "MlpOut": ("MlpPre",)}.get(
+        point.variant, ()
+    )
     return {str(getattr(HookPoint, variant)(point.layer)) for variant in reads}
 
 

@@ -38,11 +38,12 @@ class NodeValues:
         """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden]."""
         # A head's change is that of its attention's output when this head alone has the other's value.
         mixed, changes = {}, []
-        for layer in {*range(parts.nodes.layers)} - parts.nodes.mixers:
-            base, other = (self.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
+        points = parts.nodes.with_heads
+        for layer, point in points.items():
+            base, other = (self.of(point, row) for row in (0, 1))
             mixed[layer] = one_head_each(base, other)
-        outputs = parts.attention_out(mixed) if mixed else {}
-        heads = {str(HookPoint.AttnZ(i)): out - self.of(str(HookPoint.AttnOut(i)), 0) for i, out in outputs.items()}
+        outputs = parts.attention_out(mixed)
+        heads = {points[i]: out - self.of(str(HookPoint.AttnOut(i)), 0) for i, out in outputs.items()}
         for node in parts.nodes.senders:
             if node.head is not None:
                 changes.append(heads[node.hook][node.head])
@@ -65,11 +66,8 @@ def captures(nodes: Nodes) -> list[str]:
     """The hook points that are captured of each prompt."""
     names = [str(HookPoint.ResidPre(0))]
     for layer in range(nodes.layers):
-        names += (
-            [str(HookPoint.AttnOut(layer))]
-            if layer in nodes.mixers
-            else [str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))]
-        )
+        heads = nodes.heads_point(layer)
+        names += [*([heads] if heads else []), str(HookPoint.AttnOut(layer))]
         names += [nodes.stream(stage) for stage in {2 * layer, nodes.mlp_stage(layer), 2 * layer + 2}]
         names.append(str(HookPoint.MlpOut(layer)))
     return [*dict.fromkeys(names)]

@@ -1,8 +1,8 @@
 """Nodes of a transformer's computational graph: senders to the residual stream, and receivers.
 
-1. Senders write to the stream: the embedding, each head, each recurrent mixer, each MLP. Receivers read it: each
-   head's queries, keys and values, each mixer, each MLP, and the final norm, and so the logits. The receivers are those
-   of path patching.
+1. Senders write to the stream: the embedding, each head, each recurrent mixer or head of it, each MLP. Receivers read
+   it: each head's queries, keys and values, each mixer, each MLP, and the final norm, and so the logits. The receivers
+   are those of path patching.
 2. Stage 2 l is the stream before layer l, 2 l + 1 the one in its middle. Where blocks are parallel, the MLP reads at
    stage 2 l too, and what attention writes is read from 2 l + 2 on.
 3. An edge is a sender and a receiver that reads at a stage at which the sender has written.
@@ -33,8 +33,9 @@ POINTS = ("ResidPre", "ResidMid", "ResidPost", *INTO_ATTENTION, "AttnZ", "AttnOu
 class Node:
     """A sender or a receiver."""
 
-    # "embed", "a2.h3", "r2" (a recurrent mixer), "m1"; of receivers "a2.h3<q>", "r2", "m1", "logits"; keys and values
-    # of grouped heads are called "a2.kv1<k>", or "a2.h3<k>" where each head that reads them is a node.
+    # "embed", "a2.h3", "r2.h1" (a head of a recurrent mixer), "r2" (one without heads), "m1"; of receivers "a2.h3<q>",
+    # "r2" (all of a mixer), "m1", "logits"; keys and values of grouped heads are called "a2.kv1<k>", or "a2.h3<k>"
+    # where each head that reads them is a node.
     label: str
     hook: str  # the hook point of its value
     head: int | None  # which head of it; None where a value has no heads
@@ -55,12 +56,25 @@ class Nodes:
     layers: int
     parallel: bool  # whether attention and MLP of a layer read the same stream
     mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
+    headed: frozenset[int] = frozenset()  # those of them whose mixer has heads
     # Hook point of keys or values -> heads that share one of them, and are nodes of their own all the same.
     shared: Mapping[str, int] = field(default_factory=dict)
 
     def own_head(self, node: Node) -> int | None:
         """The head of its hook point that a node reads."""
         return None if node.head is None else node.head // self.shared.get(node.hook, 1)
+
+    def heads_point(self, layer: int) -> str | None:
+        """The hook point of what a layer's heads write; None of a mixer without heads."""
+        if layer not in self.mixers:
+            return str(HookPoint.AttnZ(layer))
+        return str(HookPoint.SsmZ(layer)) if layer in self.headed else None
+
+    @property
+    def with_heads(self) -> dict[int, str]:
+        """Layer -> the hook point of what its heads write."""
+        points = ((layer, self.heads_point(layer)) for layer in range(self.layers))
+        return {layer: point for layer, point in points if point is not None}
 
     @cached_property
     def edges(self) -> NDArray[np.bool_]:
@@ -86,7 +100,8 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
     reading = make_receivers(model, "all")
     layers, parallel = reading.layers, reading.parallel
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
-    _refuse_inseparable(model, parallel, mixers)
+    headed = frozenset(i for i in mixers if _has_heads(model, str(HookPoint.SsmZ(i))))
+    _refuse_inseparable(model, parallel, mixers, headed)
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -94,7 +109,11 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
         # A parallel layer's attention is read from the next layer on: one stage later.
         z, stage = str(HookPoint.AttnZ(layer)), 2 * layer + 1 + parallel
         if layer in mixers:
-            senders.append(Node(f"r{layer}", str(HookPoint.AttnOut(layer)), None, stage))
+            mixed = str(HookPoint.SsmZ(layer))
+            if layer in headed:
+                senders += [Node(f"r{layer}.h{head}", mixed, head, stage) for head in range(_heads(model, mixed))]
+            else:
+                senders.append(Node(f"r{layer}", str(HookPoint.AttnOut(layer)), None, stage))
             receivers.append(Node(f"r{layer}", str(HookPoint.SsmPre(layer)), None, 2 * layer))
         else:
             senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
@@ -104,10 +123,15 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, shared)
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, headed, shared)
 
 
-def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[int]) -> None:
+def _has_heads(model: HookedModel, z: str) -> bool:
+    """Whether a mixer has heads, several, by what its output projection reads."""
+    return z in model.metadata.hooks and _heads(model, z) > 1
+
+
+def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[int], headed: frozenset[int]) -> None:
     """Refuse a model whose parts read something besides the stream, by its graph's structure."""
     family = model.metadata.family
     if model.rounds_by_call:
@@ -119,7 +143,7 @@ def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[in
     entries -= {tensor.name for tensor in model.proto.graph.initializer}
     # Shapes depend on the tokens' number alone, so the way through them does not count.
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers):
+    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers, headed):
         for name in (value, *sources):
             if name != LOGITS and name not in model.metadata.hooks:
                 raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
@@ -130,14 +154,19 @@ def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[in
             )
 
 
-def _ways(layers: int, parallel: bool, mixers: frozenset[int]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _ways(
+    layers: int, parallel: bool, mixers: frozenset[int], headed: frozenset[int]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
         pre, mid, post, q, k, v, z, out, into, mlp = (str(getattr(HookPoint, kind)(layer)) for kind in POINTS)
         middle = pre if parallel else mid
         if layer in mixers:
             mixed = str(HookPoint.SsmPre(layer))
-            yield from ((mixed, (pre,)), (out, (mixed,)))
+            heads = (str(HookPoint.SsmZ(layer)),) if layer in headed else ()
+            yield mixed, (pre,)
+            yield from ((one, (mixed,)) for one in heads)
+            yield out, heads or (mixed,)
         else:
             yield from ((one, (pre,)) for one in (q, k, v))
             yield z, (q, k, v)
@@ -200,7 +229,8 @@ def _meant(nodes: Nodes, point: str, heads: int | Iterable[int] | None) -> set[i
     matching = [name for name in names if fnmatchcase(name, glob) or _short(name, glob)]
     if not matching:
         raise HookError(
-            f"{point!r} sends nothing; senders are hook_embed, attn.hook_z (a head) or hook_attn_out (a mixer), and "
+            f"{point!r} sends nothing; senders are hook_embed, attn.hook_z (a head), ssm.hook_z (a head "
+            "of a mixer) or hook_attn_out (a mixer), and "
             f"hook_mlp_out of a layer"
             f"{nearest(point, [*names])}"
         )

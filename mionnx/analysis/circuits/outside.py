@@ -59,8 +59,8 @@ class Outside:
             return values
         nodes = parts.nodes
         written = {name: self._written(name, values.of(name, 0), ids) for name in _hooks(nodes)}
-        z = {layer: written[str(HookPoint.AttnZ(layer))][None] for layer in {*range(nodes.layers)} - nodes.mixers}
-        for layer, out in (parts.attention_out(z) if z else {}).items():
+        z = {layer: written[point][None] for layer, point in nodes.with_heads.items()}
+        for layer, out in parts.attention_out(z).items():
             written[str(HookPoint.AttnOut(layer))] = out[0]
         written[nodes.stream(0)] = stream = _positions(values) + written[EMBED_HOOK]
         for layer in range(nodes.layers):
@@ -112,8 +112,8 @@ def reached(nodes: Nodes, masks: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _reads_for(receiver: Node, sender: Node, counts: Counter[str]) -> bool:
     """Whether what a receiver reads goes into what a sender writes."""
-    if sender.head is None or receiver.head is None:
-        return receiver.label == sender.label
+    if sender.head is None or receiver.head is None:  # all of a mixer's heads read what it receives
+        return receiver.label == sender.label.partition(".")[0]
     # A head reads the keys and values of its group.
     return (
         receiver.layer == sender.layer and sender.head * counts[receiver.hook] // counts[sender.hook] == receiver.head

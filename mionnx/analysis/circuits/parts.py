@@ -59,14 +59,21 @@ class Parts:
         return value if group == 1 else value[:, member::group]
 
     def attention_out(self, z: Mapping[int, Floats]) -> dict[int, Floats]:
-        """Outputs of some layers' attention, from the values of their heads."""
-        names = {layer: str(HookPoint.AttnOut(layer)) for layer in z}
-        outputs = self._run({str(HookPoint.AttnZ(layer)): value for layer, value in z.items()}, *names.values())
-        return {layer: outputs[name] for layer, name in names.items()}
+        """Outputs of some layers' attention or mixers, from the values of their heads."""
+        if not z:
+            return {}
+        # layers of one width together: a call's values have as many rows each, and pieces of one kind are one piece
+        names, points = {layer: str(HookPoint.AttnOut(layer)) for layer in z}, self.nodes.with_heads
+        outs: dict[int, Floats] = {}
+        for rows in sorted({len(value) for value in z.values()}):
+            own = {layer: value for layer, value in z.items() if len(value) == rows}
+            outputs = self._run({points[layer]: value for layer, value in own.items()}, *(names[one] for one in own))
+            outs |= {layer: outputs[names[layer]] for layer in own}
+        return outs
 
     def mixer_out(self, layer: int, streams: Floats) -> Floats:
-        """Outputs of a layer's recurrent mixer."""
-        out = str(HookPoint.AttnOut(layer))
+        """What a layer's recurrent mixer writes: the values of its heads, or of a mixer without any its output."""
+        out = self.nodes.heads_point(layer) or str(HookPoint.AttnOut(layer))
         return self._run({str(HookPoint.ResidPre(layer)): streams}, out)[out]
 
     def mlp_out(self, layer: int, streams: Floats) -> Floats:
@@ -94,11 +101,12 @@ class Parts:
     def linear(self) -> list[bool]:
         """For each layer, whether its attention's output is a sum over heads, by linear operators alone."""
         flow = Dataflow(self.segments.model.proto)
-        return [i in self.nodes.mixers or self._writes_linearly(flow, i) for i in range(self.nodes.layers)]
+        points = map(self.nodes.heads_point, range(self.nodes.layers))
+        return [z is None or self._writes_linearly(flow, z, layer) for layer, z in enumerate(points)]
 
     @staticmethod
-    def _writes_linearly(flow: Dataflow, layer: int) -> bool:
-        z, out = str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))
+    def _writes_linearly(flow: Dataflow, z: str, layer: int) -> bool:
+        out = str(HookPoint.AttnOut(layer))
         moving = flow.descendants([z])
         nodes = (flow.nodes[i] for i in flow.ancestors([out], [z]) if moving & {*flow.reads[i]})
         # A product of two values that both move with the heads would not be linear.

@@ -218,24 +218,37 @@ class SAE:
 
         Raises:
             InterventionError: a feature that does not exist.
-            InputError: an SAE whose features depend on all others (top-k), on the token's norm, or read several heads.
+            InputError: an SAE whose features depend on the token's norm, are gated, or read several heads.
 
         Example:
             model.compile(spec, "steered", monitors={"latents": sae.monitor([7, 12])})
         """
         config, chosen = self.config, [self.number_of(feature) for feature in features]
-        if config.activation not in ("standard", "jumprelu") or config.normalisation != "none" or config.by_head:
+        if config.activation == "gated" or config.normalisation != "none" or config.by_head:
             raise InputError(f"{self!r}: its features cannot be computed one by one; capture {self.acts} instead")
         if not chosen:
             raise InputError("a monitor of no features: give some")
-        weights = self.weights["W_enc"][:, chosen].T.astype(np.float64)
-        bias = self.weights["b_enc"][chosen].astype(np.float64)
+        # of a top-k SAE all features are computed: which ones are kept hangs on all
+        rows = [*range(self.d_sae)] if config.activation == "topk" else chosen
+        weights = self.weights["W_enc"][:, rows].T.astype(np.float64)
+        bias = self.weights["b_enc"][rows].astype(np.float64)
         if config.subtracts_bias:
             bias = bias - weights @ self.weights["b_dec"]
         threshold = self.weights["threshold"][chosen] if config.activation == "jumprelu" else None
         numbers = ", ".join(map(str, chosen))
-        readout = LinearReadout(weights, bias)
-        return Monitor(config.hook or self.hook, readout, "relu", threshold, meaning=f"SAE features {numbers}")
+        if config.activation == "topk" and config.by_decoder_norm:  # what is ranked, and read
+            norms = np.linalg.norm(self.weights["W_dec"].astype(np.float64), axis=1)
+            weights, bias = weights * norms[:, None], bias * norms
+        largest = min(config.k, self.d_sae) if config.activation == "topk" else 0
+        return Monitor(
+            config.hook or self.hook,
+            LinearReadout(weights, bias),
+            "relu",
+            threshold,
+            largest,
+            meaning=f"SAE features {numbers}",
+            chosen=np.array(chosen) if largest else None,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SAE, (self.config, self.weights)  # the fragments made of them are left behind

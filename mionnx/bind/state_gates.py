@@ -4,8 +4,9 @@
     state_erase     float32 [layers, batch, seq, n_heads]   factor of what it takes out (delta rules)
     state_decay     bool    [layers, batch, seq, n_heads]   whether the state decays at it
     shift_distance  int64   [layers, batch, seq + 1]        how many tokens back each token is mixed with
+    conv_seen       bool    [layers, batch, seq, 1]         whether convolutions at later tokens read it
 
-Layers without a state read none of them, and `n_heads` is that of the widest. All have defaults in the graph (ones),
+Layers read those of terms that they have, and `n_heads` is that of the widest. All have defaults in the graph (ones),
 which leave the model as it is: a call feeds those that differ.
 
 Other recurrent models than RWKV go by the attention mask: a token that it leaves out neither writes nor decays, stands
@@ -49,7 +50,7 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
     factors = {name: np.ones((sizes.num_layers, batch.batch, batch.seq, heads), np.float32) for name in TERMS}
     for steering in spec.state_steerings:
         for term in steering.terms:
-            for index in _indices(steering, batch, metadata, steering.target_heads(heads)):
+            for index in _indices(steering, term, batch, metadata, steering.target_heads(heads)):
                 factors[term][index] *= np.float32(steering.scale)
     mask = batch.attention_mask
     for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
@@ -57,7 +58,7 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
             mask = _without(mask, knockout, batch)
             continue
         for term in knockout.terms:
-            for index in _indices(knockout, batch, metadata, range(heads)):
+            for index in _indices(knockout, term, batch, metadata, range(heads)):
                 factors[term][index] = 0
     for state in states:
         _refuse_idle(state, batch)
@@ -86,15 +87,23 @@ def _without(mask: NDArray[np.int64], state: StateEdit, batch: TokenBatch) -> ND
     return mask
 
 
-def state_layers(state: StateEdit, metadata: Metadata) -> list[int]:
-    """The layers that a state intervention means: those that it names, else all with a state."""
-    return [i for i in state.target_layers(metadata.sizes.num_layers) if metadata.layers[i].has_state]
+def state_layers(state: StateEdit, metadata: Metadata, term: str | None = None) -> list[int]:
+    """The layers in which a state intervention, or one term of it, can be turned: those that it names, else all."""
+    terms = {*state.terms} if term is None else {term}
+    return [i for i in state.target_layers(metadata.sizes.num_layers) if terms & _terms(metadata, i)]
+
+
+def _terms(metadata: Metadata, layer: int) -> set[str]:
+    """The terms of a layer that can be turned."""
+    recurrence = metadata.layers[layer].recurrence
+    return set() if recurrence is None else {*recurrence.gates}
 
 
 def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     """Refuse layers without a state, and terms that these do not have."""
-    with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state]
-    without_state = [i for i in state.target_layers(metadata.sizes.num_layers) if i not in with_state]
+    with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state or _terms(metadata, i)]
+    targets = state.target_layers(metadata.sizes.num_layers)
+    without_state = [i for i in targets if i not in with_state]
     knockout = "in attention, use a KnockoutSpec at blocks.{i}.attn.hook_scores"
     if hides(state, metadata):
         if state.layers_ is not None:
@@ -111,17 +120,23 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
             f"{state.title}: layer {without_state[0]} of this {metadata.family} model has no recurrent state, the "
             f"layers {layers} do; {knockout}"
         )
-    gates = metadata.state_gates
+    gates = [term for term in TERMS if any(term in _terms(metadata, i) for i in targets)]
+    where = metadata.family if state.layers_ is None else f"{metadata.family} in layer {', '.join(map(str, targets))}"
     if state.terms == ["erase"] and "erase" not in gates:
-        raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
+        raise InterventionError(f"{state.title}: {where} has no removal term to erase")
     absent = [term for term in TERMS if term in state.terms and term not in gates]
+    if absent == ["write"] and "convolution" in state.terms:
+        absent = []  # of a convolution alone its columns are all that a token writes
     # all terms mean whatever there is
     if absent and not {*TERMS} <= {*state.terms}:
         has = f"it has {', '.join(gates)}" if gates else "no term of it can be turned"
         what = "removal term (erase)" if absent == ["erase"] else f"term {absent[0]}"
         if "token_shift" in absent:
             has += "; .invisible() hides a token from convolutions, states and attention together"
-        raise InterventionError(f"{state.title}: {metadata.family} has no {what}; {has}")
+        raise InterventionError(f"{state.title}: {where} has no {what}; {has}")
+    if idle := [i for i in targets if state.layers_ is not None and not {*state.terms} & _terms(metadata, i)]:
+        terms = ", ".join(term for term in TERMS if term in _terms(metadata, idle[0])) or "none"
+        raise InterventionError(f"{state.title}: layer {idle[0]} has none of {', '.join(state.terms)}; it has {terms}")
 
 
 def _refuse_idle(state: StateEdit, batch: TokenBatch) -> None:
@@ -134,10 +149,10 @@ def _refuse_idle(state: StateEdit, batch: TokenBatch) -> None:
 
 
 def _indices(
-    state: StateEdit, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
+    state: StateEdit, term: str, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
-    """Indices into a gate at the tokens of a state intervention: layers, row, column, heads."""
-    layers = np.array(state_layers(state, metadata))[:, None]
+    """Indices into the gate of a term at the tokens of a state intervention: layers, row, column, heads."""
+    layers = np.array(state_layers(state, metadata, term), np.int64)[:, None]
     for row in range(batch.batch):
         try:
             columns = batch.columns(state.positions_, row)
@@ -157,6 +172,8 @@ def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Ite
         yield "state_decay", factors["decay"] != 0  # a state decays or does not: there is no steering of it
     if (factors["token_shift"] != 1).any():
         yield "shift_distance", _distances(factors["token_shift"][..., 0] != 0)
+    if "convolution" in metadata.state_gates and (factors["convolution"] != 1).any():
+        yield "conv_seen", factors["convolution"][..., :1] != 0
 
 
 def _distances(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
