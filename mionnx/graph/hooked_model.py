@@ -34,7 +34,7 @@ The format, on one page:
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -96,17 +96,13 @@ CHECKED_BATCHES = (
 )  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class HookedModel:
     """A hooked model, opened and checked."""
 
     folder: Path
-    proto: onnx.ModelProto
-    metadata: Metadata
-
-    def __repr__(self) -> str:
-        meta = self.metadata
-        return f"HookedModel({str(self.folder)!r}, {meta.family}, {meta.dtype}, {len(meta.hooks)} hook points)"
+    proto: onnx.ModelProto = field(repr=False)
+    metadata: Metadata = field(repr=False)
 
     @classmethod
     def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":
