@@ -26,7 +26,8 @@ def random_layers(
         x = np.concatenate([cache[point][0] for cache in caches])
         encoder = random.standard_normal((features, width)).astype(np.float32)
         encoder /= np.sqrt((x**2).sum(1).mean())
-        edge = np.quantile(x @ encoder.T, 1 - SHARE, axis=0).astype(np.float32)
+        place = (int((1 - SHARE) * (len(x) - 1)) + 0.5) / (len(x) - 1)  # between two tokens: none is on a threshold
+        edge = np.quantile(x @ encoder.T, place, axis=0).astype(np.float32)
         written = model.num_layers - i if kind == "clt" else 1
         one = {"W_enc": encoder, "b_dec": 0.1 * random.standard_normal(width), "b_enc": -edge}
         one["W_dec"] = random.standard_normal((features, written, width)) * 0.3

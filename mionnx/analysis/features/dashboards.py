@@ -51,7 +51,7 @@ class FeatureDashboards(Shown):
 
         Args:
             feature: its name; a node of an attribution graph is that of its feature.
-            k: how many.
+            k: number of texts at most.
 
         Raises:
             InputError: a feature that is not here.
@@ -59,12 +59,12 @@ class FeatureDashboards(Shown):
         name = "_".join(feature.split("_")[:2])
         if name not in self.features:
             raise InputError(f"no feature {feature!r} among {', '.join(self.features[:20])}")
-        found = []
+        texts = []
         for i in np.flatnonzero(self.of == self.features.index(name))[:k].tolist():
             words = [f"[{word}]" if at == self.peaks[i] else word for at, word in enumerate(self.windows[i])]
             spaced = any(word.startswith((" ", "\u2581", "\u0120")) for word in words)
-            found.append(("" if spaced else " ").join(words))
-        return found
+            texts.append(("" if spaced else " ").join(words))
+        return texts
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.features), "feature"), f"{self.tokens:,} tokens")

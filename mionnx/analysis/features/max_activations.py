@@ -21,6 +21,7 @@ from mionnx.analysis.features.transcoder_files import of_encoder
 from mionnx.analysis.features.transcoder_set import NORMED_INPUT, TranscoderSet
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST
+from mionnx.analysis.weights.weights import weights
 from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.files import write_atomic
 from mionnx.machine.progress import shown
@@ -32,7 +33,7 @@ from mionnx.run.runner import Runner
 AT_ONCE = 2**14  # tokens whose activations are in memory at once
 SAVED = 32  # pieces behind which the state is written
 SPARE = 4  # candidates for each text that is shown: several may be of one text
-LOWEST, OCTAVES, STEPS = -8, 16, 4  # of the histogram: from 2^-8, 16 octaves in quarters
+LOWEST, OCTAVES, QUARTERS = -8, 16, 4  # of the histogram: from 2^-8, 16 octaves in quarters
 TOKENS = 8  # raised and lowered, of each feature
 
 
@@ -54,7 +55,7 @@ class Seen:
         return cls(
             best,
             places,
-            np.zeros((features, OCTAVES * STEPS), np.int64),
+            np.zeros((features, OCTAVES * QUARTERS), np.int64),
             np.zeros(features, np.int64),
             np.zeros(features),
         )
@@ -67,7 +68,7 @@ class Seen:
         order = np.argsort(-best, axis=1, kind="stable")[:, :most]  # of equal ones the first
         self.best, self.places = np.take_along_axis(best, order, 1), np.take_along_axis(places, order, 1)
         feature, token = np.nonzero(acts > 0)
-        bins = np.clip((np.log2(acts[feature, token]) - LOWEST) * STEPS, 0, OCTAVES * STEPS - 1).astype(np.int64)
+        bins = np.clip((np.log2(acts[feature, token]) - LOWEST) * QUARTERS, 0, OCTAVES * QUARTERS - 1).astype(np.int64)
         np.add.at(self.histogram, (feature, bins), 1)
         self.count += (acts > 0).sum(axis=1)
         self.total += acts.sum(axis=1, dtype=np.float64)
@@ -75,7 +76,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerFeatures:
     """Some features of one layer, and the harvested values that they are of."""
 
     hook: str
@@ -144,13 +145,13 @@ def max_activations(
     return _dashboards(model, activations, layers, seen, k, before, after)
 
 
-def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int | str]) -> Iterator[Layer]:
+def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int | str]) -> Iterator[LayerFeatures]:
     """The features of each layer, in the order of the layers."""
     if isinstance(features, str) or not len(features):
         raise InputError(f"features={features!r}: a list of numbers, or of names as '2_17'")
     if isinstance(coders, SAE):
         numbers = [*dict.fromkeys(coders.number_of(one) for one in features)]
-        yield Layer(coders.config.hook, of_encoder(coders), None, np.array(numbers), tuple(map(str, numbers)))
+        yield LayerFeatures(coders.config.hook, of_encoder(coders), None, np.array(numbers), tuple(map(str, numbers)))
         return
     chosen: dict[int, dict[int, None]] = {}
     for name in features:
@@ -165,34 +166,37 @@ def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int |
             raise InputError("top-k features are active by comparison with all others: harvest(..., sae=) ranks them")
         normed = coders.hook == NORMED_INPUT
         hook = f"blocks.{layer}.mlp.hook_pre" if normed else coders.hook.format(layer)
-        scale = np.asarray(model.weights.reader.read("ln2_w", layer), np.float32) if normed else None
+        scale = np.asarray(weights(model).reader.read("ln2_w", layer), np.float32) if normed else None
         names = tuple(f"{layer}_{number}" for number in numbers_of)
-        yield Layer(hook, coders.layer(layer), scale, np.array([*numbers_of]), names)
+        yield LayerFeatures(hook, coders.layer(layer), scale, np.array([*numbers_of]), names)
 
 
 def _dashboards(
     model: Runner,
     activations: Activations,
-    layers: Sequence[Layer],
+    layers: Sequence[LayerFeatures],
     seen: Sequence[Seen],
     k: int,
     before: int,
     after: int,
 ) -> FeatureDashboards:
-    windows, values, of, peaks, raised, lowered = [], [], [], [], [], []
+    windows: list[tuple[str, ...]] = []
+    values, of, peaks = list[Floats](), list[int](), list[int]()
+    raised: list[tuple[str, ...]] = []
+    lowered: list[tuple[str, ...]] = []
     texts, ids = activations.text_index, activations.token_ids
     words: dict[int, str] = {}
     for one, so_far in zip(layers, seen, strict=True):
         for place in range(len(one.numbers)):
-            found: dict[int, int] = {}
+            by_text: dict[int, int] = {}
             for value, token in zip(so_far.best[place], so_far.places[place].tolist(), strict=True):
-                if value > 0 and len(found) < k:
-                    found.setdefault(int(texts[token]), token)
-            for text, token in found.items():
+                if value > 0 and len(by_text) < k:
+                    by_text.setdefault(int(texts[token]), token)
+            for text, token in by_text.items():
                 low, high = max(0, token - before), min(activations.tokens, token + after + 1)
                 near = low + np.flatnonzero(np.asarray(texts[low:high]) == text)
                 windows.append(tuple(_word(model, words, one_id) for one_id in ids[near].tolist()))
-                alone = Layer(one.hook, one.coder, one.scale, one.numbers[[place]])
+                alone = LayerFeatures(one.hook, one.coder, one.scale, one.numbers[[place]])
                 row = np.full(before + after + 1, np.nan, np.float32)
                 row[: len(near)] = alone.acts(activations[one.hook][near])[:, 0]
                 values.append(row)
@@ -210,7 +214,7 @@ def _dashboards(
         count,
         np.concatenate([one.best[:, 0] for one in seen]),
         (total / np.maximum(count, 1)).astype(np.float32),
-        2.0 ** (LOWEST + np.arange(OCTAVES * STEPS + 1) / STEPS),
+        2.0 ** (LOWEST + np.arange(OCTAVES * QUARTERS + 1) / QUARTERS),
         np.concatenate([one.histogram for one in seen]),
         tuple(windows),
         np.array(values, np.float32).reshape(-1, before + after + 1),
@@ -230,7 +234,7 @@ def _word(model: Runner, words: dict[int, str], token: int) -> str:
 # the state of a pass
 
 
-def _identity(activations: Activations, layers: Sequence[Layer], k: int) -> str:
+def _identity(activations: Activations, layers: Sequence[LayerFeatures], k: int) -> str:
     manifest = (activations.folder / HARVEST_MANIFEST).read_bytes()
     facts = [hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
     for one in layers:

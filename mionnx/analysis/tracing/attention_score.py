@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.tracing.effect_graph import EffectGraph
 from mionnx.analysis.tracing.local_model import LocalModel
-from mionnx.analysis.tracing.rows import MEMORY, EffectRows, spread
+from mionnx.analysis.tracing.rows import TRACE_MEMORY, EffectRows, spread
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
@@ -30,7 +30,7 @@ from mionnx.view import Bars, Columns, HeatMap, Shown, View
 
 REST = "rest"  # biases, features that are no nodes, and what MLPs write at the first positions
 PRODUCT = 1e-3  # of the largest score: how far products of queries and keys may be from the scores
-SHOWN, PAIRS = 14, 1000  # nodes of a side of the map, and rows of the frame
+MAPPED, FRAMED = 14, 1000  # nodes of a side of the map, and rows of the frame
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,11 +68,11 @@ class AttentionScore(Shown):
         """The sum of all pairs minus the score: rounding."""
         return float(self.of_nodes()[0].sum()) - self.score
 
-    def pairs(self, k: int = SHOWN) -> tuple[list[int], list[int], NDArray[np.float64]]:
+    def pairs(self, k: int = MAPPED) -> tuple[list[int], list[int], NDArray[np.float64]]:
         """The nodes of the largest sums by size, in the query and in the key, and the pairs of these [k, k].
 
         Args:
-            k: how many of each side.
+            k: number of nodes of each side.
         """
         at_least("k", k, 1)
         sides = [np.argsort(-np.abs(one), kind="stable")[:k].tolist() for one in self.of_nodes()]
@@ -81,13 +81,13 @@ class AttentionScore(Shown):
     def top(self, k: int = 10) -> list[tuple[str, str, float]]:
         """The largest pairs by size: (node in the query, node in the key, share of the score)."""
         at_least("k", k, 0)
-        found = list[tuple[int, int, float]]()
+        pairs = list[tuple[int, int, float]]()
         for i, query in enumerate(self.queries):
             row = self.keys @ query
-            best = np.argpartition(-np.abs(row), min(k, len(row)) - 1)[:k] if k else []
-            found += [(i, int(j), float(row[j])) for j in best]
-        found = sorted(found, key=lambda pair: -abs(pair[2]))[:k]
-        return [(self.nodes[i], self.nodes[j], share) for i, j, share in found]
+            best = np.argsort(-np.abs(row), kind="stable")[:k].tolist()
+            pairs += [(i, j, float(row[j])) for j in best]
+        pairs = sorted(pairs, key=lambda pair: -abs(pair[2]))[:k]
+        return [(self.nodes[i], self.nodes[j], share) for i, j, share in pairs]
 
     def _facts(self) -> Iterator[str]:
         yield f"layer {self.layer}, head {self.head}"
@@ -104,7 +104,7 @@ class AttentionScore(Shown):
         return f"{node} at {self.tokens[int(node.rpartition('_')[2])]!r}"
 
     def _columns(self) -> Columns:
-        one, other, shares = zip(*self.top(PAIRS), strict=True)
+        one, other, shares = zip(*self.top(FRAMED), strict=True)
         return {"in_query": [*one], "in_key": [*other], "share": np.array(shares)}
 
     def view(self) -> View:
@@ -116,10 +116,10 @@ class AttentionScore(Shown):
         panels: list[Bars | HeatMap] = [HeatMap(axes, {"share of the score": pairs}, heading="Pairs of leading nodes")]
         for name, own, side, label in zip(("query", "key"), sums, (rows, columns), labels, strict=True):
             panels.append(Bars(label, own[side], "sum of its pairs", heading=f"In the {name}", order="largest"))
-        whole = f"All pairs, of {len(self.nodes):,} nodes on each side, sum to {decimal(float(sums[0].sum()), 3)}."
+        total = f"All pairs, of {len(self.nodes):,} nodes on each side, sum to {decimal(float(sums[0].sum()), 3)}."
         meaning = (
             "A share is what one node writes into the query times what one writes into the key, with the scales of "
-            f'norms and the attention of earlier layers as they are. {whole} "{REST}" is biases, features that are no '
+            f'norms and the attention of earlier layers as they are. {total} "{REST}" is biases, features that are no '
             "nodes, and MLPs at positions without features."
         )
         title = f"Why layer {self.layer}, head {self.head} attends to {self.tokens[self.key]!r}"
@@ -168,8 +168,8 @@ def attention(
         *(layer, head, query, key, self.tokens, float(scores[head, query, key])),
         float(clean[HookPoint.AttnPattern(layer)][0, head, query, key]),
         tuple(names[i] for i in alive),
-        sides[0][alive] * scale,
-        sides[1][alive],
+        (sides[0][alive] * scale).astype(np.float32),
+        sides[1][alive].astype(np.float32),
     )
 
 
@@ -187,8 +187,9 @@ def _points(model: Runner, layer: int) -> list[str]:
 def scale_of(queries: NDArray, keys: NDArray, scores: NDArray, name: str) -> float:
     """What products of queries and keys [seq, head_dim] are multiplied by to be scores [seq, seq]."""
     seen = np.tril(np.ones(scores.shape, bool)) & (scores > np.finfo(np.float16).min)  # others are masked
-    products, own = (queries.astype(np.float64) @ keys.T.astype(np.float64))[seen], scores[seen].astype(np.float64)
-    scale = float(products @ own / max(products @ products, 1e-30))
+    products: NDArray[np.float64] = (queries.astype(np.float64) @ keys.T.astype(np.float64))[seen]
+    own: NDArray[np.float64] = scores[seen].astype(np.float64)
+    scale = float(products @ own) / max(float(products @ products), 1e-30)
     if np.abs(own - scale * products).max() > PRODUCT * np.abs(own).max():
         raise InputError(
             f"scores of {name} are no product of queries and keys alone (a soft cap, or positions in the scores): not "
@@ -205,8 +206,8 @@ def _parts(
 ) -> list[NDArray[np.float32]]:
     """What each source of the graph gives to a query and to a key, [sources, width] each."""
     ids, width = graph.token_ids.tolist(), sides[0][0].shape[2]
-    sources = Sources(local, ids, graph.skip, MEMORY)
-    rows = EffectRows(sources, np.zeros((0, 0), np.float32), MEMORY)
+    sources = Sources(local, ids, graph.skip, TRACE_MEMORY)
+    rows = EffectRows(sources, np.zeros((0, 0), np.float32), TRACE_MEMORY)
     constants = local.run(ids, captures=False, attention=layer)
     out, half = np.zeros((2 * width, sources.size), np.float32), max(1, rows.chunk(len(ids)) // 2)
     for begin in range(0, width, half):

@@ -107,9 +107,9 @@ class AttributionGraph(EffectGraph, Shown):
             graph.describe(model.max_activations(seen, transcoders, [node for node, _ in graph.top(20)])).page()
         """
         own = {f"{layer}_{feature}" for layer, _, feature in self.features.tolist()}
-        if not (known := [name for name in dashboards.features if name in own]):
+        if not (names := [name for name in dashboards.features if name in own]):
             raise InputError("the dashboards are of no feature of this graph")
-        texts = {name: tuple(dashboards.texts(name, k)) for name in known}
+        texts = {name: tuple(dashboards.texts(name, k)) for name in names}
         return replace(self, excited={**self.excited, **texts})
 
     def to_circuit_tracer(

@@ -13,7 +13,7 @@ Matrix = NDArray[np.float32]
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 LEAST = 1e-10  # of the sum of a row
-BLOCK = 2**22  # effects whose shares are in memory at once
+SHARES_AT_ONCE = 2**22  # effects whose shares are in memory at once
 
 
 def shares(effects: Matrix) -> Matrix:
@@ -41,7 +41,7 @@ def influence(
     """
     count, total = len(layer), np.zeros(effects.shape[1])
     place = np.arange(len(weights)) if rows is None else rows
-    block = max(1, BLOCK // effects.shape[1])
+    block = max(1, SHARES_AT_ONCE // effects.shape[1])
     for number in (-1, *np.unique(layer)[::-1]):
         targets = np.arange(count, len(weights)) if number < 0 else np.flatnonzero(layer == number)
         share = weights[targets] + (0 if number < 0 else total[feature[targets]])

@@ -16,10 +16,10 @@ from mionnx.rewrite.gradient.way_back import (
     TOKEN_PRODUCTS,
 )
 
-MEMORY = 4 * 2**30  # bytes
+TRACE_MEMORY = 4 * 2**30  # bytes
 BUCKETS = 6  # of positions: targets run on the tokens up to the end of theirs, which is 0.6 of the work
 COTANGENTS = 2**20  # numbers of the rows of one call at one value
-LEAST = 16  # rows of a call, where memory allows, so that patterns are not read for each row alone
+LEAST_ROWS = 16  # rows of a call, where memory allows, so that patterns are not read for each row alone
 LIVE = 8  # values of a row that are in memory at once on the way back (measured)
 WORKING = 1 / 8  # of the memory: what one call may take
 
@@ -38,7 +38,7 @@ class EffectRows:
         """Rows of one call on the first tokens."""
         width = self.sources.tokens.shape[1]
         row = 4 * end * (LIVE * width + sum(one.index.shape[1] for one in self.sources.written))
-        most = max(COTANGENTS // (end * width), LEAST)
+        most = max(COTANGENTS // (end * width), LEAST_ROWS)
         return max(1, min(most, int(WORKING * self.memory) // row))
 
     def compute(self, nodes: Numbers, out: Floats, done: Callable[[int], None] = lambda rows: None) -> None:
@@ -85,7 +85,7 @@ def spread(sources: Sources, got: Arrays, targets: Numbers, reached: Sequence[in
     Args:
         got: its outputs.
         targets: the row of `out` of each of its rows; the first `reached[i]` of them come to layer i.
-        end: how many tokens it ran on.
+        end: number of the first tokens, on which it ran.
     """
     for i, count in enumerate(reached):
         one, rows = sources.written[i], targets[:count]

@@ -1,11 +1,11 @@
 """`Sources`: what writes in one prompt: active features, errors of transcoders, tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from mionnx.analysis.features.transcoder import Active, Floats, Numbers
 from mionnx.analysis.tracing.local_model import Arrays, LocalModel
@@ -58,6 +58,8 @@ class Sources:
 
     def __init__(self, local: LocalModel, ids: Sequence[int], skip: int, memory: int) -> None:
         self.local, self.ids = local, [*ids]
+        from scipy.sparse import csr_array  # slow to import
+
         values = local.run(ids)
         active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
@@ -102,8 +104,9 @@ class Sources:
     @property
     def bytes(self) -> int:
         """Memory that they take, constants of the way back included."""
-        arrays = [*self._encoders, *self._vectors, self.layer, self.position, self.feature, self.value, self._place]
-        arrays += [array for one in self.written for array in vars(one).values()]
+        arrays: list[NDArray[Any]] = [*self._encoders, *self._vectors, self.tokens]
+        arrays += [self.layer, self.position, self.feature, self.value, self._place]
+        arrays += [getattr(one, each.name) for one in self.written for each in fields(Written)]
         return sum(array.nbytes for array in arrays) + self.constant_bytes
 
     def numbers(self, features: Numbers) -> Numbers:

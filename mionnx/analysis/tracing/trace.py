@@ -17,7 +17,7 @@ from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.tracing.attribution_graph import AttributionGraph
 from mionnx.analysis.tracing.influence import influence
 from mionnx.analysis.tracing.local_model import LocalModel
-from mionnx.analysis.tracing.rows import MEMORY, WORKING, EffectRows
+from mionnx.analysis.tracing.rows import TRACE_MEMORY, WORKING, EffectRows
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.errors import InputError, nearest
 from mionnx.inputs.chat_template import load_chat_template
@@ -50,7 +50,7 @@ def trace(
     logit_share: float = 0.95,
     skip: int = 1,
     rules: str = FROZEN_PATTERN,
-    memory: int = MEMORY,
+    memory: int = TRACE_MEMORY,
     progress: bool | None = None,
 ) -> AttributionGraph:
     """Trace a prompt through the features of transcoders: its attribution graph (Ameisen et al. 2025).
@@ -222,8 +222,8 @@ def _effects(rows: EffectRows, weights: NDArray[np.float64], most: int, show: Pr
     rows.compute(every, table[most:])
     owner, done, seen = np.empty(most, np.int64), 0, np.zeros(count, bool)
     while done < most:
-        part, known = owner[:done], np.concatenate([np.arange(done), np.arange(most, total)])
-        own = influence(table, sources.layer[part], part, np.concatenate([np.zeros(done), weights]), known)[:count]
+        part, places = owner[:done], np.concatenate([np.arange(done), np.arange(most, total)])
+        own = influence(table, sources.layer[part], part, np.concatenate([np.zeros(done), weights]), places)[:count]
         ranked = np.argsort(-own, kind="stable")
         queue = ranked[~seen[ranked]][: min(STEP, most - done)]
         rows.compute(queue, table[done : done + len(queue)], partial(_report, show, logits + done, total))

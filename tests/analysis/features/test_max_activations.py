@@ -84,7 +84,7 @@ def test_a_pass_that_was_interrupted_goes_on(model, given, tmp_path, monkeypatch
     monkeypatch.setattr(module, "AT_ONCE", 7)
     monkeypatch.setattr(module, "SAVED", 1)
     whole, read, state = model.max_activations(*given, FEATURES, k=K), [], tmp_path / "state.npz"
-    acts = module.Layer.acts
+    acts = module.LayerFeatures.acts
 
     def failing(layer, values):
         read.append(len(values))
@@ -92,7 +92,7 @@ def test_a_pass_that_was_interrupted_goes_on(model, given, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return acts(layer, values)
 
-    monkeypatch.setattr(module.Layer, "acts", failing)
+    monkeypatch.setattr(module.LayerFeatures, "acts", failing)
     with pytest.raises(KeyboardInterrupt):
         model.max_activations(*given, FEATURES, k=K, path=state)
     read.append(0)
