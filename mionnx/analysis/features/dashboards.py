@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
 from mionnx.machine.typed import typed
-from mionnx.view import Bars, Columns, Each, Examples, Shown, Table, View, readable
+from mionnx.view import Bars, Columns, Each, Examples, Lines, Series, Shown, Table, View, readable
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,19 +90,21 @@ class FeatureDashboards(Shown):
 
     def view(self) -> View:
         """A table to choose a feature from, its histogram, and its texts."""
-        table = Table("feature", "share of tokens", "largest", "raises", on_page={"chooses": True})
+        on_page = {"chooses": True, "styles": {"raises": "token"}}
+        table = Table("feature", "share of tokens", "largest", "raises", on_page=on_page)
         for i, name in enumerate(self.features):
             share = float(self.counts[i]) / max(self.tokens, 1)
             words = "  ".join(repr(word) for word in self.raised[i][:4])
             table.add_row(name, readable(share), readable(float(self.largest[i])), words)
-        bars, examples, seen = [], [], np.flatnonzero(self.histogram.any(axis=0))
-        low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
-        labels = [readable(float(edge)) for edge in self.edges[low:high]]
+        curves, examples = [], []
         for i, name in enumerate(self.features):
             heading = f"{name}: raises {', '.join(self.raised[i])}; lowers {', '.join(self.lowered[i])}"
+            bins = np.flatnonzero(self.histogram[i])
+            low, high = (max(int(bins[0]) - 1, 0), int(bins[-1]) + 2) if len(bins) else (0, 2)
+            labels = [readable(float(edge)) for edge in self.edges[low:high]]
             numbers = self.histogram[i, low:high].astype(np.float64)
-            order = "from the smallest activation on"
-            bars.append(Bars(labels, numbers, "tokens", heading=heading, upright=True, order=order))
+            series = [Series("tokens", numbers[: len(labels)])]
+            curves.append(Lines(labels[: len(numbers)], series, "activation, from", "tokens", 0, heading=heading))
             own = np.flatnonzero(self.of == i).tolist()
             examples.append(
                 [(self.windows[n], self.values[n, : len(self.windows[n])], int(self.peaks[n])) for n in own]
@@ -112,8 +114,7 @@ class FeatureDashboards(Shown):
             f"{self.tokens:,} tokens. Choose a feature in the table: how large its activations are, from each number "
             "up to the next, and the texts that excite it most, each token coloured by its activation."
         )
-        shares = Bars(
-            self.features, self.counts / max(self.tokens, 1), "share of tokens", heading="How often", order="given"
-        )
-        panels = [table, shares, Each(bars), Examples(examples, heading="Texts of the largest activations")]
+        often = self.counts / max(self.tokens, 1)
+        bars = Bars(self.features, often, "share of tokens", heading="How often they are active", order="given")
+        panels = [table, Each(curves), Examples(examples, heading="Texts of the largest activations"), bars]
         return View(title, panels, meaning=about, choice="feature", options=self.features)
