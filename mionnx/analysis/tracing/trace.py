@@ -72,7 +72,8 @@ def trace(
         skip: first positions without features and errors: their activations are those of an attention sink.
         rules: "frozen_norm_pattern", or "frozen_norm": attention patterns are no constants, and effects go through
             queries and keys too, by their derivative.
-        memory: bytes that arrays of the prompt may take; as many features become nodes as fit.
+        memory: bytes that arrays of the prompt may take; as many features become nodes as fit. The engine's own copies,
+            while it runs the text, come on top.
         progress: see `patch_sweep`.
 
     Raises:
