@@ -10,6 +10,7 @@ from mionnx.analysis.attribution import logit_diff, residual_stack
 from mionnx.analysis.circuits import circuit as circuits
 from mionnx.analysis.circuits import edge_attribution as edges
 from mionnx.analysis.features import active_features
+from mionnx.analysis.features import max_activations as maxima
 from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import saliency
@@ -121,6 +122,7 @@ class MIModel(Runner, Translated):
     dose_response = dosing.dose_response
     subspace_interchange = interchanging.subspace_interchange
     features = active_features.features
+    max_activations = maxima.max_activations
     # datasets: activations on disk, and moments without storing them
     harvest = harvesting.harvest
     statistics = dataset.statistics

@@ -8,6 +8,7 @@ from mionnx.analysis.attribution.logit_diff import LogitDiffs
 from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.features.active_features import FeatureActivations
+from mionnx.analysis.features.dashboards import FeatureDashboards
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.gradients.saliency import Saliency
@@ -31,6 +32,7 @@ from mionnx.analysis.steering.dose_response import DoseResponse
 from mionnx.analysis.steering.interchange import SubspaceEffect
 from mionnx.analysis.sweep.comparison import Comparison
 from mionnx.analysis.sweep.corruption import Noise
+from mionnx.analysis.tracing.attention_score import AttentionScore
 from mionnx.analysis.tracing.attribution_graph import AttributionGraph
 from mionnx.analysis.weights.factored_matrix import FactoredMatrix
 from mionnx.bind.estimate import Estimate
@@ -87,6 +89,7 @@ __all__ = [
     "AblationResult",
     "Activations",
     "AttentionPatterns",
+    "AttentionScore",
     "Attribution",
     "AttributionGraph",
     "Attributions",
@@ -106,6 +109,7 @@ __all__ = [
     "FactoredMatrix",
     "FallbackWarning",
     "FeatureActivations",
+    "FeatureDashboards",
     "FewBlocksWarning",
     "Forecast",
     "Fragment",

@@ -4,6 +4,7 @@ from mionnx.view.page import card, readable
 from mionnx.view.panels import (
     Bars,
     Each,
+    Examples,
     Graph,
     HeatMap,
     Lines,
@@ -22,6 +23,7 @@ __all__ = [
     "Bars",
     "Columns",
     "Each",
+    "Examples",
     "Graph",
     "HeatMap",
     "Lines",

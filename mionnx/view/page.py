@@ -30,6 +30,7 @@ SCRIPTS = {
     "Patterns": "patterns.js",
     "Trace": "trace.js",
     "Text": "texts.js",
+    "Examples": "texts.js",
     "Table": "texts.js",
 }
 MOST_WEIGHTS = 2**26  # bytes of weights that a page may hold

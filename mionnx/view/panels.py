@@ -186,6 +186,14 @@ class Text(Panel):
 
 
 @dataclass
+class Examples(Panel):
+    """Texts for each option of the page, their tokens coloured by scores above 0."""
+
+    # For each option (tokens, scores, place of the token with an outline); a colour is full at the option's largest.
+    texts: Sequence[Sequence[tuple[Sequence[str], Array, int]]]
+
+
+@dataclass
 class Graph(Panel):
     """Edges between nodes: the page's options are so many leading edges."""
 

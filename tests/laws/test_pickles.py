@@ -16,7 +16,7 @@ import pytest
 from alike import alike
 from repository import REPOSITORY
 from saelens_fixture import random_weights
-from transcoder_files import traced
+from transcoder_files import boards, scored, traced
 
 import mionnx
 from mionnx import (
@@ -95,7 +95,9 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "FactoredMatrix": lambda model: model.weights.OV(1),
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
+    "AttentionScore": scored,
     "AttributionGraph": traced,
+    "FeatureDashboards": boards,
     "Attribution": lambda model: model.attribute(TEXT, "Paris"),
     "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
     "LogitDiffs": lambda model: model.get_logit_diff([TEXT, OTHER], "Paris", "Berlin"),

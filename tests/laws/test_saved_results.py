@@ -15,7 +15,7 @@ import pytest
 from alike import alike
 from repository import REPOSITORY
 from safetensors.numpy import load_file, save_file
-from transcoder_files import traced
+from transcoder_files import boards, scored, traced
 
 from mionnx import (
     AblationResult,
@@ -104,6 +104,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult alone": lambda model: ablated(model, None),
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
+    "AttentionScore": scored,
     "AttributionGraph": lambda model: traced(model).group("a", ["error_0_1"]),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
     "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
@@ -119,6 +120,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
     "EdgeAttribution": lambda model: model.edge_attribution(TEXT, OTHER, "z", ["hook_final_norm", "*.hook_v"]),
     "FeatureActivations": features,
+    "FeatureDashboards": boards,
     "Generation": lambda model: model.generate(
         [TEXT, "Tokyo is"], HookSpec().capture(POINT), max_new_tokens=3, output_logits=True
     ),
@@ -360,7 +362,16 @@ def test_a_kind_is_refused_as_another(shipped: MIModel, tmp_path: Path, kind: ty
         kind.load(path)
 
 
-SHOWN = ["AttentionPatterns", "AttributedSweep", "Attribution", "Attributions", "Circuit", "DoseResponse"]
+SHOWN = [
+    "AttentionPatterns",
+    "AttentionScore",
+    "FeatureDashboards",
+    "AttributedSweep",
+    "Attribution",
+    "Attributions",
+    "Circuit",
+    "DoseResponse",
+]
 SHOWN += ["EdgeAttribution", "FeatureActivations", "HeadScores", "LensResult", "LogitDiffs", "ProbeResult", "Saliency"]
 SHOWN += ["MatrixLosses", "ModelLosses", "Patchscope", "SweepResult", "Verification"]
 

@@ -141,12 +141,18 @@ class LocalLlama:
         weight = self.model.lm_head.weight
         return own + [values["final"][0][-1] @ (weight[token] - weight.mean(0)) for token in tokens]
 
-    def rows(self, targets: list[int], tokens: list[int]) -> np.ndarray:
-        """Direct effects on some targets, by autograd through what is linear: [targets, sources]."""
-        numbers, sources = self.numbers(self.run("patterns", "norms", "mlps"), tokens), self.sources()
-        rows = []
-        for target in targets:
-            grads = torch.autograd.grad(numbers[target], self.leaves, retain_graph=True, allow_unused=True)
+    def rows(
+        self, targets: list[int], tokens: list[int], hold: tuple[str, ...] = ("patterns", "norms", "mlps")
+    ) -> np.ndarray:
+        """Direct effects on some targets, by autograd through what is not held: [targets, sources]."""
+        numbers = self.numbers(self.run(*hold), tokens)
+        return self.effects([numbers[target] for target in targets])
+
+    def effects(self, numbers: list[Any]) -> np.ndarray:
+        """Effects of all sources on numbers of the last run, by autograd: [numbers, sources]."""
+        sources, rows = self.sources(), []
+        for number in numbers:
+            grads = torch.autograd.grad(number, self.leaves, retain_graph=True, allow_unused=True)
             whole = torch.stack([torch.zeros_like(self.added[0]) if one is None else one for one in grads])
             rows.append((sources * whole).sum((1, 2, 3)))
         return torch.stack(rows).numpy()

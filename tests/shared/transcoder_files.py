@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mionnx import AttributionGraph, HookSpec, MIModel, TranscoderSet
+from mionnx import AttentionScore, AttributionGraph, FeatureDashboards, HookSpec, MIModel, TranscoderSet
 
 TEXTS = ["The capital of France is Paris", "Mary and John went to the store and John gave a drink to Mary"]
 SHARE = 0.1  # of tokens at which a feature is active
@@ -26,7 +26,8 @@ def random_layers(
         x = np.concatenate([cache[point][0] for cache in caches])
         encoder = random.standard_normal((features, width)).astype(np.float32)
         encoder /= np.sqrt((x**2).sum(1).mean())
-        edge = np.quantile(x @ encoder.T, 1 - SHARE, axis=0).astype(np.float32)
+        place = (int((1 - SHARE) * (len(x) - 1)) + 0.5) / (len(x) - 1)  # between two tokens: none is on a threshold
+        edge = np.quantile(x @ encoder.T, place, axis=0).astype(np.float32)
         written = model.num_layers - i if kind == "clt" else 1
         one = {"W_enc": encoder, "b_dec": 0.1 * random.standard_normal(width), "b_enc": -edge}
         one["W_dec"] = random.standard_normal((features, written, width)) * 0.3
@@ -74,3 +75,19 @@ def traced(model: MIModel) -> AttributionGraph:
     with TemporaryDirectory() as folder:
         write_set(model, Path(folder))
         return model.trace(TEXTS[0], TranscoderSet.load(folder))
+
+
+def scored(model: MIModel) -> AttentionScore:
+    """A score of attention, explained through random transcoders."""
+    with TemporaryDirectory() as folder:
+        write_set(model, Path(folder))
+        transcoders = TranscoderSet.load(folder)
+        return model.trace(TEXTS[0], transcoders).attention(model, transcoders, 1, 2, -1, 3)
+
+
+def boards(model: MIModel) -> FeatureDashboards:
+    """Dashboards of three random features."""
+    with TemporaryDirectory() as folder:
+        write_set(model, Path(folder) / "transcoders")
+        made = model.harvest(TEXTS, "blocks.*.mlp.hook_pre", f"{folder}/made")
+        return model.max_activations(made, TranscoderSet.load(f"{folder}/transcoders"), ["1_9", "1_3", "3_12"], k=2)

@@ -439,6 +439,11 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         },
         "features": {**one, "sae": _sae()},
         "trace": {**one, "transcoders": _transcoders(model, folder)},
+        "max_activations": {
+            "activations": model.harvest([PROMPT], "blocks.*.mlp.hook_pre", folder / "values"),
+            "coders": _transcoders(model, folder),
+            "features": ["1_9"],
+        },
         "capture_residuals": {**one, "layers": [1]},
         "forward_with_capture": {**one, "layers": [1]},
         "forward_ablate": {**one, "ablate_layers": [1], "capture_layers": [1]},
@@ -511,9 +516,15 @@ def _graphs(model: MIModel, folder: Path) -> Iterator[Call]:
         "read": {"path": folder / "graph.json"},
         "intervene": {**of_both, "scale": {node: 0.0}},
         "confirm": {**of_both, "node": node},
+        "attention": {**of_both, "layer": 1, "head": 2, "query": -1, "key": 3},
     }
     yield from _methods("AttributionGraph", lambda: graph, methods)
     yield from _stored(folder, graph)
+    score = graph.attention(model, transcoders, 1, 2, -1, 3)
+    yield from _methods("AttentionScore", lambda: score, {"pairs": {}, "top": {}, "table": {}})
+    made = model.harvest([PROMPT], "blocks.*.mlp.hook_pre", folder / "values")
+    seen = model.max_activations(made, transcoders, ["1_9"], k=1)
+    yield from _methods("FeatureDashboards", lambda: seen, {"texts": {"feature": "1_9"}, "table": {}})
     yield from _methods(
         "TranscoderSet", lambda: transcoders, {"load": {"path": folder / "transcoders"}, "layer": {"number": 0}}
     )

@@ -20,15 +20,17 @@ class Active:
     Attributes:
         position, feature: [n].
         value: [n], activations.
-        encoder: [n, d_in], their rows of the encoder.
-        written: [n, layers, d_out], activation times decoder, of each layer that they write to.
+        place: [n], where each one's rows stand below: a feature that is active at many positions is read once.
+        encoder: [rows, d_in].
+        decoder: [rows, layers, d_out], of each layer that they write to.
     """
 
     position: Numbers
     feature: Numbers
     value: Floats
+    place: Numbers
     encoder: Floats
-    written: Floats
+    decoder: Floats
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,10 @@ class Transcoder:
         order = np.lexsort((feature, position))
         position, feature, value = position[order], feature[order], value[order]
         rows, place = np.unique(feature, return_inverse=True)
-        encoder = np.asarray(self.encoder[rows], np.float32)[place]
-        written = np.asarray(self.decoder[rows], np.float32)[place] * value[:, None, None]
-        if not np.isfinite(written).all():
+        encoder, decoder = (np.asarray(one[rows], np.float32) for one in (self.encoder, self.decoder))
+        if not np.isfinite(decoder).all():
             raise ModelError(f"{where}: the decoder has NaN or infinities")
-        return Active(position, feature, value, encoder, written)
+        return Active(position, feature, value, place, encoder, decoder)
 
     def values(self, x: Floats, features: Numbers) -> Floats:
         """Activations [seq, n] of some features on vectors [seq, d_in]; of top-k whether or not others are larger."""

@@ -9,6 +9,7 @@ and `sae.safetensors`: `encoder.weight` [f, d], `encoder.bias`, `W_dec` [f, d], 
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mionnx.analysis.features.config import from_saelens
 from mionnx.analysis.features.npz import read_npz
 from mionnx.analysis.features.sae import PARAMS, SAE, SAE_CONFIG, SAE_WEIGHTS
 from mionnx.analysis.features.transcoder import Floats, Transcoder
-from mionnx.errors import ModelError
+from mionnx.errors import InputError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.tensor_file import map_tensors
 
@@ -76,6 +77,23 @@ def of_sae(sae: SAE, where: str) -> Transcoder:
     if not config.transcoder:
         raise ModelError(f"{where} reads and gives one hook point: an SAE, and no transcoder")
     return _of_saelens(config.activation, config.normalisation, weights, where)
+
+
+def of_encoder(sae: SAE) -> Transcoder:
+    """The features of an SAE, or of a transcoder, each of which is active by itself.
+
+    Raises:
+        InputError: gated, top-k or normalised ones.
+    """
+    config, weights = sae.config, sae.weights
+    if config.activation not in ("standard", "jumprelu") or config.normalisation != "none" or config.by_head:
+        raise InputError(
+            f"features of the kind {config.activation!r}, {config.normalisation!r} are not read from the values alone: "
+            "ReLU and JumpReLU ones are, without normalisation"
+        )
+    bias = weights["b_enc"] - weights["b_dec"] @ weights["W_enc"] if config.subtracts_bias else weights["b_enc"]
+    one = _of_saelens(config.activation, config.normalisation, {**weights, "b_enc": bias}, "the SAE")
+    return replace(one, skip=None)
 
 
 def _of_saelens(activation: str, normalisation: str, weights: Tensors, where: str) -> Transcoder:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.analysis.tracing import circuit_tracer_file, set_features, trace_view
+from mionnx.analysis.features.dashboards import FeatureDashboards
+from mionnx.analysis.tracing import attention_score, circuit_tracer_file, set_features, trace_view
 from mionnx.analysis.tracing.effect_graph import EDGE_SHARE, NODE_SHARE, EffectGraph, index_of
 from mionnx.errors import InputError
 from mionnx.machine.brief import count, spelled
@@ -38,11 +39,15 @@ class AttributionGraph(EffectGraph, Shown):
         scan: the name by which a page of features knows them.
         groups: name -> nodes of a supernode.
         promotes: feature -> tokens whose logits it raises most by itself, of the features of most influence.
+        excited: "layer_feature" -> texts that excite it most, see `describe`.
         cost: "seconds", and "bytes", an estimate of the memory.
+        skip: first positions without features and errors.
+        rules: "frozen_norm_pattern", or "frozen_norm" where patterns carry derivative.
     """
 
     intervene = set_features.intervene
     confirm = set_features.confirm
+    attention = attention_score.attention
 
     def prune(
         self, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE, toward: str | None = None
@@ -87,6 +92,25 @@ class AttributionGraph(EffectGraph, Shown):
         for node in nodes:
             index_of(node, names)
         return replace(self, groups={**self.groups, name: tuple(nodes)})
+
+    def describe(self, dashboards: FeatureDashboards, k: int = 3) -> "AttributionGraph":
+        """The same graph with the texts that excite its features most, which its page tells at each node.
+
+        Args:
+            dashboards: those of some of its features, from `max_activations`.
+            k: texts of each.
+
+        Raises:
+            InputError: dashboards of none of its features.
+
+        Example:
+            graph.describe(model.max_activations(seen, transcoders, [node for node, _ in graph.top(20)])).page()
+        """
+        own = {f"{layer}_{feature}" for layer, _, feature in self.features.tolist()}
+        if not (names := [name for name in dashboards.features if name in own]):
+            raise InputError("the dashboards are of no feature of this graph")
+        texts = {name: tuple(dashboards.texts(name, k)) for name in names}
+        return replace(self, excited={**self.excited, **texts})
 
     def to_circuit_tracer(
         self, slug: str = "graph", scan: str | None = None, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE

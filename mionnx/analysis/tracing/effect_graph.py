@@ -10,6 +10,7 @@ from mionnx.analysis.tracing.influence import Leading, influence, leading, share
 from mionnx.errors import InputError, nearest
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
+from mionnx.rewrite.gradient.way_back import FROZEN_PATTERN
 
 NODE_SHARE, EDGE_SHARE = 0.8, 0.98  # shares of all influence that pruning leaves, as in circuit-tracer
 
@@ -36,6 +37,9 @@ class EffectGraph:
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     promotes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    excited: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    skip: int = 1
+    rules: str = FROZEN_PATTERN
 
     @property
     def sources(self) -> list[str]:
@@ -69,9 +73,7 @@ class EffectGraph:
         Raises:
             InputError: no such node.
         """
-        return influence(
-            shares(self.effects), self.features[:, 0], np.arange(len(self.features)), self._weights(toward)
-        )
+        return influence(self.effects, self.features[:, 0], np.arange(len(self.features)), self._weights(toward))
 
     def leading(self, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE, toward: str | None = None) -> Leading:
         """Masks of the nodes and edges of most influence, as circuit-tracer prunes.

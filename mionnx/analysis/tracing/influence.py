@@ -13,6 +13,7 @@ Matrix = NDArray[np.float32]
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 LEAST = 1e-10  # of the sum of a row
+SHARES_AT_ONCE = 2**22  # effects whose shares are in memory at once
 
 
 def shares(effects: Matrix) -> Matrix:
@@ -23,21 +24,31 @@ def shares(effects: Matrix) -> Matrix:
 
 
 def influence(
-    part: NDArray[np.floating], layer: NDArray[np.int64], feature: NDArray[np.int64], weights: Vector
+    effects: NDArray[np.floating],
+    layer: NDArray[np.int64],
+    feature: NDArray[np.int64],
+    weights: Vector,
+    rows: NDArray[np.int64] | None = None,
 ) -> Vector:
     """The influence of each source, [sources].
 
     Args:
-        part: shares [targets, sources]; the targets are features with the logits behind them.
+        effects: [rows, sources].
         layer, feature: of each target that is a feature, its layer and its column among the sources.
-        weights: [targets], of the logits their probabilities; of features 0, or 1 for the one that is traced.
+        weights: [targets], features with the logits behind them; of logits their probabilities; of features 0, or 1 for
+            the one that is traced.
+        rows: [targets], the row of each; in the order of the rows if left out.
     """
-    count = len(layer)
-    total = weights[count:] @ part[count:].astype(np.float64)
-    for number in np.unique(layer)[::-1]:
-        rows = np.flatnonzero(layer == number)
-        total += (weights[rows] + total[feature[rows]]) @ part[rows]
-    return np.asarray(total)
+    count, total = len(layer), np.zeros(effects.shape[1])
+    place = np.arange(len(weights)) if rows is None else rows
+    block = max(1, SHARES_AT_ONCE // effects.shape[1])
+    for number in (-1, *np.unique(layer)[::-1]):
+        targets = np.arange(count, len(weights)) if number < 0 else np.flatnonzero(layer == number)
+        share = weights[targets] + (0 if number < 0 else total[feature[targets]])
+        for begin in range(0, len(targets), block):
+            part = slice(begin, begin + block)
+            total += share[part] @ shares(effects[place[targets[part]]])
+    return total
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ def leading(
         tokens: number of the last sources, which stay whatever their influence is.
     """
     features, sources = len(layer), effects.shape[1]
-    own = influence(shares(effects), layer, np.arange(features), weights)
+    own = influence(effects, layer, np.arange(features), weights)
     alive = own >= _threshold(own, nodes)
     alive[sources - tokens :] = True
     columns = np.flatnonzero(alive)

@@ -5,8 +5,9 @@ local replacement model of Ameisen et al. 2025.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,36 +23,50 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams, refuse_without_vocabulary
 from mionnx.machine.once import Once, once_property
-from mionnx.rewrite.gradient.way_back import TwoGraphs, way_back
+from mionnx.rewrite.gradient.way_back import (
+    FROZEN_PATTERN,
+    ROW_PRODUCTS,
+    TOKEN_PRODUCTS,
+    Attention,
+    TwoGraphs,
+    way_back,
+)
 from mionnx.rewrite.plan import Plan
 from mionnx.run.open_graphs import OpenGraph
 from mionnx.run.runner import Runner
 from mionnx.run.segments import Rows, Segments
 
 Arrays = dict[str, NDArray[Any]]
+Kind = TypeVar("Kind")
+LARGE = 2**27  # bytes of values behind which the engine gives free memory back
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
 
 
-@dataclass(frozen=True)
-class OpenWays:
-    """Both graphs of a model, open."""
-
-    graphs: TwoGraphs
-    forward: OpenGraph
-    back: OpenGraph
-
-
 class Ways:
-    """The open graphs of one model, by the hook points that transcoders read and stand for."""
+    """The graphs of one model, by the hook points that transcoders read and stand for; open one of each kind."""
 
     def __init__(self, model: HookedModel, options: Options) -> None:
         self.model = model
-        self._open: Once[Any, OpenWays] = Once()
+        self._graphs: Once[Any, TwoGraphs] = Once()
+        self._forward: Once[Any, OpenGraph] = Once()
+        self._back: Once[Any, OpenGraph] = Once()
 
-    def get(self, key: Any, make: Callable[[], OpenWays]) -> OpenWays:
-        """Those of a key; others are closed, since each holds weights."""
-        self._open.keep(lambda other: other == key)
-        return self._open.get(key, make)
+    def graphs(self, key: Any, make: Callable[[], TwoGraphs]) -> TwoGraphs:
+        """Both graphs of a key; others go."""
+        return self._only(self._graphs, key, make)
+
+    def forward(self, key: Any, make: Callable[[], OpenGraph]) -> OpenGraph:
+        """The open graph forwards; others are closed, since each holds weights."""
+        return self._only(self._forward, key, make)
+
+    def back(self, key: Any, make: Callable[[], OpenGraph]) -> OpenGraph:
+        """The open graph of the way back; others are closed."""
+        return self._only(self._back, key, make)
+
+    @staticmethod
+    def _only(store: Once[Any, Kind], key: Any, make: Callable[[], Kind]) -> Kind:
+        store.keep(lambda other: other == key)
+        return store.get(key, make)
 
     @once_property
     def mean_unembedding(self) -> NDArray[np.float32]:
@@ -66,8 +81,8 @@ class Ways:
 class LocalModel:
     """A model with transcoders."""
 
-    def __init__(self, model: Runner, transcoders: TranscoderSet) -> None:
-        self.model, self.transcoders, self.layers = model, transcoders, model.num_layers
+    def __init__(self, model: Runner, transcoders: TranscoderSet, rules: str = FROZEN_PATTERN) -> None:
+        self.model, self.transcoders, self.layers, self.rules = model, transcoders, model.num_layers, rules
         self.ways = model.opened(Ways)
         self.read_at, self.write_at = self._points(transcoders.hook), self._points(transcoders.hook_out)
         self._check()
@@ -100,48 +115,52 @@ class LocalModel:
             if point not in hooked.metadata.hooks:
                 raise HookError(f"{hooked.name} has no hook point {point!r}{nearest(point, hooked.metadata.hooks)}")
 
-    @once_property
-    def opened(self) -> OpenWays:
-        """Both graphs, opened on first use of these hook points."""
-        coders = self.transcoders
-        return self.ways.get((coders.hook, coders.hook_out, coders.skips), self._open)
+    def graphs(self, gathered: bool = False, attention: Attention | None = None) -> TwoGraphs:
+        """Both graphs.
 
-    def _open(self) -> OpenWays:
-        hooked, pool = self.model.hooked, self.model.variants
+        Args:
+            gathered: whether the way back gathers the vectors of sources from rows.
+            attention: a layer, whose queries and keys are the ends of the way, and their hook points.
+        """
+        hooked, coders = self.model.hooked, self.transcoders
         hooked.need_weights("an attribution graph")
-        graphs = way_back(
-            hooked.proto,
-            hooked.metadata.hooks,
-            self.read_at,
-            self.write_at,
-            self.model.hidden_size,
-            self.transcoders.skips,
-            [LOGITS],
-        )
+        points = self.read_at, self.write_at, self.model.hidden_size, coders.skips
+        how = gathered, self.rules, attention
+        make = partial(way_back, hooked.proto, hooked.metadata.hooks, *points, [] if attention else [LOGITS], *how)
+        return self.ways.graphs((*self._points_read, *how), make)
+
+    @property
+    def _points_read(self) -> tuple[Any, ...]:
+        return self.transcoders.hook, self.transcoders.hook_out, self.transcoders.skips
+
+    def _open(self, graph: bytes) -> OpenGraph:
+        pool = self.model.variants
         pool.settle(pool.packs(1))
         options = pool.options if pool.packs_gradients else replace(pool.options, prepack=False)
-        forward, back = (
-            OpenGraph(Plan(), pool.engine.open(one, hooked.folder, options), Report(), one, pool.weights, options)
-            for one in (graphs.forward, graphs.back)
+        program = pool.engine.open(graph, self.model.hooked.folder, options)
+        return OpenGraph(Plan(), program, Report(), graph, pool.weights, options)
+
+    def run(self, ids: Sequence[int], captures: bool = True, attention: Attention | None = None) -> Arrays:
+        """One text forwards: what the way back reads, and values at hook points and logits (`captures`)."""
+        graphs = self.graphs(False, attention)
+        key = (*self._points_read, self.rules, attention)
+        forward = self.ways.forward(key, lambda: self._open(graphs.forward))
+        outputs, rows = (
+            [*graphs.constants, *(graphs.captures if captures else ())],
+            Rows(np.asarray(ids, np.int64)[None]),
         )
-        return OpenWays(graphs, forward, back)
+        values = self.model.opened(Segments).compute(forward, rows, outputs, {})
+        if sum(array.nbytes for array in values.values()) > LARGE:
+            self.model.variants.engine.release()  # the engine's own copy of them
+        return values
 
-    def constants(self, ids: Sequence[int]) -> Arrays:
-        """What the way back reads of one text."""
-        return self._run(ids, self.opened.graphs.constants)
-
-    def run(self, ids: Sequence[int]) -> Arrays:
-        """One text forwards: the same, values at hook points, and logits."""
-        graphs = self.opened.graphs
-        return self._run(ids, [*graphs.constants, *graphs.captures])
-
-    def _run(self, ids: Sequence[int], outputs: Sequence[str]) -> Arrays:
-        rows = Rows(np.asarray(ids, np.int64)[None])
-        return self.model.opened(Segments).compute(self.opened.forward, rows, outputs, {})
-
-    def back(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
-        """Run the way back."""
-        return self.opened.back.program.run(outputs, feeds)
+    def back(self, feeds: Mapping[str, Any], gathered: bool, attention: Attention | None = None) -> Arrays:
+        """Run the way back: products of the rows of `feeds` with all sources, by name."""
+        layers = self.layers if attention is None else attention[0]
+        outputs = [*(ROW_PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS]
+        key = (*self._points_read, gathered, self.rules, attention)
+        back = self.ways.back(key, lambda: self._open(self.graphs(gathered, attention).back))
+        return back.program.run(outputs, feeds)
 
     def scale(self, layer: int) -> NDArray[np.float32] | None:
         """What the value at the hook point is divided by before features read it; None for nothing."""
@@ -165,21 +184,3 @@ class LocalModel:
     def written(self, layer: int, feature: int) -> NDArray[np.float32]:
         """What a feature writes in all at activation 1, [hidden]."""
         return np.asarray(self.transcoders.layer(layer).decoder[feature], np.float32).sum(axis=0)
-
-    def top_tokens(self, vectors: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """The tokens whose logits vectors of the stream [n, hidden] raise most through the final norm, [n, k]."""
-        graph = weights(self.model).graph
-        norm = graph.norm("ln_final").weight if graph.has_norm("ln_final", 0) else None
-        wide = vectors if norm is None else vectors * np.asarray(norm, np.float32)
-        matrix, best, tops = (
-            self.model.opened(Vocabulary).unembedding,
-            np.zeros((len(vectors), 0)),
-            np.zeros((len(vectors), 0), np.int64),
-        )
-        for begin in range(0, matrix.shape[1], READ):
-            part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
-            numbers = np.broadcast_to(begin + np.arange(part.shape[1]), part.shape)
-            best, tops = np.concatenate([best, part], axis=1), np.concatenate([tops, numbers], axis=1)
-            order = np.argsort(-best, axis=1, kind="stable")[:, :k]
-            best, tops = np.take_along_axis(best, order, 1), np.take_along_axis(tops, order, 1)
-        return tops

@@ -1,6 +1,6 @@
 """`EffectRows`: direct effects of all sources of a prompt on some of its features and on its logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,42 +13,47 @@ from mionnx.rewrite.gradient.way_back import (
     ROW_PRODUCTS,
     ROW_VECTORS,
     SKIPS,
-    SOURCES,
     TOKEN_PRODUCTS,
-    TOKEN_SOURCES,
 )
 
+TRACE_MEMORY = 4 * 2**30  # bytes
 BUCKETS = 6  # of positions: targets run on the tokens up to the end of theirs, which is 0.6 of the work
 COTANGENTS = 2**20  # numbers of the rows of one call at one value
+LEAST_ROWS = 16  # rows of a call, where memory allows, so that patterns are not read for each row alone
+LIVE = 8  # values of a row that are in memory at once on the way back (measured)
+WORKING = 1 / 8  # of the memory: what one call may take
 
 
 class EffectRows:
     """The rows of one prompt's graph."""
 
-    def __init__(self, sources: Sources, directions: Floats) -> None:
-        self.sources, self.directions = sources, directions  # directions: [logits, hidden]
+    def __init__(self, sources: Sources, directions: Floats, memory: int) -> None:
+        self.sources, self.directions, self.memory = sources, directions, memory  # directions: [logits, hidden]
         local = sources.local
-        self._skips = {
+        self.skips = {
             SKIPS(i): skip for i in range(local.layers) if (skip := local.transcoders.layer(i).skip) is not None
         }
+
+    def chunk(self, end: int) -> int:
+        """Rows of one call on the first tokens."""
+        width = self.sources.tokens.shape[1]
+        row = 4 * end * (LIVE * width + sum(one.index.shape[1] for one in self.sources.written))
+        most = max(COTANGENTS // (end * width), LEAST_ROWS)
+        return max(1, min(most, int(WORKING * self.memory) // row))
 
     def compute(self, nodes: Numbers, out: Floats, done: Callable[[int], None] = lambda rows: None) -> None:
         """Write the direct effects on nodes, features by number and logits as -1, -2, ..., into `out` [nodes, size]."""
         sources, seq = self.sources, len(self.sources.ids)
         position = np.full(len(nodes), seq - 1)
         position[nodes >= 0] = sources.position[nodes[nodes >= 0]]
-        begin, count = 0, 0
-        for end in sorted({-(-seq * (i + 1) // BUCKETS) for i in range(BUCKETS)}):
+        ends, count = sorted({-(-seq * (i + 1) // BUCKETS) for i in range(BUCKETS)}), 0
+        # from the whole text on, which is there already
+        for begin, end in reversed([*zip([0, *ends[:-1]], ends, strict=True)]):
             mine = np.flatnonzero((position >= begin) & (position < end))
-            begin = end
             if not len(mine):
                 continue
-            # what the first tokens compute does not depend on those behind them
-            feeds = sources.constants if end == seq else sources.local.constants(sources.ids[:end])
-            feeds = {**feeds, **self._skips}
-            feeds |= {SOURCES(i): one.vectors[:end] for i, one in enumerate(sources.written)}
-            feeds[TOKEN_SOURCES] = sources.tokens[:end]
-            chunk = max(1, COTANGENTS // (end * sources.tokens.shape[1]))
+            feeds = {**sources.feeds(end), **self.skips}
+            chunk = self.chunk(end)
             for first in range(0, len(mine), chunk):
                 part = mine[first : first + chunk]
                 self._run(nodes[part], part, position[part], end, feeds, out)
@@ -67,17 +72,27 @@ class EffectRows:
             of = nodes[own]
             places = np.zeros((len(own), end), np.float32)
             places[np.arange(len(own)), position[own]] = 1
-            feeds[ROW_VECTORS(i)] = self.directions[-1 - of] if i == layers else sources.encoders[of]
+            feeds[ROW_VECTORS(i)] = self.directions[-1 - of] if i == layers else sources.encoders(of)
             feeds[ROW_PLACES(i)] = places
             order.append(rows[own])
-        targets = np.concatenate(order)
-        got = sources.local.back([*(ROW_PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS], feeds)
-        for i, one in enumerate(sources.written):
-            reached = targets[: above[layers - i]]
-            if len(reached):
-                products, near = got[ROW_PRODUCTS(i)], one.position < end
-                out[reached[:, None], one.feature[near]] += products[one.position[near], :, one.place[near]].T
-                first = sources.count + i * len(sources.ids)
-                out[reached[:, None], first + np.arange(end)] = products[:, :, 0].T
-        first = sources.count + layers * len(sources.ids)
-        out[targets[:, None], first + np.arange(end)] = got[TOKEN_PRODUCTS]
+        got = sources.local.back(feeds, sources.gathered)
+        spread(sources, got, np.concatenate(order), [above[layers - i] for i in range(layers)], end, out)
+
+
+def spread(sources: Sources, got: Arrays, targets: Numbers, reached: Sequence[int], end: int, out: Floats) -> None:
+    """Write what the way back gave into `out` [rows, size].
+
+    Args:
+        got: its outputs.
+        targets: the row of `out` of each of its rows; the first `reached[i]` of them come to layer i.
+        end: number of the first tokens, on which it ran.
+    """
+    for i, count in enumerate(reached):
+        one, rows = sources.written[i], targets[:count]
+        if len(rows):
+            products, near = got[ROW_PRODUCTS(i)], one.position < end
+            out[rows[:, None], one.feature[near]] += products[one.position[near], :, one.place[near]].T
+            first = sources.count + i * len(sources.ids)
+            out[rows[:, None], first + np.arange(end)] = products[:, :, 0].T
+    first = sources.count + sources.local.layers * len(sources.ids)
+    out[targets[:, None], first + np.arange(end)] = got[TOKEN_PRODUCTS]

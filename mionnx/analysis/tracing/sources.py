@@ -1,30 +1,48 @@
 """`Sources`: what writes in one prompt: active features, errors of transcoders, tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.features.transcoder import Floats, Numbers
-from mionnx.analysis.tracing.local_model import LocalModel
+from mionnx.analysis.features.transcoder import Active, Floats, Numbers
+from mionnx.analysis.tracing.local_model import Arrays, LocalModel
+from mionnx.errors import InputError
 from mionnx.graph.output_head import LOGITS
-from mionnx.rewrite.gradient.way_back import EMBED_POINT
+from mionnx.rewrite.gradient.way_back import (
+    EMBED_POINT,
+    SOURCE_INDEX,
+    SOURCE_ROWS,
+    SOURCE_VALUES,
+    SOURCES,
+    TOKEN_SOURCES,
+)
+
+GATHERED = 1 / 8  # of the memory: where vectors of all sources take more, the graph gathers them, layer by layer
 
 
 @dataclass(frozen=True)
 class Written:
-    """What is written at the MLP of one layer.
+    """What is written at the MLP of one layer: at each position the error, then features, then nothing.
 
     Attributes:
-        vectors: [seq, hidden, 1 + the most features of a position], the error first, then features, then zeros.
-        feature, position, place: [m], a feature's number among all that are active, and where its vector stands.
+        rows: [rows + seq, hidden], of decoders, then the error of each position.
+        index: [seq, m], the row of each source; value: [seq, m], what it is multiplied by, 0 for nothing.
+        feature, position, place: [n], a feature's number among all that are active, and where it stands in `index`.
     """
 
-    vectors: Floats
+    rows: Floats
+    index: Numbers
+    value: Floats
     feature: Numbers
     position: Numbers
     place: Numbers
+
+    def vectors(self) -> Floats:
+        """[seq, hidden, m]."""
+        return np.ascontiguousarray((self.rows[self.index] * self.value[:, :, None]).transpose(0, 2, 1))
 
 
 class Sources:
@@ -32,40 +50,46 @@ class Sources:
 
     Attributes:
         layer, position, feature, value: [n], of the active features.
-        encoders: [n, hidden], what they read.
         written: what is written at the MLP of each layer.
         tokens: [seq, hidden], the embeddings.
         logits: [vocab], of the last position.
-        constants: what the way back reads, by name.
+        gathered: whether the graph of the way back gathers the vectors of sources itself, at each call.
     """
 
-    def __init__(self, local: LocalModel, ids: Sequence[int], skip: int) -> None:
+    def __init__(self, local: LocalModel, ids: Sequence[int], skip: int, memory: int) -> None:
         self.local, self.ids = local, [*ids]
+        from scipy.sparse import csr_array  # slow to import
+
         values = local.run(ids)
-        parts, outputs = [], []
-        reconstructed = np.zeros((local.layers, len(self.ids), local.model.hidden_size), np.float32)
+        active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
             x = values[local.read_at[layer]][0]
             x = np.ascontiguousarray(x if scale is None else x / scale)
             one = coder.active(x[skip:], f"the transcoder of layer {layer}")
-            position = one.position + skip
-            for ahead in range(one.written.shape[1]):
-                np.add.at(reconstructed[layer + ahead], position, one.written[:, ahead])
-            reconstructed[layer] += coder.output_bias
+            active.append(one)
+            acts = csr_array((one.value, (one.position + skip, one.place)), shape=(len(x), len(one.encoder)))
+            for ahead in range(one.decoder.shape[1]):
+                errors[layer + ahead] -= acts @ one.decoder[:, ahead]
+            errors[layer] -= coder.output_bias
             if coder.skip is not None:
-                reconstructed[layer] += x @ coder.skip
-            encoder = one.encoder if scale is None else one.encoder / scale
-            parts.append((np.full(len(position), layer), position, one.feature, one.value, encoder))
-            outputs.append(one.written)
-        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-        self.layer, self.position, self.feature, self.value, self.encoders = columns
-        errors = np.stack([values[name][0] for name in local.write_at]) - reconstructed
+                errors[layer] -= x @ coder.skip
         errors[:, :skip] = 0
-        self.written = [self._written(layer, errors[layer], outputs) for layer in range(local.layers)]
+        self.layer = np.repeat(np.arange(local.layers), [len(one.value) for one in active])
+        self.position = np.concatenate([one.position for one in active]) + skip
+        self.feature = np.concatenate([one.feature for one in active])
+        self.value = np.concatenate([one.value for one in active])
+        self._place = np.concatenate([one.place for one in active])
+        self._encoders = [one.encoder for one in active]
+        self.written = [self._written(layer, errors[layer], active) for layer in range(local.layers)]
         self.tokens = np.ascontiguousarray(values[EMBED_POINT][0])
         self.logits = values[LOGITS][0, -1].astype(np.float64)
-        self.constants = {name: values[name] for name in local.opened.graphs.constants}
+        names = local.graphs().constants
+        # one text at a time: what a prompt's first tokens compute takes the place of the whole's
+        self._constants = len(self.ids), {name: values[name] for name in names}
+        self.constant_bytes = sum(array.nbytes for array in self._constants[1].values())
+        self.gathered = sum(one.index.size for one in self.written) * errors.shape[2] * 4 > GATHERED * memory
+        self._vectors = [] if self.gathered else [one.vectors() for one in self.written]
 
     @property
     def count(self) -> int:
@@ -80,18 +104,64 @@ class Sources:
     @property
     def bytes(self) -> int:
         """Memory that they take, constants of the way back included."""
-        arrays = [self.encoders, *self.constants.values(), *(one.vectors for one in self.written)]
-        return sum(array.nbytes for array in arrays)
+        arrays: list[NDArray[Any]] = [*self._encoders, *self._vectors, self.tokens]
+        arrays += [self.layer, self.position, self.feature, self.value, self._place]
+        arrays += [getattr(one, each.name) for one in self.written for each in fields(Written)]
+        return sum(array.nbytes for array in arrays) + self.constant_bytes
 
-    def _written(self, layer: int, errors: Floats, outputs: list[NDArray[np.float32]]) -> Written:
+    def numbers(self, features: Numbers) -> Numbers:
+        """The numbers of features [n, 3], by layer, position and number, among all that are active.
+
+        Raises:
+            InputError: one that is not active.
+        """
+        own, other = (
+            (one[0] * len(self.ids) + one[1]) * (1 + self.feature.max(initial=0)) + one[2]
+            for one in ((self.layer, self.position, self.feature), features.T)
+        )
+        places = np.minimum(np.searchsorted(own, other), max(len(own) - 1, 0))
+        if len(other) and (not len(own) or (own[places] != other).any()):
+            raise InputError("these transcoders have other active features than the graph: give those that it is of")
+        return places
+
+    def encoders(self, features: Numbers) -> Floats:
+        """What some active features of one layer read, [n, hidden]."""
+        if not len(features):
+            return np.zeros((0, self.tokens.shape[1]), np.float32)
+        layer = int(self.layer[features[0]])
+        rows, scale = self._encoders[layer][self._place[features]], self.local.scale(layer)
+        return rows if scale is None else rows / scale
+
+    def feeds(self, end: int) -> Arrays:
+        """What the way back reads besides its rows, on the first tokens."""
+        if self._constants[0] != end:  # what the first tokens compute does not depend on those behind them
+            self._constants = end, {}
+            self._constants = end, self.local.run(self.ids[:end], captures=False)
+        return {**self._constants[1], **self.vectors(end)}
+
+    def vectors(self, end: int) -> Arrays:
+        """What sources write at the first tokens, as the way back reads it."""
+        feeds = {TOKEN_SOURCES: self.tokens[:end]}
+        for i, one in enumerate(self.written):
+            if self.gathered:
+                feeds |= {SOURCE_ROWS(i): one.rows, SOURCE_INDEX(i): one.index[:end], SOURCE_VALUES(i): one.value[:end]}
+            else:
+                feeds[SOURCES(i)] = self._vectors[i][:end]
+        return feeds
+
+    def _written(self, layer: int, errors: Floats, active: Sequence[Active]) -> Written:
         layers = range(layer + 1) if self.local.transcoders.across else (layer,)
         feature = np.concatenate([np.flatnonzero(self.layer == i) for i in layers])
-        vectors = np.concatenate([outputs[i][:, layer - i] for i in layers])
-        position = self.position[feature]
-        order, counts = np.argsort(position, kind="stable"), np.bincount(position, minlength=len(self.ids))
+        begins = np.cumsum([0, *(len(active[i].encoder) for i in layers)])
+        row = np.concatenate([active[i].place + begin for i, begin in zip(layers, begins, strict=False)])
+        rows = np.concatenate([*(active[i].decoder[:, layer - i] for i in layers), errors])
+        position, seq = self.position[feature], len(self.ids)
+        order, counts = np.argsort(position, kind="stable"), np.bincount(position, minlength=seq)
         place = np.empty(len(feature), np.int64)
         # the number of a feature among those of its position, behind the error
         place[order] = np.arange(len(feature)) - (np.cumsum(counts) - counts)[position[order]] + 1
-        padded = np.zeros((len(self.ids), errors.shape[1], 1 + int(counts.max(initial=0))), np.float32)
-        padded[:, :, 0], padded[position, :, place] = errors, vectors
-        return Written(padded, feature, position, place)
+        index: NDArray[np.int64] = np.zeros((seq, 1 + int(counts.max(initial=0))), np.int64)
+        value = np.zeros(index.shape, np.float32)
+        index[:, 0], value[:, 0] = begins[-1] + np.arange(seq), 1
+        index[position, place], value[position, place] = row, self.value[feature]
+        return Written(rows, index, value, feature, position, place)

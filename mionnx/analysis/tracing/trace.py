@@ -11,27 +11,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.features.promoted import top_tokens
 from mionnx.analysis.features.transcoder import Floats, Numbers
 from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.tracing.attribution_graph import AttributionGraph
-from mionnx.analysis.tracing.influence import influence, shares
+from mionnx.analysis.tracing.influence import influence
 from mionnx.analysis.tracing.local_model import LocalModel
-from mionnx.analysis.tracing.rows import EffectRows
+from mionnx.analysis.tracing.rows import TRACE_MEMORY, WORKING, EffectRows
 from mionnx.analysis.tracing.sources import Sources
-from mionnx.errors import InputError
+from mionnx.errors import InputError, nearest
 from mionnx.inputs.chat_template import load_chat_template
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.softmax import softmax
 from mionnx.machine.typed import typed
+from mionnx.rewrite.gradient.way_back import FROZEN_PATTERN
 from mionnx.run.prompt import one_prompt, prompt_text, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
-MEMORY = 4 * 2**30  # bytes
 STEP = 2048  # features that are chosen at a time, where not all become nodes
 LABELLED, PROMOTED = 200, 4  # features that have words, and tokens of each
+TRACED = (FROZEN_PATTERN, "frozen_norm")
 FIRST_TOKENS = ("bos_token", "pad_token", "eos_token")  # what is put in front of a text, the first that there is
 
 
@@ -47,7 +49,8 @@ def trace(
     max_logits: int = 10,
     logit_share: float = 0.95,
     skip: int = 1,
-    memory: int = MEMORY,
+    rules: str = FROZEN_PATTERN,
+    memory: int = TRACE_MEMORY,
     progress: bool | None = None,
 ) -> AttributionGraph:
     """Trace a prompt through the features of transcoders: its attribution graph (Ameisen et al. 2025).
@@ -67,7 +70,10 @@ def trace(
         max_logits: most logits that are traced without an answer.
         logit_share: probability that these have together.
         skip: first positions without features and errors: their activations are those of an attention sink.
-        memory: bytes that arrays of the prompt may take; as many features become nodes as fit.
+        rules: "frozen_norm_pattern", or "frozen_norm": attention patterns are no constants, and effects go through
+            queries and keys too, by their derivative.
+        memory: bytes that arrays of the prompt may take; as many features become nodes as fit. The engine's own copies,
+            while it runs the text, come on top.
         progress: see `patch_sweep`.
 
     Raises:
@@ -91,17 +97,19 @@ def trace(
     at_most("logit_share", logit_share, 1)
     if max_features is not None:
         at_least("max_features", max_features, 1)
+    if rules not in TRACED:
+        raise InputError(f"rules={rules!r}; one of {', '.join(TRACED)}{nearest(rules, TRACED)}")
     start = time.perf_counter()
-    local, ids = LocalModel(model, transcoders), _ids(model, prompt)
+    local, ids = LocalModel(model, transcoders, rules), _ids(model, prompt)
     if len(ids) <= skip:
         raise InputError(f"a text of {len(ids)} tokens, of which the first {skip} have no features (skip=)")
     pairs = _pairs(model, answer, versus)
     try:
         with shown(progress) as show:
-            sources = Sources(local, ids.tolist(), skip)
+            sources = Sources(local, ids.tolist(), skip, memory)
             targets, probabilities = _targets(sources, pairs, max_logits, logit_share)
             most = _fitting(sources, len(targets), memory)
-            rows = EffectRows(sources, local.directions(targets))
+            rows = EffectRows(sources, local.directions(targets), memory)
             chosen, effects = _effects(rows, probabilities, min(max_features or most, most), show)
     finally:
         model.give_back(later=True)
@@ -122,6 +130,8 @@ def trace(
         sources.count,
         transcoders.scan,
         cost={"seconds": time.perf_counter() - start, "bytes": float(sources.bytes + effects.nbytes)},
+        skip=skip,
+        rules=rules,
     )
     return replace(graph, promotes=_promoted(local, graph))
 
@@ -133,7 +143,7 @@ def _promoted(local: LocalModel, graph: AttributionGraph) -> dict[str, tuple[str
     if not len(best):
         return {}
     rows = np.stack([local.written(layer, feature) for layer, _, feature in graph.features[best].tolist()])
-    tops = local.top_tokens(rows, PROMOTED)
+    tops = top_tokens(local.model, rows, PROMOTED)
     words = {token: token_text(local.model, token) for token in {*tops.ravel().tolist()}}
     return {names[i]: tuple(words[token] for token in top) for i, top in zip(best.tolist(), tops.tolist(), strict=True)}
 
@@ -185,14 +195,13 @@ def _targets(
 
 
 def _fitting(sources: Sources, logits: int, memory: int) -> int:
-    """The most features whose rows fit into memory, beside what the prompt takes."""
-    rest, other = memory - sources.bytes, sources.size - sources.count
-    column = np.dtype(np.float32).itemsize * 2  # a table of rows, and one sorted or of shares
-    if rest >= column * (sources.count + logits) * sources.size:
+    """The most features whose rows fit into memory, beside what the prompt and a call take."""
+    rest = (memory * (1 - WORKING) - sources.bytes) / np.dtype(np.float32).itemsize
+    if rest >= (sources.count + logits) * sources.size:
         return sources.count
-    # n rows of all sources, then n rows of n features and the other sources
-    b = column * (sources.size + other) / 2
-    most = int((-b + np.sqrt(b * b + 2 * column * max(rest - column * logits * sources.size, 0))) / column)
+    # n rows of all sources, and in the end those of n features and the other sources
+    b = sources.size + sources.size - sources.count + logits
+    most = int((-b + np.sqrt(b * b + 4 * max(rest - logits * b, 0))) / 2)
     if most < 1:
         raise InputError(
             f"{sources.count:,} active features of {len(sources.ids)} tokens take {format_bytes(sources.bytes)}, and "
@@ -214,10 +223,8 @@ def _effects(rows: EffectRows, weights: NDArray[np.float64], most: int, show: Pr
     rows.compute(every, table[most:])
     owner, done, seen = np.empty(most, np.int64), 0, np.zeros(count, bool)
     while done < most:
-        part = np.concatenate([table[:done], table[most:]])
-        own = influence(
-            shares(part), sources.layer[owner[:done]], owner[:done], np.concatenate([np.zeros(done), weights])
-        )[:count]
+        part, places = owner[:done], np.concatenate([np.arange(done), np.arange(most, total)])
+        own = influence(table, sources.layer[part], part, np.concatenate([np.zeros(done), weights]), places)[:count]
         ranked = np.argsort(-own, kind="stable")
         queue = ranked[~seen[ranked]][: min(STEP, most - done)]
         rows.compute(queue, table[done : done + len(queue)], partial(_report, show, logits + done, total))

@@ -27,6 +27,8 @@ def view_of(graph: EffectGraph) -> View:
         label = f"feature {feature}" if i < few else graph.tokens[position] if kind == "token" else "error"
         active = float(graph.activations[i]) if i < few else None
         words = "raises " + ", ".join(map(repr, graph.promotes[names[i]])) if names[i] in graph.promotes else ""
+        texts = graph.excited.get(f"{layer}_{feature}", ()) if i < few else ()
+        words = "\n".join([*([words] if words else []), *texts])
         group = groups.get(names[i], "")
         nodes.append(TraceNode(names[i], kind, layer, position, label, float(own[i]), active, group, words))
     for row, name in enumerate(graph.receivers[few:]):

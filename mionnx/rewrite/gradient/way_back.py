@@ -29,14 +29,19 @@ from mionnx.rewrite.gradient.rows import IN_ROWS
 from mionnx.rewrite.gradient.rules import SETS, SUBGRAPH_RULES
 from mionnx.rewrite.gradient.subgraph import activity, prune
 
-FROZEN = {**SETS["frozen_norm_pattern"], **IN_ROWS}
+FROZEN_PATTERN = "frozen_norm_pattern"
+Attention = tuple[int, str, str]  # a layer, and the hook points of its queries and of its keys
 EMBED_POINT, FINAL_POINT = str(HookPoint.Embed), str(HookPoint.FinalNorm)
 # Names of the way back's inputs, of a layer or, of the logits, one more; and of its outputs.
 ROW_VECTORS, ROW_PLACES, SOURCES, SKIPS = (
     f"mionnx.trace.{{}}.{name}".format for name in ("vectors", "places", "sources", "skip")
 )
+SOURCE_ROWS, SOURCE_INDEX, SOURCE_VALUES = (
+    f"mionnx.trace.{{}}.source_{name}".format for name in ("rows", "index", "values")
+)
 ROW_PRODUCTS = "mionnx.trace.{}.products".format
 TOKEN_SOURCES, TOKEN_PRODUCTS = "mionnx.trace.tokens", "mionnx.trace.token_products"
+QUERY_ROWS, KEY_ROWS = "mionnx.trace.query", "mionnx.trace.key"
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,11 @@ class TwoGraphs:
     """The graph forwards and that of the way back.
 
     The way back reads `ROW_VECTORS` [n, hidden] and `ROW_PLACES` [n, seq], one-hot, of each layer and of the logits;
-    `SOURCES` [seq, hidden, m] of each layer, `SKIPS` [hidden, hidden] where there are skip connections, and
-    `TOKEN_SOURCES` [seq, hidden]. It gives `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS`
-    [rows, seq], the rows of the logits first, then those of the last layer.
+    `SOURCES` [seq, hidden, m] of each layer, or gathered `SOURCE_ROWS` [n, hidden], `SOURCE_INDEX` and `SOURCE_VALUES`
+    [seq, m]; `SKIPS` [hidden, hidden] where there are skip connections, and `TOKEN_SOURCES` [seq, hidden]. It gives
+    `ROW_PRODUCTS` [seq, rows, m] of each layer and `TOKEN_PRODUCTS` [rows, seq], the rows of the logits first, then
+    those of the last layer. That of attention reads `QUERY_ROWS` and `KEY_ROWS`, [n, heads, seq, head_dim] each, in the
+    place of these rows.
 
     Attributes:
         constants: outputs of the graph forwards that the way back reads; `captures`: its other outputs.
@@ -66,11 +73,19 @@ def way_back(
     width: int,
     skips: bool,
     ends: Sequence[str],  # further outputs of the graph forwards
+    gathered: bool = False,  # whether the vectors of sources are gathered from rows in the graph, layer by layer
+    rules: str = FROZEN_PATTERN,  # a set of rules of a gradient
+    attention: Attention | None = None,  # queries and keys as ends, and not features and logits
 ) -> TwoGraphs:
     """Write both graphs of a model."""
     builder = _WayBack(proto, hooks, read_at, write_at, width, skips)
-    builder.pieces()
-    return builder.parted([*dict.fromkeys([*read_at, *write_at, EMBED_POINT, *ends])])
+    builder.gathered, builder.rules = gathered, {**SETS[rules], **IN_ROWS}
+    if attention:
+        builder.attention(*attention)
+    else:
+        builder.pieces()
+    points = attention[1:] if attention else (*read_at, *write_at, EMBED_POINT)
+    return builder.parted([*dict.fromkeys([*points, *ends])])
 
 
 class _WayBack:
@@ -92,7 +107,8 @@ class _WayBack:
         self.hooks = [name for name in hooks if name in computed and self.facts.type(name) == float32]
         self.nodes: list[NodeProto] = []
         self.tensors: dict[str, TensorProto] = {}
-        self.inputs: dict[str, list[int | str]] = {}
+        self.inputs: dict[str, tuple[int, Sequence[int | str]]] = {}
+        self.gathered, self.rules = False, {**SETS[FROZEN_PATTERN], **IN_ROWS}
         self.outputs: list[str] = []
 
     def pieces(self) -> None:
@@ -100,19 +116,56 @@ class _WayBack:
         layers = len(self.read_at)
         (stream,) = self._piece("final", FINAL_POINT, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
         for layer in reversed(range(layers)):
-            before, end = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidPost(layer))
-            passed, arrived = self._piece(f"{layer}.step", end, [before, self.write_at[layer]], stream)
-            sources = self._input(SOURCES(layer), ["positions", self.width, f"sources_{layer}"])
-            turned = self._node("Transpose", [arrived], f"mionnx.trace.{layer}.turned", perm=[1, 0, 2])
-            self.outputs.append(self._node("MatMul", [turned, sources], ROW_PRODUCTS(layer)))
+            passed = self._passed(layer, stream)
+            before = str(HookPoint.ResidPre(layer))
             (entered,) = self._piece(f"{layer}.enter", self.read_at[layer], [before], self._seed(layer))
             stream = self._node("Concat", [passed, entered], f"mionnx.trace.{layer}.stream", axis=0)
+        self._embedded(stream)
+
+    def attention(self, layer: int, query: str, key: str) -> None:
+        """Add the way from the queries and the keys of a layer's heads down to the embedding."""
+        before, streams = str(HookPoint.ResidPre(layer)), []
+        for name, point in ((QUERY_ROWS, query), (KEY_ROWS, key)):
+            _, heads, _, head_dim = self.facts.shapes[point]
+            sizes = [one if isinstance(one, int) else f"{name}_{one}" for one in (heads, head_dim)]
+            seed = self._input(name, [f"rows_{name}", sizes[0], "positions", sizes[1]])
+            streams += self._piece(name.rpartition(".")[2], point, [before], seed)
+        stream = self._node("Concat", streams, f"mionnx.trace.{layer}.stream", axis=0)
+        for below in reversed(range(layer)):
+            stream = self._passed(below, stream)
+        self._embedded(stream)
+
+    def _passed(self, layer: int, stream: str) -> str:
+        """The cotangent of the stream before a layer from that behind it, and the products at its MLP."""
+        before, end = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidPost(layer))
+        passed, arrived = self._piece(f"{layer}.step", end, [before, self.write_at[layer]], stream)
+        self.outputs.append(self._products(layer, arrived))
+        return passed
+
+    def _embedded(self, stream: str) -> None:
+        """The products of tokens with what arrives at the stream before the first layer."""
         first = str(HookPoint.ResidPre(0))
         if first != EMBED_POINT and EMBED_POINT in self.hooks:
             (stream,) = self._piece("embed", first, [EMBED_POINT], stream)
         weighed = self._node("Mul", [stream, self._input(TOKEN_SOURCES, ["positions", self.width])], "mionnx.trace.own")
         last = self._constant("mionnx.trace.last", [-1])
         self.outputs.append(self._node("ReduceSum", [weighed, last], TOKEN_PRODUCTS, keepdims=0))
+
+    def _products(self, layer: int, arrived: str) -> str:
+        """[seq, rows, m]: what arrives at each position times the sources that write there."""
+        name, dims = f"mionnx.trace.{layer}".__add__, ["positions", f"sources_{layer}"]
+        turned = self._node("Transpose", [arrived], name(".turned"), perm=[1, 0, 2])
+        if not self.gathered:
+            sources = self._input(SOURCES(layer), ["positions", self.width, dims[1]])
+            return self._node("MatMul", [turned, sources], ROW_PRODUCTS(layer))
+        rows = self._input(SOURCE_ROWS(layer), [f"written_{layer}", self.width])
+        index = self._input(SOURCE_INDEX(layer), dims, TensorProto.INT64)
+        vectors = self._node("Gather", [rows, index], name(".gathered"), axis=0)
+        across = self._node("Transpose", [vectors], name(".across"), perm=[0, 2, 1])
+        product = self._node("MatMul", [turned, across], name(".product"))
+        second = self._constant("mionnx.trace.axis_1", [1])
+        values = self._node("Unsqueeze", [self._input(SOURCE_VALUES(layer), dims), second], name(".values"))
+        return self._node("Mul", [product, values], ROW_PRODUCTS(layer))
 
     def _seed(self, layer: int) -> str:
         """[rows, seq, hidden]: each row's vector at its position."""
@@ -128,8 +181,8 @@ class _WayBack:
         self.nodes.append(helper.make_node(operator, inputs, [name], name, **settings))
         return name
 
-    def _input(self, name: str, dims: list[int | str]) -> str:
-        self.inputs[name] = dims
+    def _input(self, name: str, dims: Sequence[int | str], kind: int = TensorProto.FLOAT) -> str:
+        self.inputs[name] = kind, dims
         return name
 
     def _constant(self, name: str, value: ArrayLike) -> str:
@@ -151,7 +204,7 @@ class _WayBack:
         facts.types[seed], facts.shapes[seed] = TensorProto.FLOAT, facts.shapes[of]
         between = _between(nodes, by, of)
         active = activity(nodes, facts, [*by, *self.hooks], [of])
-        op = Backward(FreshNames(f"mionnx.trace.{piece}"), facts, active, FROZEN, SUBGRAPH_RULES, opset(self.proto))
+        op = Backward(FreshNames(f"mionnx.trace.{piece}"), facts, active, self.rules, SUBGRAPH_RULES, opset(self.proto))
         gradients = op.run(between, {of: seed})
         if lacking := [name for name in by if name not in gradients]:
             raise GradientError(
@@ -184,7 +237,7 @@ class _WayBack:
         )
         facts, value = Facts(graph), helper.make_tensor_value_info
         facts.follow(fore)
-        inputs = [value(name, TensorProto.FLOAT, dims) for name, dims in self.inputs.items()]
+        inputs = [value(name, kind, dims) for name, (kind, dims) in self.inputs.items()]
         inputs += [value(name, facts.type(name), None) for name in constants]
         captures = [name for name in captures if name not in constants]
         outputs = [value(name, facts.type(name), None) for name in (*constants, *captures)]

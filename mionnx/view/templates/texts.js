@@ -80,3 +80,24 @@ PANELS.Text = (part, panel) => {
   if (panel.legend) part.append(scaleBar(-panel.limit, panel.limit, (value) => diverging(value, panel.limit), panel.unit));
   draw();
 };
+
+PANELS.Examples = (part, panel) => {
+  const box = element("div");
+  part.append(box);
+  function draw() {
+    const texts = panel.texts[chosen], limit = Math.max(1e-9, ...texts.flatMap(([, values]) => values).map((value) => value ?? 0));
+    box.replaceChildren(...texts.map(([tokens, values, peak]) => {
+      const line = element("p", undefined, "text");
+      tokens.forEach((token, place) => {
+        const span = element("span", visible(token), "token" + (place === peak ? " here" : ""));
+        if (values[place] > 0) paint(span, sequential(values[place], 0, limit));
+        explain(span, () => "activation " + spelled(values[place] ?? 0));
+        line.append(span, document.createTextNode(" "));
+      });
+      return line;
+    }));
+    if (!texts.length) box.append(element("p", "active nowhere", "faint"));
+  }
+  followers.push(draw);
+  draw();
+};

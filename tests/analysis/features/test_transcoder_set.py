@@ -132,9 +132,9 @@ def test_every_layout_is_read_as_the_same_features(write, dtype, tmp_path, monke
         acts, active = expected(x, one, write is sparsify), coder.active(x, "here")
         assert (active.position.tolist(), active.feature.tolist()) == tuple(map(np.ndarray.tolist, np.nonzero(acts)))
         assert np.abs(active.value - acts[acts > 0]).max() < 1e-5
-        assert np.array_equal(active.encoder, one["enc"][active.feature])
+        assert np.array_equal(active.encoder[active.place], one["enc"][active.feature])
         decoders = one["dec"] if across else one["dec"][:, :1]
-        assert np.allclose(active.written, active.value[:, None, None] * decoders[active.feature])
+        assert np.array_equal(active.decoder[active.place], decoders[active.feature])
         assert not skips or np.array_equal(coder.skip, one["skip"])
         assert np.array_equal(coder.output_bias, one["b_dec"])
 

@@ -1,0 +1,25 @@
+"""Tokens whose logits vectors of the stream raise most, through the final norm's weight and the unembedding."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.lens.token_vectors import Vocabulary
+from mionnx.analysis.weights.weights import weights
+from mionnx.run.runner import Runner
+
+READ = 2**14  # tokens whose columns of the unembedding are in memory at once
+
+
+def top_tokens(model: Runner, vectors: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The tokens whose logits vectors of the stream [n, hidden] raise most, [n, k]."""
+    graph, matrix = weights(model).graph, model.opened(Vocabulary).unembedding
+    norm = graph.norm("ln_final").weight if graph.has_norm("ln_final", 0) else None
+    wide = vectors if norm is None else vectors * np.asarray(norm, np.float32)
+    best, tops = np.zeros((len(vectors), 0)), np.zeros((len(vectors), 0), np.int64)
+    for begin in range(0, matrix.shape[1], READ):
+        part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
+        numbers = np.broadcast_to(begin + np.arange(part.shape[1]), part.shape)
+        best, tops = np.concatenate([best, part], axis=1), np.concatenate([tops, numbers], axis=1)
+        order = np.argsort(-best, axis=1, kind="stable")[:, :k]
+        best, tops = np.take_along_axis(best, order, 1), np.take_along_axis(tops, order, 1)
+    return tops
