@@ -42,14 +42,14 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
         if key in own._buffers:
             own._buffers[key] = tensor
         elif old is not None or bool(tensor.any()):
-            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            parameter = torch.nn.Parameter(tensor)
             setattr(own, key, parameter)
             placed.add(id(parameter))
     for part in {*bridge.modules(), *bridge.original_model.modules()}:
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in placed:
                 empty = torch.empty(parameter.shape, device="meta")
-                part._parameters[key] = torch.nn.Parameter(empty, requires_grad=False)
+                part._parameters[key] = torch.nn.Parameter(empty)
     return counts
 
 

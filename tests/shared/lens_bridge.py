@@ -8,6 +8,7 @@ PART: "raw", "folded" (after `enable_compatibility_mode()`), "gradients", "calls
 import json
 import os
 import sys
+from collections.abc import Callable
 
 os.environ["TQDM_DISABLE"] = "1"
 
@@ -19,7 +20,7 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.model_bridge.transformer_bridge import TransformerBridge
 from transformer_lens.tools.analysis.logit_lens import logit_lens
 
-from mionnx import InputError, MIModel
+from mionnx import MIError, MIModel
 from mionnx.transformer_lens import bridge
 
 MASKED = 1e37  # scores of masked keys: TransformerLens has the lowest number there, or -inf
@@ -59,7 +60,10 @@ def cached(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
     found: Found = {}
     with torch.no_grad():
         (mine, here), (logits, there) = ours.run_with_cache(tokens), theirs.run_with_cache(tokens)
+        again = ours.run_with_cache(tokens)[1]  # without a hook at each name
     found["logits"] = apart(mine, logits)
+    found["order of a cache"] = float([*again.cache_dict] != [*here.cache_dict])
+    found["cache again"] = max(apart(again[name], value) for name, value in here.cache_dict.items())
     for name, value in there.cache_dict.items():
         key = f"cache {kind(name)}"
         found[key] = max(found.get(key, 0.0), apart(here[name], value) if name in here.cache_dict else float("inf"))
@@ -136,9 +140,6 @@ def gradients(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.
         def halve(gradient: torch.Tensor, hook: object) -> tuple[torch.Tensor]:
             return (gradient * 0.5,)
 
-        def square(value: torch.Tensor, hook: object) -> torch.Tensor:
-            return value * value.abs()
-
         def live(value: torch.Tensor, hook: object) -> None:
             kept["live"] = value
 
@@ -156,8 +157,73 @@ def gradients(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.
         kept["own"] = own
         return kept
 
+    found |= frozen(ours, theirs, tokens) | {"behind a cache of keys": gradients_behind_a_cache(ours, tokens)}
     mine, their = with_functions(ours), with_functions(theirs)
     return found | {f"functions {name}": apart(mine[name], value) for name, value in their.items()}
+
+
+def change_all(value: torch.Tensor, hook: object) -> torch.Tensor:
+    """Something that no norm undoes, alike at every position."""
+    return value + 0.4 * torch.arange(value.shape[-1]).remainder(3).sub(1).to(value)
+
+
+def refused(call: Callable[[], object]) -> float:
+    """0 where a call raises, 1 where it has no effect in silence."""
+    try:
+        call()
+    except MIError:
+        return 0.0
+    return 1.0
+
+
+def without_effect(ours: TransformerBridge, tokens: torch.Tensor, places: torch.Tensor) -> dict[str, Callable]:
+    """Calls that could do nothing on the engine."""
+    return {
+        "other positions": lambda: ours(tokens, position_ids=places + 1),
+        "output_attentions": lambda: ours(tokens, output_attentions=True),
+        "output_attentions of a cache": lambda: ours.run_with_cache(tokens, output_attentions=True),
+        "an unknown argument": lambda: ours(tokens, output_hidden_states=True),
+        "training": lambda: ours.train(),
+        "half": lambda: ours.half(),
+        "generation in torch": lambda: ours.hf_generate(tokens),
+    }
+
+
+def gradients_behind_a_cache(ours: TransformerBridge, tokens: torch.Tensor) -> float:
+    """Gradients by the last position's values, in one pass and behind a cache of keys."""
+
+    def of(ids: torch.Tensor, **options: object) -> torch.Tensor:
+        kept: dict[str, torch.Tensor] = {}
+        backward = [("blocks.0.hook_resid_post", lambda gradient, hook: kept.update(own=gradient[:, -1].clone()))]
+        with ours.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", square)], bwd_hooks=backward):
+            logits = ours(ids, **options)
+            (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+        return kept["own"]
+
+    with ours.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", square)]):
+        past = ours(tokens[:, :-1], return_type="logits_and_cache")[1]
+    return apart(of(tokens[:, -1:], past_key_values=past), of(tokens))
+
+
+def square(value: torch.Tensor, hook: object) -> torch.Tensor:
+    """A function whose gradient depends on the value."""
+    return value * value.abs()
+
+
+def frozen(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """A model without a free weight has a gradient behind tensors that hooks bring, and no other."""
+    outs: list[tuple[torch.Tensor, bool]] = []
+    for one in (ours, theirs):
+        for weight in one.original_model.parameters():
+            weight.requires_grad_(False)
+        leaf = torch.zeros(one.cfg.d_model, requires_grad=True)
+        free = one(tokens).requires_grad
+        with one.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda value, hook, leaf=leaf: value + leaf)]):
+            one(tokens)[:, -1, 5].sum().backward()
+        outs.append((leaf.grad, free))
+        for weight in one.original_model.parameters():
+            weight.requires_grad_(True)
+    return {"frozen": apart(outs[0][0], outs[1][0]), "a frozen model's logits": float(outs[0][1] or outs[1][1])}
 
 
 def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
@@ -187,11 +253,13 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
         found["cache of keys"] = apart(ours(tokens[:, -1:], past_key_values=past)[:, -1], theirs(tokens)[:, -1])
         places = torch.arange(tokens.shape[1])[None]
         beside("positions that are meant", lambda b: b(tokens, position_ids=places), lambda b: b(tokens))
-        try:
-            ours(tokens, position_ids=places + 1)
-            found["other positions are refused"] = 1.0
-        except InputError:
-            found["other positions are refused"] = 0.0
+        found |= {f"{name} is refused": refused(call) for name, call in without_effect(ours, tokens, places).items()}
+        hooks = [("blocks.0.hook_resid_post", change_all), ("blocks.1.attn.hook_k", change_all)]
+        with ours.hooks(fwd_hooks=hooks), theirs.hooks(fwd_hooks=hooks):
+            past = ours(tokens[:, :-2], return_type="logits_and_cache")[1]
+            found["cache of keys, hooked"] = apart(ours(tokens[:, -2:], past_key_values=past), theirs(tokens)[:, -2:])
+            beside("generate, hooked", lambda b: b.generate(tokens, **greedy),
+                   lambda b: b.generate(tokens, use_past_kv_cache=False, **greedy))  # fmt: skip
         pairs = ["The capital of France is", "Twelve plus one is"]
         beside("texts", lambda b: b(pairs, padding_side="left")[:, -1])
         caches = [one.run_with_cache(tokens)[1] for one in both]
