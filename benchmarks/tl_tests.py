@@ -1,15 +1,16 @@
 """TransformerLens' own tests with a bridge on this engine: how many pass, by file, and what the others say.
 
     pip install -e ".[cpu,export,tl]" pytest
-    python benchmarks/tl_tests.py [--source FOLDER] [--only WORD] [--save]
+    python benchmarks/tl_tests.py [--source FOLDER] [--only WORD] [--kept FOLDER] [--save]
 
 The tests come from the source distribution of the TransformerLens that is installed (`--source`: an unpacked one), and
 run twice in processes of their own: with TransformerLens' bridge, and with `mionnx.transformer_lens.bridge`. Without a
 network: `gpt2`, `distilgpt2` and small names beside them mean a random GPT-2 of 12 layers, Llamas and Pythias a random
 Llama, with a byte-level tokenizer trained on mionnx' READMEs. Tests that TransformerLens itself does not pass so say
-nothing. Passes of a bridge's module in torch are counted: there are to be none.
+nothing. Passes of a bridge's module in torch are counted: there are to be none. `--kept`: outcomes of each part are
+written there, and read back by a run that goes on where another ended.
 
-`--only integration --save` wrote benchmarks/results/tl_tests.md.
+`--save` writes benchmarks/results/tl_tests.md.
 """
 
 import argparse
@@ -49,7 +50,7 @@ WORDS = re.compile(
 OTHERS = re.compile(r"bloom|bert|olmo|granite|ssm|moe|audio|symbolic|jacobian|registry|hf_cache|doctest|orchestration")
 # Each is one token of GPT-2's.
 WORDS_OF_TESTS = (" London", " Paris", " Rome", " Berlin", " Moscow", " France", " Russia", " Spain", " Italy", " Mary")
-LONGEST = 900  # seconds of a run
+LONGEST = 3600  # seconds of a part
 END = "<|endoftext|>"
 Results = dict[str, tuple[str, str]]  # test -> outcome, what it says
 
@@ -113,6 +114,34 @@ def run(
     return results, json.loads(counts.read_text())
 
 
+def part_of(file: str) -> str:
+    """The part of the tests that a file belongs to; each is run by itself."""
+    folders = Path(file).parent.parts[1:]
+    return "-".join(folders[: 1 + (folders[0] == "unit")])
+
+
+def both(
+    where: Path, files: list[str], models: dict[str, str], folder: Path, kept: Path
+) -> tuple[Results, Results, dict[str, int]]:
+    """Outcomes with TransformerLens' bridge, and with that on the engine; what was counted of the latter."""
+    found: list[Results] = []
+    total: dict[str, int] = defaultdict(int)
+    for engine in ("torch", "onnx"):
+        results: Results = {}
+        for part in dict.fromkeys(map(part_of, files)):
+            own = [file for file in files if part_of(file) == part]
+            outcome = kept / f"{engine}-{part}.json"
+            if not outcome.exists():
+                outcome.write_text(json.dumps([own, *run(where, own, models, engine, folder)]))
+            named, tests, counts = json.loads(outcome.read_text())
+            assert named == own, f"{outcome} is of other files"
+            results |= {test: (said[0], said[1]) for test, said in tests.items()}
+            for name, count in counts.items():
+                total[name] += count * (engine == "onnx")
+        found.append(results)
+    return found[0], found[1], total
+
+
 def by_file(theirs: Results, ours: Results) -> list[list[str]]:
     """Rows: tests that TransformerLens passes, and of these those that pass here."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -144,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, help="an unpacked source distribution")
     parser.add_argument("--only", default="", help="of the files, those with this in their names")
+    parser.add_argument("--kept", type=Path, help="where outcomes are kept")
     parser.add_argument("--save", action="store_true")
     options: Any = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -153,8 +183,8 @@ def main() -> None:
         paths = (path.relative_to(where) for path in (where / "tests").rglob("test_*.py"))
         files = sorted(str(path) for path in paths if WORDS.search(path.stem) and not OTHERS.search(str(path)))
         files = [file for file in files if options.only in file]
-        theirs, _ = run(where, files, models, "torch", folder)
-        ours, counts = run(where, files, models, "onnx", folder)
+        (kept := options.kept or folder / "kept").mkdir(exist_ok=True)
+        theirs, ours, counts = both(where, files, models, folder, kept)
         title = f"TransformerLens {version('transformer-lens')}: {len(theirs)} tests of {len(files)} files"
         said = (f"{counts['bridges']} bridges on the engine, {counts['passes']} passes of theirs, "
                 f"{counts['torch']} passes of their modules in torch")  # fmt: skip

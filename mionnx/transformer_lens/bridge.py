@@ -28,7 +28,7 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.transformer_lens.coordinates import Coordinates
+from mionnx.transformer_lens.coordinates import Coordinates, bases_of
 from mionnx.transformer_lens.lens_pass import LensPass, check_mask, positions, warn
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
 from mionnx.transformer_lens.parameters import make_room, set_weights
@@ -239,15 +239,13 @@ class OnnxBridge(TransformerBridge):
         """Show folded weights, and values as a model of them has; the graph stays as it is.
 
         Raises:
-            HookError: `refactor_factored_attn_matrices`, which gives queries, keys and values another basis.
+            HookError: `refactor_factored_attn_matrices` of heads whose basis is fixed: rotary positions, grouped keys.
         """
         if self._weights_processed:
             logging.warning("process_weights was already applied to this bridge. Skipping.")
             return
-        if refactor_factored_attn_matrices:
-            raise HookError("refactor_factored_attn_matrices: the graph's heads have a basis of their own")
         raw = self.coordinates.raw
-        folded, foldings = raw, {"norms": fold_ln}
+        folded, foldings, bases = raw, {"norms": fold_ln}, {}
         if fold_ln:
             folded = folded.fold_layer_norm()
         for wished, name, key in (
@@ -260,10 +258,15 @@ class OnnxBridge(TransformerBridge):
             except HookError as error:  # TransformerLens leaves them out too
                 logging.warning("%s: %s", name, error)
         biased = folded  # a norm's bias has gone into those of values
-        if fold_value_biases and any(bool(bias.any()) for bias in biased.b_V):
+        folds = fold_value_biases or refactor_factored_attn_matrices
+        if folds and any(bool(bias.any()) for bias in biased.b_V):
             folded, foldings["values"] = folded.fold_value_biases(), True
+        if refactor_factored_attn_matrices:
+            before, folded = folded, folded.refactor_factored_attn_matrices()
+            bases = bases_of(before, folded, self.engine.num_layers)
         self._weights_processed = True
-        self.__dict__.update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
+        coordinates = Coordinates(raw, folded, self.coordinates.eps, biased, **foldings, bases=bases)
+        self.__dict__.update(coordinates=coordinates)
         self._show(folded)
 
     def hf_generate(self, *args: Any, **options: Any) -> Any:

@@ -125,7 +125,7 @@ def _private(array: Array) -> Array | None:
     """The same numbers of the same file in pages that may be written: torch knows no array that may not."""
     base: Any = array
     while base is not None and not isinstance(base, np.memmap):
-        base = base.base
+        base = getattr(base, "base", None)  # numbers inside a graph are bytes
     if base is None or base.filename is None:
         return None
     start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0] + base.offset

@@ -2,7 +2,8 @@
 
 python tests/shared/lens_bridge.py CHECKPOINT HOOKED PART
 
-PART: "raw", "folded" (after `enable_compatibility_mode()`), "gradients", "calls". Values are relative to 1.
+PART: "raw", "folded" (after `enable_compatibility_mode()`), "refactored" (and circuits of heads), "gradients", "calls".
+Values are relative to 1.
 """
 
 import json
@@ -103,13 +104,44 @@ def edited(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
         for name in (name for name in ACTING if name in theirs.hook_dict and not (rotary and name == "hook_pos_embed")):
             for function in (change, in_place)[: 1 if name in WRITTEN_TWICE else 2]:  # theirs is one row, shown often
                 outs = []
+                # what writes to its norm's input writes to TransformerLens' cache of the stream before it
+                seen = late[1:] if function is in_place and late[0].startswith(name[:9]) else late
                 for one in (ours, theirs):
                     with one.hooks(fwd_hooks=[(name, function)]):
-                        outs.append(one.run_with_cache(tokens, names_filter=late))
+                        outs.append(one.run_with_cache(tokens, names_filter=seen))
                 (mine, here), (logits, there) = outs
                 key = f"hook {kind(name)} {function.__name__}"
-                found[key] = max(apart(mine, logits), *(apart(here[one], there[one]) for one in late))
+                found[key] = max(apart(mine, logits), *(apart(here[one], there[one]) for one in seen))
                 found[f"moved {key}"] = apart(logits, plain)
+    return found
+
+
+def muted(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """Components of queries, keys, values and z in the basis of their circuits, set to 0 or halved; their gradients."""
+    found: Found = {}
+
+    def mute(value: torch.Tensor, hook: object) -> torch.Tensor:
+        value = value.clone()
+        value[:, 1:, 1, 2] = 0
+        value[:, :, 0, 0] *= 0.5
+        return value
+
+    for name in ("hook_q", "hook_k", "hook_v", "hook_z"):
+        outs, sizes = [], []
+        for one in (ours, theirs):
+            kept: list[torch.Tensor] = []
+            hooks = {
+                "fwd_hooks": [(f"blocks.1.attn.{name}", mute)],
+                "bwd_hooks": [(f"blocks.1.attn.{name}", lambda value, hook, kept=kept: kept.append(value.clone()))],
+            }
+            with one.hooks(**hooks):
+                logits = one(tokens)
+                (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+            outs.append(logits)
+            sizes.append(kept[0].abs())
+        plain = theirs(tokens)
+        found |= {f"muted {name}": apart(*outs), f"gradient of {name}": apart(*sizes)}
+        found[f"moved {name}"] = apart(outs[1], plain)
     return found
 
 
@@ -302,7 +334,17 @@ def main(checkpoint: str, hooked: str, part: str) -> None:
     if part == "folded":
         for one in (ours, theirs):
             one.enable_compatibility_mode(disable_warnings=True)
-    if part in ("raw", "folded"):
+    if part == "refactored":
+        for one in (ours, theirs):
+            one.enable_compatibility_mode(disable_warnings=True, refactor_factored_attn_matrices=True)
+        known = cached(ours, theirs, tokens)
+        # the sign of a pair of singular vectors is nobody's: what it turns is compared by what hooks there change
+        signed = ("hook_q", "hook_k", "hook_v", "hook_z", "q.hook_out", "k.hook_out", "v.hook_out", "o.hook_in")
+        found = {name: value for name, value in known.items() if not name.endswith(signed)}
+        found |= muted(ours, theirs, tokens) | {
+            "loss": apart(*(one(tokens, return_type="loss") for one in (ours, theirs)))
+        }
+    elif part in ("raw", "folded"):
         found = cached(ours, theirs, tokens) | edited(ours, theirs, tokens) | weights(ours, theirs)
     else:
         found = PARTS[part](ours, theirs, tokens)
