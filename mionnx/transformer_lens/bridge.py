@@ -294,7 +294,7 @@ class OnnxBridge(TransformerBridge):
         return self
 
 
-def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
+def bridge(model: MIModel, tokenizer: Any = None, saes: bool = False) -> OnnxBridge:
     """A TransformerLens bridge on a model: `run_with_cache`, `run_with_hooks`, `patching`, `ActivationCache`.
 
     No pass of it runs in torch, backward passes included; its weights are views of the weight file where that holds
@@ -304,8 +304,10 @@ def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
     Args:
         model: an opened decoder, of any dtype; one of blocks of 4 bits too.
         tokenizer: one of transformers; by default that beside the model, and none where it has none.
+        saes: whether it takes SAELens' autoencoders, as `SAETransformerBridge` does: `add_sae`, `run_with_saes`.
 
     Raises:
+        RuntimeMissingError: `saes`, and SAELens is not installed.
         InputError: a model that is no decoder, or of an architecture that TransformerLens does not know.
 
     Example:
@@ -331,4 +333,9 @@ def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer is not None:
         tokenizer = configure_tokenizer(tokenizer, adapter.cfg)
-    return OnnxBridge(shell, adapter, tokenizer, driver=NoTorch(shell, adapter, tokenizer)).attach(model)
+    made = OnnxBridge(shell, adapter, tokenizer, driver=NoTorch(shell, adapter, tokenizer)).attach(model)
+    if not saes:
+        return made
+    from mionnx.transformer_lens.attached_saes import with_saes  # imports SAELens
+
+    return with_saes(made)

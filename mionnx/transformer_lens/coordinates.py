@@ -198,6 +198,9 @@ class Coordinates:
 
     def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+        if point.kind.startswith("input of"):
+            reader, _ = point.read_by[0]
+            return self._of_copies(point, value, by_name[reader]) if reader in by_name else None
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
             return None
@@ -210,6 +213,17 @@ class Coordinates:
             return total
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
+
+    def _of_copies(self, point: LensPoint, value: Array, own: Array) -> Array:
+        """The gradient by each head's copy of the stream, through the norm behind it, of that by what the head reads.
+
+        x' = g w, less its mean where the norm takes out that; by the stream (x' - n mean(x' n)) / scale, n normalized.
+        """
+        normalized = self._normalized(point, value, 0.0)[:, :, None]
+        read = np.einsum("bhsd,hmd->bshm", own, self._matrix(point)) * self._affine(point)[0]
+        read = centred(read) if self._norm(point).centred else read
+        along = (read * normalized).mean(axis=-1, keepdims=True)
+        return (read - normalized * along) / self._scale(point, value, 0.0)[:, :, None]
 
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:

@@ -49,7 +49,7 @@ def _storing(called: str) -> str:
 
 
 def _stores_back(hook: TheirHook) -> bool:
-    return all(_called(handle).endswith(STORING_BACK) for handle in hook.bwd_hooks)
+    return all(_called(handle).endswith(STORING_BACK) for handle in getattr(hook, "bwd_hooks", ()))
 
 
 class Live(NamedTuple):
@@ -63,7 +63,9 @@ class Live(NamedTuple):
 
     @classmethod
     def of(cls, point: LensPoint, hook: TheirHook) -> Live:
-        """Look at the hooks of a point."""
+        """Look at the hooks of a point, or at the module that stands in its place."""
+        if not isinstance(hook, TheirHook):  # an autoencoder
+            return cls(point, hook, False, False, False)
         kinds = {_storing(_called(handle)) for handle in hook.fwd_hooks}
         return cls(point, hook, "" not in kinds, STORING_FOR_HOOKS in kinds, STOPPING in kinds)
 
@@ -80,22 +82,26 @@ class LensPass:
         self._kept: dict[tuple[str, str, str], Array] = {}  # what hooks store, by what it is
         self._logits = LENS_LOGITS
         self._edits = any(not one.stores for one in self._live)
-        alive = self._edits or any(one.hook.bwd_hooks for one in self._live)
+        alive = self._edits or any(_goes_back(one.hook) for one in self._live)
         self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
 
     def _hooks(self) -> list[Live]:
         """Points with hooks, in execution order; refuses those that nothing here can serve."""
-        live = {id(hook): (hook.name or name, hook) for name, hook in self.bridge._hook_registry.items()
+        registry = self.bridge._hook_registry
+        live = {id(hook): (getattr(hook, "name", name) or name, hook) for name, hook in registry.items()
                 if has_hooks(hook)}  # fmt: skip
         live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(pair[0]) is None}
         points = self.bridge.lens_points().items()
         served = [Live.of(point, live.pop(key)[1]) for key, point in points if key in live]
+        # Hooks inside a module in a point's place are called by it.
+        inner = tuple(f"{name}." for name, hook in registry.items() if not isinstance(hook, TheirHook))
+        live = {key: pair for key, pair in live.items() if not pair[0].startswith(inner)}
         deaf = [name for name, hook in live.values() if not all(_storing(_called(one)) for one in hook.fwd_hooks)]
         deaf += [one.point.name for one in served if not (one.point.goes_back or _stores_back(one.hook))]
         if deaf:
             raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
         if left := {name for name, _ in live.values() if not name.endswith(SILENT)} | {
-            one.point.name for one in served if not one.point.goes_back and one.hook.bwd_hooks
+            one.point.name for one in served if not one.point.goes_back and _goes_back(one.hook)
         }:
             self.bridge.warn_once(left)
         return served
@@ -133,7 +139,7 @@ class LensPass:
         return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
 
     def _stores(self, one: Live) -> bool:
-        return one.stores and not (self._edits and (one.hook.bwd_hooks or one.keeps))
+        return one.stores and not (self._edits and (_goes_back(one.hook) or one.keeps))
 
     def _run(self, acting: list[Live], read: list[Live], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
         engine = self.bridge.engine
@@ -253,7 +259,7 @@ class LensPass:
         """
         point, hook = one.point, one.hook
         shown = self._once(point, value) if kept else self._shown(point, value)
-        back = self.back if point.goes_back and (hook.bwd_hooks or not self._stores(one)) else None
+        back = self.back if point.goes_back and (_goes_back(hook) or not self._stores(one)) else None
         seen = shown if kept else shown.copy()
         tensor = torch.from_numpy(seen) if back is None else back.node(point, seen, value)
         result = hook(tensor)
@@ -284,9 +290,13 @@ class LensPass:
         return self.back.node(point, np.array(shown), value)
 
 
-def has_hooks(hook: TheirHook) -> bool:
-    """Whether a point has any hooks."""
-    return bool(hook.fwd_hooks or hook.bwd_hooks)
+def has_hooks(hook: Any) -> bool:
+    """Whether a point has any hooks, or another module in its place."""
+    return not isinstance(hook, TheirHook) or bool(hook.fwd_hooks or hook.bwd_hooks)
+
+
+def _goes_back(hook: Any) -> bool:
+    return bool(getattr(hook, "bwd_hooks", ()))
 
 
 def _ids(bridge: Any, ids: Array, mask: Array | None) -> Array:

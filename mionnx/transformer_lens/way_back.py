@@ -104,8 +104,6 @@ class WayBack:
         if point.read_by:
             gradient = self.bridge.coordinates.gradient_of_readers(point, value, by_name)
             return None if gradient is None else np.ascontiguousarray(gradient, np.float32)
-        if not point.goes_back:
-            raise GradientError(f"{point.name}: a function of each head's copy of the stream has no way back here")
         own, landing = by_name.get(point.source), by_name.get(point.lands)
         if own is None or (landing is None and not point.replaces):
             return None

@@ -189,6 +189,7 @@ def gradients(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.
         kept["own"] = own
         return kept
 
+    found |= copies(ours, theirs, tokens)
     found |= frozen(ours, theirs, tokens) | {"behind a cache of keys": gradients_behind_a_cache(ours, tokens)}
     mine, their = with_functions(ours), with_functions(theirs)
     return found | {f"functions {name}": apart(mine[name], value) for name, value in their.items()}
@@ -240,6 +241,30 @@ def gradients_behind_a_cache(ours: TransformerBridge, tokens: torch.Tensor) -> f
 def square(value: torch.Tensor, hook: object) -> torch.Tensor:
     """A function whose gradient depends on the value."""
     return value * value.abs()
+
+
+def copies(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """Gradients by each head's copy of the stream, as attribution patching over edges reads them; functions there."""
+    found: Found = {}
+    kept: list[dict[str, torch.Tensor]] = [{}, {}]
+    for one, own in zip((ours, theirs), kept, strict=True):
+        one.set_use_split_qkv_input(True)
+        for part in "qkv":
+            name = f"blocks.1.attn.hook_{part}_input"
+
+            def keep(gradient: torch.Tensor, hook: object, part: str = part, own: dict = own) -> None:
+                own[f"gradient by copies of {part}"] = gradient.clone()
+
+            with one.hooks(bwd_hooks=[(name, keep)]):
+                logits = one(tokens)
+                (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+            own[f"function at copies of {part}"] = one.run_with_hooks(tokens, fwd_hooks=[(name, change)])
+        one.set_use_split_qkv_input(False)
+    for name, value in kept[1].items():
+        found[name] = apart(kept[0][name], value)
+        if name.startswith("function"):
+            found[name] += float(apart(value, logits) < 1e-3)  # it has to change something
+    return found
 
 
 def frozen(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:

@@ -95,6 +95,20 @@ def test_files_of_others_and_of_4_bits(beside_lens, request, form, part):
         assert apart < TOLERANCE or name.startswith("moved"), name
 
 
+def test_autoencoders_of_saelens(beside_lens, environment):
+    """`SAE.encode` of a cache, runs with autoencoders and transcoders attached, hooks inside, gradients of features."""
+    needed = "plotly plotly-express nltk python-dotenv simple-parsing tenacity"
+    python = environment(f"transformer-lens==4.3.0 {needed}", "sae-lens==6.54.12")
+    folder = REPOSITORY / "models" / "world-gpt2"
+    found = beside_lens("lens_saes.py", folder, folder, python=python)
+    moved = [found.pop(name) for name in [*found] if name.startswith("moved")]
+    assert len(moved) == 3
+    assert min(moved) > 0.1
+    assert len(found) > 8
+    for name, apart in found.items():
+        assert apart < TOLERANCE, name
+
+
 def test_the_page_shows_what_its_example_prints(beside_lens):
     found = beside_lens("lens_readme.py")
     assert found["printed"] == found["shown"]
