@@ -55,9 +55,14 @@ class OnnxSAEBridge(SAETransformerBridge, OnnxBridge):
     """A bridge on the engine to which SAELens' autoencoders and transcoders are attached."""
 
 
-def with_saes(made: OnnxBridge) -> OnnxSAEBridge:
-    """Make a bridge one with autoencoders, as SAELens does with TransformerLens' own."""
-    made.__class__ = OnnxSAEBridge
-    made.__dict__.update(_acts_to_saes={}, _transcoder_output_hooks={})
-    assert isinstance(made, OnnxSAEBridge)
-    return made
+def with_saes(lens: OnnxBridge) -> OnnxSAEBridge:
+    """Make a bridge one that takes autoencoders, as SAELens does with TransformerLens' own.
+
+    Example:
+        lens = with_saes(bridge(MIModel.from_pretrained("models/world-gpt2")))
+        lens.run_with_saes("The capital of France is", saes=[sae])
+    """
+    lens.__class__ = OnnxSAEBridge
+    lens.__dict__.update(_acts_to_saes={}, _transcoder_output_hooks={})
+    assert isinstance(lens, OnnxSAEBridge)
+    return lens

@@ -182,11 +182,11 @@ class OnnxBridge(TransformerBridge):
     ) -> Any:
         """Run the model and cache values: TransformerLens' own, and faster where every name is asked for."""
         options.setdefault("output_attentions", None)  # TransformerLens asks for them, and its patterns are hooks here
-        whole = self._whole.serves(options)
-        if whole and (names := self._whole.names) is not None:
+        serves = self._whole.serves(options)
+        if serves and (names := self._whole.names) is not None:
             return self._whole.run(names, input, return_cache_object, remove_batch_dim, options)
         output, cache = super().run_with_cache(input, return_cache_object, remove_batch_dim, **options)
-        if whole:
+        if serves:
             self._whole.learn(cache.cache_dict if return_cache_object else cache)
         return output, cache
 
@@ -294,7 +294,7 @@ class OnnxBridge(TransformerBridge):
         return self
 
 
-def bridge(model: MIModel, tokenizer: Any = None, saes: bool = False) -> OnnxBridge:
+def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
     """A TransformerLens bridge on a model: `run_with_cache`, `run_with_hooks`, `patching`, `ActivationCache`.
 
     No pass of it runs in torch, backward passes included; its weights are views of the weight file where that holds
@@ -304,10 +304,8 @@ def bridge(model: MIModel, tokenizer: Any = None, saes: bool = False) -> OnnxBri
     Args:
         model: an opened decoder, of any dtype; one of blocks of 4 bits too.
         tokenizer: one of transformers; by default that beside the model, and none where it has none.
-        saes: whether it takes SAELens' autoencoders, as `SAETransformerBridge` does: `add_sae`, `run_with_saes`.
 
     Raises:
-        RuntimeMissingError: `saes`, and SAELens is not installed.
         InputError: a model that is no decoder, or of an architecture that TransformerLens does not know.
 
     Example:
@@ -333,9 +331,4 @@ def bridge(model: MIModel, tokenizer: Any = None, saes: bool = False) -> OnnxBri
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer is not None:
         tokenizer = configure_tokenizer(tokenizer, adapter.cfg)
-    made = OnnxBridge(shell, adapter, tokenizer, driver=NoTorch(shell, adapter, tokenizer)).attach(model)
-    if not saes:
-        return made
-    from mionnx.transformer_lens.attached_saes import with_saes  # imports SAELens
-
-    return with_saes(made)
+    return OnnxBridge(shell, adapter, tokenizer, driver=NoTorch(shell, adapter, tokenizer)).attach(model)

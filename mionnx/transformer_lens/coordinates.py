@@ -40,7 +40,7 @@ def bases_of(before: Weights, after: Weights, layers: int) -> dict[str, tuple[Ar
     Raises:
         HookError: a head whose weights have less than d_head dimensions, and so no inverse.
     """
-    found: dict[str, tuple[Array, Array]] = {}
+    bases: dict[str, tuple[Array, Array]] = {}
     for part in "QKV":
         turns = []
         for layer in range(layers):
@@ -53,8 +53,8 @@ def bases_of(before: Weights, after: Weights, layers: int) -> dict[str, tuple[Ar
         turn = np.stack(turns)
         if np.linalg.cond(turn).max() > SINGULAR:
             raise HookError(f"refactor_factored_attn_matrices: W_{part} of a head has less than d_head dimensions")
-        found[part.lower()] = turn, np.linalg.inv(turn)
-    return found
+        bases[part.lower()] = turn, np.linalg.inv(turn)
+    return bases
 
 
 def centred(value: Array) -> Array:

@@ -121,12 +121,12 @@ class LensPass:
         # What is stored of a value that hooks change is what their order says.
         acting = [one for one in self._live if one.point.source in cuts]
         read = [one for one in self._live if one.point.source not in cuts]
-        wanted, into = self.bridge._wanted  # of a whole cache
-        values, output, past = self._run(acting, [*read, *wanted], end, logits and stop is None, past, use_cache)
-        arrays = {source: np.asarray(values[source]) for source in {one.point.source for one in [*read, *wanted]}}
+        every, into = self.bridge._wanted  # of a whole cache
+        values, output, past = self._run(acting, [*read, *every], end, logits and stop is None, past, use_cache)
+        arrays = {source: np.asarray(values[source]) for source in {one.point.source for one in [*read, *every]}}
         for one in read:
-            self._see(one, arrays[one.point.source], kept=True)
-        for one in wanted:
+            self._see(one, arrays[one.point.source], sharing=True)
+        for one in every:
             into[id(one.hook)] = torch.from_numpy(self._once(one.point, arrays[one.point.source]))
         if end is not None:
             value = np.asarray(values[str(end)])
@@ -251,16 +251,16 @@ class LensPass:
                 mean = own if replaces else mean + own
         return mean
 
-    def _see(self, one: Live, value: Array, kept: bool = False) -> tuple[Array, Any, bool]:
+    def _see(self, one: Live, value: Array, sharing: bool = False) -> tuple[Array, Any, bool]:
         """Call the hooks of a point: what they saw, what they left, whether that is the same tensor.
 
         Args:
-            kept: the hooks store it, so that names of one value have one array, as in TransformerLens.
+            sharing: the hooks store it, so that names of one value have one array, as in TransformerLens.
         """
         point, hook = one.point, one.hook
-        shown = self._once(point, value) if kept else self._shown(point, value)
+        shown = self._once(point, value) if sharing else self._shown(point, value)
         back = self.back if point.goes_back and (_goes_back(hook) or not self._stores(one)) else None
-        seen = shown if kept else shown.copy()
+        seen = shown if sharing else shown.copy()
         tensor = torch.from_numpy(seen) if back is None else back.node(point, seen, value)
         result = hook(tensor)
         if back is not None:

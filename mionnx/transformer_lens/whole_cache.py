@@ -38,8 +38,8 @@ class WholeCache:
 
     def serves(self, options: dict[str, Any]) -> bool:
         """Whether a call asks for every name and nothing else, and no hook is there to act."""
-        asked = {name for name, value in options.items() if value is not None}
-        return asked <= PLAIN and not any(map(has_hooks, self.bridge._hook_registry.values()))
+        arguments = {name for name, value in options.items() if value is not None}
+        return arguments <= PLAIN and not any(map(has_hooks, self.bridge._hook_registry.values()))
 
     @property
     def _stamp(self) -> Any:
@@ -55,12 +55,12 @@ class WholeCache:
     def learn(self, cache: Any) -> None:
         """Keep the names of a cache that TransformerLens made."""
         hooks, table = self.bridge.hook_dict, self.bridge.lens_points()
-        known = [(name, hooks.get(name)) for name in cache]
-        if all(id(hook) in table for _, hook in known):
-            wanted = {id(hook) for _, hook in known}
-            by_id = {id(hook): hook for _, hook in known}
-            live = (Live(point, by_id[key], True, False, False) for key, point in table.items() if key in wanted)
-            self._names[self._stamp] = Names(tuple(known), tuple(live))
+        pairs = [(name, hooks.get(name)) for name in cache]
+        if all(id(hook) in table for _, hook in pairs):
+            ids = {id(hook) for _, hook in pairs}
+            by_id = {id(hook): hook for _, hook in pairs}
+            live = (Live(point, by_id[key], True, False, False) for key, point in table.items() if key in ids)
+            self._names[self._stamp] = Names(tuple(pairs), tuple(live))
 
     def run(self, names: Names, prompt: Any, as_object: bool, unbatched: bool, options: dict[str, Any]) -> Any:
         """Run the model; what it returns, and the cache."""
@@ -73,7 +73,7 @@ class WholeCache:
         for one in names.live:
             if one.hook.hook_conversion is not None:
                 values[id(one.hook)] = one.hook.hook_conversion.convert(values[id(one.hook)])
-        held = ActivationCache({name: values[id(hook)] for name, hook in names.hooks}, self.bridge)
+        cache = ActivationCache({name: values[id(hook)] for name, hook in names.hooks}, self.bridge)
         if unbatched:
-            held.remove_batch_dim(batch_size=_input_batch_size(prompt))
-        return output, held if as_object else held.cache_dict
+            cache.remove_batch_dim(batch_size=_input_batch_size(prompt))
+        return output, cache if as_object else cache.cache_dict

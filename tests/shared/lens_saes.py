@@ -8,7 +8,7 @@ Largest differences, relative to 1; "moved" is what autoencoders change at all.
 import json
 import sys
 
-import mionnx.transformer_lens.attached_saes  # noqa: F401 - before sae_lens, which it gives moved names
+from mionnx.transformer_lens.attached_saes import with_saes  # before sae_lens, which it gives moved names
 
 # isort: split
 import numpy as np
@@ -94,7 +94,7 @@ def compared(ours: SAETransformerBridge, theirs: SAETransformerBridge, tokens: t
 
 def main(checkpoint: str, hooked: str) -> None:
     """Compare one model."""
-    ours, theirs = bridge(MIModel.from_pretrained(hooked, threads=1), saes=True), open_theirs(checkpoint)
+    ours, theirs = with_saes(bridge(MIModel.from_pretrained(hooked, threads=1))), open_theirs(checkpoint)
     no_torch(ours)
     theirs.__class__ = SAETransformerBridge  # as its `boot_transformers` does
     theirs._acts_to_saes, theirs._transcoder_output_hooks = {}, {}

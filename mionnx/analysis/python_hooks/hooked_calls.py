@@ -202,8 +202,7 @@ def run_with_cache(
             [batch, seq, hidden], in place of logits; negative from the end. The cache holds hook points up to there.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
-        use_cache: return the keys and values after this call too, as the cache's `kv_cache`: those that the functions
-            leave.
+        use_cache: return the keys and values that the functions leave, as the cache's `kv_cache`.
         batch_size: as for `forward`.
 
     Returns:
@@ -229,10 +228,8 @@ def run_with_cache(
     if stop_at_layer is None:
         result = _run(model, request, batch, functions, state=True)
         return convert_logits(return_type, result, batch), result
-    if use_cache:
-        raise InputError("stop_at_layer= leaves no keys and values of the layers behind it: use_cache=False")
-    if return_type != "logits":
-        raise InputError("stop_at_layer= returns the residual stream, and no logits for a return_type=")
+    if use_cache or return_type != "logits":
+        raise InputError("stop_at_layer= returns the residual stream: no logits for a return_type=, no use_cache=True")
     end = _end(model, stop_at_layer)
     spec = _until(model, spec, end, names_filter is None)
     result = _run(model, replace(request, spec=spec, logits=False), batch, functions)
@@ -294,8 +291,8 @@ def _run(
     """Run a list with functions, which act after the interventions at their hook point, and before captures there."""
     if not functions.names:
         return _forward(model, request)
-    hooked, logits, size, kept = model.hooked, bool(request.logits), request.batch_size, request.use_cache
-    outputs = Outputs(logits=logits, carried=kept or (logits and hooked.metadata.state_alone))
+    hooked, logits, size, use_cache = model.hooked, bool(request.logits), request.batch_size, request.use_cache
+    outputs = Outputs(logits=logits, carried=use_cache or (logits and hooked.metadata.state_alone))
 
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)
@@ -303,7 +300,7 @@ def _run(
         plan = in_blocks(bound.plan, model.variants, part.seq)
         chain = model.variants.chain(plan, here.names, part.batch * part.seq)
         returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
-        returned += present_names(hooked, kept) if state and outputs.carried else []
+        returned += present_names(hooked, use_cache) if state and outputs.carried else []
         dead = dead_hooks(hooked, here.names, returned)
 
         def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
@@ -313,12 +310,12 @@ def _run(
             before = value.copy()
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
-        results = chain.run({*bound.outputs(kept)}, bound.inputs(part, past, kept), between)
+        results = chain.run({*bound.outputs(use_cache)}, bound.inputs(part, past, use_cache), between)
         model.watch_memory()
-        return collect(bound, part, results, kept)
+        return collect(bound, part, results, use_cache)
 
-    bound = partial(bind_pass, model.binder, request.spec, logits, kept)
-    if not isinstance(size, int) and (batch.batch == 1 or in_one_pass(bound(), batch, size, kept)):
+    bound = partial(bind_pass, model.binder, request.spec, logits, use_cache)
+    if not isinstance(size, int) and (batch.batch == 1 or in_one_pass(bound(), batch, size, use_cache)):
         return run(request.spec, batch, request.past, False, range(batch.batch))
     return joined(map_rows(model, request, lambda _, cache: cache, "run", run=run, keep=True), bound(), batch)
 

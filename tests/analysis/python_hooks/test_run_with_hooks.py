@@ -286,7 +286,7 @@ def test_functions_leave_keys_and_values_that_a_text_goes_on_from(name):
         rest, cache = model.run_with_cache(ids[:, 3:], [], fwd_hooks=hooks, cache=cache.kv_cache, use_cache=True)
         np.testing.assert_allclose(rest, whole[:, 3:], atol=1e-4)
         assert cache.kv_cache.seq_len == ids.shape[1]
-    with pytest.raises(InputError, match="use_cache=False"):
+    with pytest.raises(InputError, match="no use_cache=True"):
         model.run_with_cache(ids, use_cache=True, stop_at_layer=1)
 
 
