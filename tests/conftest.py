@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -282,10 +283,13 @@ def install(command: Sequence[object], folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def environment(shared: Path) -> Callable[[str], Path]:
-    """A package, or several -> the Python of a virtual environment with them, and all that is installed here."""
+    """A package, or several -> the Python of a virtual environment with them, and all that is installed here.
 
-    def find(package: str) -> Path:
-        folder = shared / "environments" / package
+    A second argument names packages whose own requirements are not to be met.
+    """
+
+    def find(package: str, alone: str = "") -> Path:
+        folder = shared / "environments" / f"{package} {alone}".strip()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "done").exists():
@@ -294,7 +298,9 @@ def environment(shared: Path) -> Callable[[str], Path]:
                 packages = next((folder / "lib").glob("python3*/site-packages"))
                 here = next(path for path in sys.path if path.endswith("site-packages"))
                 (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
-                install([folder / "bin" / "python", "-m", "pip", "install", "-q", *package.split()], folder)
+                pip = f"{shlex.quote(str(folder / 'bin' / 'python'))} -m pip install -q"
+                commands = [f"{pip} {shlex.join(package.split())}", *([f"{pip} --no-deps {alone}"] if alone else [])]
+                install(["sh", "-c", " && ".join(commands)], folder)
         return folder / "bin" / "python"
 
     return find
@@ -303,9 +309,9 @@ def environment(shared: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def beside_lens(environment: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
     """Runs one of the programs that compare with TransformerLens, and gives the JSON that it prints."""
-    python = environment("transformer-lens==4.3.0")
+    lens = environment("transformer-lens==4.3.0")
 
-    def run(program: str, *arguments: object) -> dict[str, Any]:
+    def run(program: str, *arguments: object, python: Path = lens) -> dict[str, Any]:
         command = [python, SHARED / program, *map(str, arguments)]
         known = os.pathsep.join([str(REPOSITORY), str(SHARED)])
         ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": known})

@@ -8,7 +8,6 @@ import numpy as np
 from mionnx.bind.hook_index import HookIndex
 from mionnx.bind.plan import BoundCapture, bind_captures
 from mionnx.errors import GradientError
-from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.output_head import LOGITS
@@ -49,9 +48,8 @@ def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
 
 
 def _leading(of: str, hooks: HookIndex) -> set[str]:
-    flow = Dataflow(hooks.model.proto)
     # splices are no part of this graph: hook points in them are taken to lead on, and refused later if they do not
-    return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
+    return {of, *hooks.inner, *hooks.model.influence.leading(of)}
 
 
 def _names(

@@ -49,6 +49,7 @@ class Influence:
         self.proto, self.metadata = proto, metadata
         self._known: dict[tuple[str, frozenset[str]], Reach] = {}
         self._tokens_read: dict[str, str | None] = {}
+        self._leading: dict[str, frozenset[str]] = {}
 
     @cached_property
     def _flow(self) -> Dataflow:
@@ -68,6 +69,12 @@ class Influence:
             spread = self._spread({hook, *passes}, overwritten) - {hook}
             self._known[key] = Reach(arrives, passes, spread)
         return self._known[key]
+
+    def leading(self, value: str) -> frozenset[str]:
+        """The values that one is computed of."""
+        if value not in self._leading:
+            self._leading[value] = frozenset(self._flow.read_by(self._flow.ancestors([value])))
+        return self._leading[value]
 
     def _after(self, sources: Iterable[str], overwritten: frozenset[str]) -> frozenset[str]:
         sources = {*sources}

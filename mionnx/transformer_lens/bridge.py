@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,12 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.transformer_lens.coordinates import Coordinates
+from mionnx.transformer_lens.coordinates import Coordinates, bases_of
 from mionnx.transformer_lens.lens_pass import LensPass, check_mask, positions, warn
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
 from mionnx.transformer_lens.parameters import make_room, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
-
-IDLE = ("output_attentions",)  # an argument of a pass that says nothing here: attentions are hook points
+from mionnx.transformer_lens.whole_cache import WholeCache
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -70,8 +70,9 @@ class OnnxBridge(TransformerBridge):
         """Take a model as the engine, and its weights."""
         weights = weights_of(engine)
         self.__dict__.update(
-            engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _cells=PatchedCells(self)
+            engine=engine, _leading={}, _points=(None, {}), _warned=set[str](), _capturing={}, _wanted=((), {})
         )
+        self.__dict__.update(_cells=PatchedCells(self), _whole=WholeCache(self))
         eps = float(getattr(self.cfg, "eps", 1e-5))
         self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights))
         self._show(weights)
@@ -100,6 +101,12 @@ class OnnxBridge(TransformerBridge):
             of = OUTPUT if source == LENS_LOGITS.source else source
             self._leading[source] = differentiable(index_hooks(HookSpec(), self.engine.hooked), of)
         return self._leading[source]
+
+    def capturing(self, sources: Sequence[str]) -> HookSpec:
+        """A spec that captures these and does nothing else; each is made once."""
+        if (key := tuple(sources)) not in self._capturing:
+            self._capturing[key] = HookSpec().capture(key) if key else HookSpec()
+        return self._capturing[key]
 
     def warn_once(self, names: set[str]) -> None:
         """Say which hook points the graph lacks, each once."""
@@ -130,6 +137,7 @@ class OnnxBridge(TransformerBridge):
         """
         self._refuse_options(options)
         spec, prompt = HookSpec(), options.get("input_ids") if input is None else input
+        attention_mask = options.get("one_zero_attention_mask") if attention_mask is None else attention_mask
         if start_at_layer is not None:
             stream, first = self._start(prompt, start_at_layer)
             spec.intervene(HookPoint.ResidPre(first), Intervention.Replace(stream.numpy()))
@@ -169,13 +177,28 @@ class OnnxBridge(TransformerBridge):
             return logits
         return super().run_with_hooks(input, fwd_hooks, *args, **options)
 
+    def run_with_cache(
+        self, input: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **options: Any
+    ) -> Any:
+        """Run the model and cache values: TransformerLens' own, and faster where every name is asked for."""
+        options.setdefault("output_attentions", None)  # TransformerLens asks for them, and its patterns are hooks here
+        serves = self._whole.serves(options)
+        if serves and (names := self._whole.names) is not None:
+            return self._whole.run(names, input, return_cache_object, remove_batch_dim, options)
+        output, cache = super().run_with_cache(input, return_cache_object, remove_batch_dim, **options)
+        if serves:
+            self._whole.learn(cache.cache_dict if return_cache_object else cache)
+        return output, cache
+
     def _refuse_options(self, options: dict[str, Any]) -> None:
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise InputError(
                     "a weight of the bridge was written to; the graph has its own, and nothing would change"
                 )
-        meant = (*IDLE, "input_ids", "position_ids", "use_past_kv_cache")
+        if options.get("output_attentions"):
+            raise InputError("output_attentions: patterns are values of hook points, blocks.0.attn.hook_pattern")
+        meant = ("output_attentions", "input_ids", "position_ids", "use_past_kv_cache", "one_zero_attention_mask")
         if unknown := [name for name, value in options.items() if name not in meant and value is not None]:
             raise InputError(f"{', '.join(unknown)}: no arguments of a pass on the engine")
 
@@ -216,15 +239,13 @@ class OnnxBridge(TransformerBridge):
         """Show folded weights, and values as a model of them has; the graph stays as it is.
 
         Raises:
-            HookError: `refactor_factored_attn_matrices`, which gives queries, keys and values another basis.
+            HookError: `refactor_factored_attn_matrices` of heads whose basis is fixed: rotary positions, grouped keys.
         """
         if self._weights_processed:
             logging.warning("process_weights was already applied to this bridge. Skipping.")
             return
-        if refactor_factored_attn_matrices:
-            raise HookError("refactor_factored_attn_matrices: the graph's heads have a basis of their own")
         raw = self.coordinates.raw
-        folded, foldings = raw, {"norms": fold_ln}
+        folded, foldings, bases = raw, {"norms": fold_ln}, {}
         if fold_ln:
             folded = folded.fold_layer_norm()
         for wished, name, key in (
@@ -237,11 +258,31 @@ class OnnxBridge(TransformerBridge):
             except HookError as error:  # TransformerLens leaves them out too
                 logging.warning("%s: %s", name, error)
         biased = folded  # a norm's bias has gone into those of values
-        if fold_value_biases and any(bool(bias.any()) for bias in biased.b_V):
+        folds = fold_value_biases or refactor_factored_attn_matrices
+        if folds and any(bool(bias.any()) for bias in biased.b_V):
             folded, foldings["values"] = folded.fold_value_biases(), True
+        if refactor_factored_attn_matrices:
+            before, folded = folded, folded.refactor_factored_attn_matrices()
+            bases = bases_of(before, folded, self.engine.num_layers)
         self._weights_processed = True
-        self.__dict__.update(coordinates=Coordinates(raw, folded, self.coordinates.eps, biased, **foldings))
+        coordinates = Coordinates(raw, folded, self.coordinates.eps, biased, **foldings, bases=bases)
+        self.__dict__.update(coordinates=coordinates)
         self._show(folded)
+
+    def hf_generate(self, *args: Any, **options: Any) -> Any:
+        """Refuse: transformers would generate in torch."""
+        raise HookError("hf_generate runs transformers' own loop on the module in torch: generate() runs on the engine")
+
+    def train(self, mode: bool = True) -> OnnxBridge:
+        """The bridge itself; refuses the mode of training, in which torch drops values at random."""
+        if mode and "engine" in self.__dict__:
+            raise InputError("train(): a graph has no dropout, and its passes are those of eval()")
+        super().train(False)
+        return self
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        """Refuse `half`, `double` and their like: the graph keeps its dtype."""
+        raise InputError("the bridge's weights show the graph's own: open the model in another dtype, dtype='float16'")
 
     def to(self, *args: Any, **options: Any) -> OnnxBridge:
         """The bridge itself: its weights and its passes are where the model was opened."""

@@ -2,14 +2,14 @@
 
 A folded model computes the same function: its values are those of the graph in other coordinates. Writing weights that
 are centred give a stream less its mean, biases of values that are folded give values and z less these biases, a folded
-norm gives what it norms without weight and bias, a centred unembedding gives logits less their mean. So one graph, of
-any dtype, serves both.
+norm gives what it norms without weight and bias, a centred unembedding gives logits less their mean, circuits of heads
+that are refactored give queries, keys, values and z in another basis. So one graph, of any dtype, serves both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,44 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.weights import Weights
+from mionnx.errors import HookError
 from mionnx.transformer_lens.lens_points import LensPoint
 
 Array = NDArray[Any]
 LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
+SINGULAR = 1e6  # the condition of a basis in which float32 has no digits left
 HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head_dim]
+
+
+OF_HEADS = ("heads", "values", "z")
+
+
+def _flat(value: Array) -> Array:
+    """[batch, seq, head, d_head] -> [batch, seq, head * d_head]."""
+    return value.reshape(*value.shape[:2], -1)
+
+
+def bases_of(before: Weights, after: Weights, layers: int) -> dict[str, tuple[Array, Array]]:
+    """The bases in which refactored weights give queries, keys and values; see `Coordinates.bases`.
+
+    Raises:
+        HookError: a head whose weights have less than d_head dimensions, and so no inverse.
+    """
+    bases: dict[str, tuple[Array, Array]] = {}
+    for part in "QKV":
+        turns = []
+        for layer in range(layers):
+            rows = []
+            for weights in (before, after):
+                matrix, bias = (weights.reader.read(f"{kind}_{part}", layer).astype(np.float64) for kind in "Wb")
+                # of queries and keys biases are turned too, of values they are folded before
+                rows.append(matrix if part == "V" else np.concatenate([matrix, bias[:, None]], axis=1))
+            turns.append(np.linalg.pinv(rows[0]) @ rows[1])
+        turn = np.stack(turns)
+        if np.linalg.cond(turn).max() > SINGULAR:
+            raise HookError(f"refactor_factored_attn_matrices: W_{part} of a head has less than d_head dimensions")
+        bases[part.lower()] = turn, np.linalg.inv(turn)
+    return bases
 
 
 def centred(value: Array) -> Array:
@@ -38,6 +71,8 @@ class Coordinates:
         weights: those that the bridge shows, folded or not.
         biased: those whose biases of values are not folded yet.
         norms, stream, logits, values: which foldings are in force.
+        bases: of queries, keys, values ("q", "k", "v"), where circuits are refactored: what they are multiplied with,
+            [layer, head, d_head, d_head] in float64, and its inverse.
     """
 
     raw: Weights
@@ -48,6 +83,7 @@ class Coordinates:
     stream: bool = False
     logits: bool = False
     values: bool = False
+    bases: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def show(self, point: LensPoint, value: Array, mean: Array | float = 0.0) -> Array:
         """The value at a point, made of its source's.
@@ -64,19 +100,29 @@ class Coordinates:
         return centred(value) if self.stream else value
 
     def _heads(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        turned = value.transpose(HEADS)
-        return turned.reshape(*turned.shape[:2], -1)
+        return _flat(self._turned(point, value.transpose(HEADS)))
 
     def _values(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        return self._heads(point, value, mean) - (self.value_bias(point.layer).reshape(-1) if self.values else 0)
+        own = value.transpose(HEADS)
+        return _flat(self._turned(point, own - self.value_bias(point.layer) if self.values else own))
 
     def _z(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return _flat(self._z_of_heads(point, value))
+
+    def _z_of_heads(self, point: LensPoint, value: Array) -> Array:
         own = value - self._bias_of_z(point.layer, value.shape[2]) if self.values else value
-        return own.reshape(*own.shape[:2], -1)
+        return self._turned(point, own)
 
     def _result(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        own = value - self._bias_of_z(point.layer, value.shape[2]) if self.values else value
-        return np.einsum("bshd,hdm->bshm", own, self.weights.W_O[point.layer])
+        return np.einsum("bshd,hdm->bshm", self._z_of_heads(point, value), self.weights.W_O[point.layer])
+
+    def _turned(self, point: LensPoint, value: Array, back: bool = False, transposed: bool = False) -> Array:
+        """Values of heads, [batch, seq, head, d_head], in the basis of the weights, or back in the graph's."""
+        part = "v" if point.kind in ("z", "result") else point.source[-1]
+        if part not in self.bases:
+            return value
+        matrix = self.bases[part][back][point.layer]
+        return np.einsum("bshd,hed->bshe" if transposed else "bshd,hde->bshe", value, matrix).astype(np.float32)
 
     def _scale(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         wide = value.astype(np.float64)
@@ -114,12 +160,13 @@ class Coordinates:
     def back(self, point: LensPoint, value: Array, like: Array) -> Array:
         """The source's value that shows as this one; `like` is the source's own."""
         if point.kind == "z":
-            own: Array = value.reshape(like.shape)
+            own: Array = self._turned(point, value.reshape(like.shape), back=True)
             own = own + self._bias_of_z(point.layer, like.shape[2]) if self.values else own
         elif point.kind in ("heads", "values"):
-            own = value + self.value_bias(point.layer).reshape(-1) if point.kind == "values" and self.values else value
             batch, heads, seq, width = like.shape
-            own = own.reshape(batch, seq, heads, width).transpose(HEADS)
+            own = self._turned(point, value.reshape(batch, seq, heads, width), back=True)
+            own = own + self.value_bias(point.layer) if point.kind == "values" and self.values else own
+            own = own.transpose(HEADS)
         elif point.kind == "normed" and self.norms:
             weight, bias = self._affine(point)
             own = (centred(value) if self._norm(point).centred else value) * weight + bias
@@ -144,12 +191,16 @@ class Coordinates:
         if point.kind == "normed" and self.norms:
             left = left * self._affine(point)[0]
             return centred(left) if self._norm(point).centred else left
-        if point.kind in ("heads", "values"):
-            left = left.transpose(HEADS)
-        return left.reshape(*left.shape[:2], -1) if point.kind in ("heads", "values", "z") else left
+        if point.kind not in OF_HEADS:
+            return left
+        left = left if point.kind == "z" else left.transpose(HEADS)
+        return _flat(self._turned(point, left, back=True, transposed=True))
 
     def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+        if point.kind.startswith("input of"):
+            reader, _ = point.read_by[0]
+            return self._of_copies(point, value, by_name[reader]) if reader in by_name else None
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
             return None
@@ -163,6 +214,17 @@ class Coordinates:
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
 
+    def _of_copies(self, point: LensPoint, value: Array, own: Array) -> Array:
+        """The gradient by each head's copy of the stream, through the norm behind it, of that by what the head reads.
+
+        x' = g w, less its mean where the norm takes out that; by the stream (x' - n mean(x' n)) / scale, n normalized.
+        """
+        normalized = self._normalized(point, value, 0.0)[:, :, None]
+        read = np.einsum("bhsd,hmd->bshm", own, self._matrix(point)) * self._affine(point)[0]
+        read = centred(read) if self._norm(point).centred else read
+        along = (read * normalized).mean(axis=-1, keepdims=True)
+        return (read - normalized * along) / self._scale(point, value, 0.0)[:, :, None]
+
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:
             return gradient
@@ -173,10 +235,12 @@ class Coordinates:
     def cotangent(self, point: LensPoint, shown: Array, like: tuple[int, ...]) -> Array:
         """A cotangent of the value at a point as one of its source, of a shape."""
         if point.kind == "result":
-            return np.einsum("bshm,hdm->bshd", shown, self.weights.W_O[point.layer])
-        if point.kind in ("heads", "values"):
-            batch, heads, seq, width = like
-            return shown.reshape(batch, seq, heads, width).transpose(HEADS)
+            own = np.einsum("bshm,hdm->bshd", shown, self.weights.W_O[point.layer])
+            return self._turned(point, own, transposed=True)
+        if point.kind in OF_HEADS:
+            batch, heads, seq, width = like if point.kind != "z" else (like[0], like[2], like[1], like[3])
+            own = self._turned(point, shown.reshape(batch, seq, heads, width), transposed=True)
+            return own if point.kind == "z" else own.transpose(HEADS)
         if point.kind == "normed" and self.norms:
             weight = self._affine(point)[0]
             return shown / np.where(weight == 0, np.inf, weight)

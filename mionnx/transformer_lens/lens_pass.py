@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,14 @@ from mionnx.transformer_lens.way_back import WayBack
 # Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
 STOPPING = "run_with_cache.<locals>.stop_hook"
 STORING_FOR_HOOKS = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
-STORING = ("run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, STORING_FOR_HOOKS)
-STORING_BACK = ("run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", STORING_FOR_HOOKS)
+ATTRIBUTION = "cache_activation_and_gradient.<locals>.make_{}_hook.<locals>.hook"
+STORING = (
+    "run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, STORING_FOR_HOOKS,
+    ATTRIBUTION.format("fwd"),
+)  # fmt: skip
+STORING_BACK = (
+    "run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", STORING_FOR_HOOKS, ATTRIBUTION.format("bwd"),
+)  # fmt: skip
 
 
 def _called(handle: Any) -> str:
@@ -35,16 +42,32 @@ def _called(handle: Any) -> str:
     return getattr(function, "__qualname__", "")
 
 
-def _name(name: str, hook: TheirHook) -> str:
-    return hook.name or name
-
-
-def _stores(hook: TheirHook) -> bool:
-    return all(_called(handle).endswith(STORING) for handle in hook.fwd_hooks)
+@cache
+def _storing(called: str) -> str:
+    """Which of the storing hooks a function is, by its name; "" for another."""
+    return next((end for end in STORING if called.endswith(end)), "")
 
 
 def _stores_back(hook: TheirHook) -> bool:
-    return all(_called(handle).endswith(STORING_BACK) for handle in hook.bwd_hooks)
+    return all(_called(handle).endswith(STORING_BACK) for handle in getattr(hook, "bwd_hooks", ()))
+
+
+class Live(NamedTuple):
+    """A point with hooks: whether these only store what they see, store it for other hooks, or end the pass."""
+
+    point: LensPoint
+    hook: TheirHook
+    stores: bool
+    keeps: bool
+    stops: bool
+
+    @classmethod
+    def of(cls, point: LensPoint, hook: TheirHook) -> Live:
+        """Look at the hooks of a point, or at the module that stands in its place."""
+        if not isinstance(hook, TheirHook):  # an autoencoder
+            return cls(point, hook, False, False, False)
+        kinds = {_storing(_called(handle)) for handle in hook.fwd_hooks}
+        return cls(point, hook, "" not in kinds, STORING_FOR_HOOKS in kinds, STOPPING in kinds)
 
 
 class LensPass:
@@ -56,47 +79,55 @@ class LensPass:
         self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
         self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
         self._sums: dict[str, Array] = {}  # by the z of a changed pattern
+        self._kept: dict[tuple[str, str, str], Array] = {}  # what hooks store, by what it is
         self._logits = LENS_LOGITS
-        self._edits = any(not _stores(hook) for _, hook in self._live)
-        alive = self._edits or any(hook.bwd_hooks for _, hook in self._live)
+        self._edits = any(not one.stores for one in self._live)
+        alive = self._edits or any(_goes_back(one.hook) for one in self._live)
         self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
 
-    def _hooks(self) -> list[tuple[LensPoint, TheirHook]]:
+    def _hooks(self) -> list[Live]:
         """Points with hooks, in execution order; refuses those that nothing here can serve."""
-        table = self.bridge.lens_points()
-        live = {id(hook): (name, hook) for name, hook in self.bridge._hook_registry.items() if has_hooks(hook)}
-        live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(_name(*pair)) is None}
-        served = [(table[key], hook) for key, (_, hook) in live.items() if key in table]
-        lacking = [(_name(*pair), pair[1]) for key, pair in live.items() if key not in table]
-        deaf = [name for name, hook in lacking if not _stores(hook)]
-        deaf += [point.name for point, hook in served if not point.goes_back and not _stores_back(hook)]
+        registry = self.bridge._hook_registry
+        live = {id(hook): (getattr(hook, "name", name) or name, hook) for name, hook in registry.items()
+                if has_hooks(hook)}  # fmt: skip
+        live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(pair[0]) is None}
+        points = self.bridge.lens_points().items()
+        served = [Live.of(point, live.pop(key)[1]) for key, point in points if key in live]
+        # Hooks inside a module in a point's place are called by it.
+        inner = tuple(f"{name}." for name, hook in registry.items() if not isinstance(hook, TheirHook))
+        live = {key: pair for key, pair in live.items() if not pair[0].startswith(inner)}
+        deaf = [name for name, hook in live.values() if not all(_storing(_called(one)) for one in hook.fwd_hooks)]
+        deaf += [one.point.name for one in served if not (one.point.goes_back or _stores_back(one.hook))]
         if deaf:
             raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
-        if left := {name for name, _ in lacking if not name.endswith(SILENT)} | {
-            p.name for p, hook in served if not p.goes_back and hook.bwd_hooks
+        if left := {name for name, _ in live.values() if not name.endswith(SILENT)} | {
+            one.point.name for one in served if not one.point.goes_back and _goes_back(one.hook)
         }:
             self.bridge.warn_once(left)
-        order = {point.name: number for number, point in enumerate(table.values())}
-        return sorted(served, key=lambda pair: order[pair[0].name])
+        return served
 
     def run(self, stop: int | None, logits: bool, past: Any = None, use_cache: bool = False) -> tuple[Any, Any]:
         """Run the graph: the logits as a tensor, or the stream before a layer; and what a next pass goes on from."""
-        for number, (_, hook) in enumerate(self._live):
-            if any(_called(handle).endswith(STOPPING) for handle in hook.fwd_hooks):  # its exception ends the pass
+        for number, one in enumerate(self._live):
+            if one.stops:  # its exception ends the pass
                 self._live, logits = self._live[: number + 1], False
                 break
         layers = self.bridge.engine.num_layers
         end = None if stop is None else HookPoint.ResidPost(stop - 1) if stop else HookPoint.ResidPre(0)
         if stop is not None:
             stream = LensPoint(f"blocks.{stop}.hook_in", str(end), "stream")
-            self._live = [pair for pair in self._live if self._reached(pair[0], stop, layers)]
-        cuts = {point.source for point, hook in self._live if not self._stores(hook)}
+            self._live = [one for one in self._live if self._reached(one.point, stop, layers)]
+        cuts = {one.point.source for one in self._live if not self._stores(one)}
         # What is stored of a value that hooks change is what their order says.
-        acting = [pair for pair in self._live if pair[0].source in cuts]
-        read = [pair for pair in self._live if pair[0].source not in cuts]
-        values, output, past = self._run(acting, read, end, logits and stop is None, past, use_cache)
-        for point, hook in read:
-            self._see(point, hook, np.asarray(values[point.source]))
+        acting = [one for one in self._live if one.point.source in cuts]
+        read = [one for one in self._live if one.point.source not in cuts]
+        every, into = self.bridge._wanted  # of a whole cache
+        values, output, past = self._run(acting, [*read, *every], end, logits and stop is None, past, use_cache)
+        arrays = {source: np.asarray(values[source]) for source in {one.point.source for one in [*read, *every]}}
+        for one in read:
+            self._see(one, arrays[one.point.source], sharing=True)
+        for one in every:
+            into[id(one.hook)] = torch.from_numpy(self._once(one.point, arrays[one.point.source]))
         if end is not None:
             value = np.asarray(values[str(end)])
             return self._tensor(stream, value, self._order(stream)), None
@@ -107,16 +138,15 @@ class LensPass:
         inside = point.name.startswith("blocks.")
         return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
 
-    def _stores(self, hook: TheirHook) -> bool:
-        keeping = any(_called(handle).endswith(STORING_FOR_HOOKS) for handle in hook.fwd_hooks)
-        return _stores(hook) and not (self._edits and (hook.bwd_hooks or keeping))
+    def _stores(self, one: Live) -> bool:
+        return one.stores and not (self._edits and (_goes_back(one.hook) or one.keeps))
 
-    def _run(self, acting: list[Any], read: list[Any], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
+    def _run(self, acting: list[Live], read: list[Live], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
         engine = self.bridge.engine
-        sources = [*dict.fromkeys([point.source for point, _ in read]), *([str(end)] if end is not None else [])]
-        spec = HookSpec().extend(self.spec)
-        for source in dict.fromkeys(sources):
-            spec.capture(source)
+        sources = [*dict.fromkeys([*(one.point.source for one in read), *([str(end)] if end is not None else [])])]
+        spec = self.bridge.capturing(sources) if not self.spec.interventions else HookSpec().extend(self.spec)
+        if sources and self.spec.interventions:
+            spec.capture(sources)
         if not acting:
             if not (sources or logits or use_cache):
                 return {}, None, None
@@ -124,35 +154,33 @@ class LensPass:
                 self.ids, spec, attention_mask=self.mask, logits=logits or use_cache, cache=past, use_cache=use_cache
             )
             return cache, cache.output() if logits else None, cache.past
-        if use_cache or past is not None:
-            names = ", ".join(point.name for point, _ in acting[:3])
-            raise HookError(
-                f"hooks at {names} with a cache of keys: a step alone would be hooked; "
-                "generate(use_past_kv_cache=False) reads the text again at each step"
-            )
         functions = [(source, self._function(source, acting)) for source in self._cuts(acting)]
         options: dict[str, Any] = {
             "return_type": "logits" if logits else None,
             "attention_mask": self.mask,
             "hooks": self.spec,
+            "cache": past,
         }
-        if not sources:
+        if self.back is not None:
+            self.back.past = past
+        if not (sources or use_cache):
             return {}, engine.run_with_hooks(self.ids, functions, **options), None
-        output, cache = engine.run_with_cache(self.ids, [*dict.fromkeys(sources)], fwd_hooks=functions, **options)
-        return cache, output, None
+        output, cache = engine.run_with_cache(self.ids, sources, fwd_hooks=functions, use_cache=use_cache, **options)
+        return cache, output, cache.past
 
-    def _cuts(self, acting: list[Any]) -> list[str]:
+    def _cuts(self, acting: list[Live]) -> list[str]:
         """The hook points at which functions are called: those of the hooks, and where their changes land."""
-        cuts = {point.source: None for point, _ in acting}
-        for point, _ in acting:
+        points = [one.point for one in acting]
+        cuts = {point.source: None for point in points}
+        for point in points:
             if point.lands:
                 cuts[point.lands] = None
             if point.kind == "pattern" and self.bridge.coordinates.values:
                 cuts[point.beside] = None
         return [*cuts]
 
-    def _function(self, source: str, acting: list[Any]) -> Any:
-        here = [pair for pair in acting if pair[0].source == source]
+    def _function(self, source: str, acting: list[Live]) -> Any:
+        here = [one for one in acting if one.point.source == source]
 
         def call(value: Array, hook: Any) -> Array:
             if source in self._waits:
@@ -162,15 +190,16 @@ class LensPass:
                 lacking = self.bridge.coordinates.missing(layer, self._sums.pop(source)).astype(value.dtype)
                 self._change(source, lacking)
                 value = value + lacking
-            for point, theirs in here:
-                value = self._act(point, theirs, value)
+            for one in here:
+                value = self._act(one, value)
             return value
 
         return call
 
-    def _act(self, point: LensPoint, hook: TheirHook, value: Array) -> Array:
+    def _act(self, one: Live, value: Array) -> Array:
         """The value after the hooks of one point."""
-        shown, result, same = self._see(point, hook, value)
+        point = one.point
+        shown, result, same = self._see(one, value)
         after = np.asarray(result.detach().numpy()).reshape(shown.shape)
         if np.array_equal(after, shown):
             return value
@@ -222,15 +251,28 @@ class LensPass:
                 mean = own if replaces else mean + own
         return mean
 
-    def _see(self, point: LensPoint, hook: TheirHook, value: Array) -> tuple[Array, Any, bool]:
-        """Call the hooks of a point: what they saw, what they left, whether that is the same tensor."""
-        shown = self._shown(point, value)
-        back = self.back if point.goes_back and (hook.bwd_hooks or not self._stores(hook)) else None
-        tensor = torch.from_numpy(shown.copy()) if back is None else back.node(point, shown.copy(), value)
+    def _see(self, one: Live, value: Array, sharing: bool = False) -> tuple[Array, Any, bool]:
+        """Call the hooks of a point: what they saw, what they left, whether that is the same tensor.
+
+        Args:
+            sharing: the hooks store it, so that names of one value have one array, as in TransformerLens.
+        """
+        point, hook = one.point, one.hook
+        shown = self._once(point, value) if sharing else self._shown(point, value)
+        back = self.back if point.goes_back and (_goes_back(hook) or not self._stores(one)) else None
+        seen = shown if sharing else shown.copy()
+        tensor = torch.from_numpy(seen) if back is None else back.node(point, seen, value)
         result = hook(tensor)
         if back is not None:
             back.tensors.append(result)
         return shown, result, result.data_ptr() == tensor.data_ptr()
+
+    def _once(self, point: LensPoint, value: Array) -> Array:
+        key = (point.kind, point.source, point.norm)
+        if key not in self._kept:
+            shown = self._shown(point, value)
+            self._kept[key] = shown if shown.flags.writeable else shown.copy()
+        return self._kept[key]
 
     def _shown(self, point: LensPoint, value: Array) -> Array:
         if point.kind in OF_TOKENS:
@@ -248,9 +290,13 @@ class LensPass:
         return self.back.node(point, np.array(shown), value)
 
 
-def has_hooks(hook: TheirHook) -> bool:
-    """Whether a point has any hooks."""
-    return bool(hook.fwd_hooks or hook.bwd_hooks)
+def has_hooks(hook: Any) -> bool:
+    """Whether a point has any hooks, or another module in its place."""
+    return not isinstance(hook, TheirHook) or bool(hook.fwd_hooks or hook.bwd_hooks)
+
+
+def _goes_back(hook: Any) -> bool:
+    return bool(getattr(hook, "bwd_hooks", ()))
 
 
 def _ids(bridge: Any, ids: Array, mask: Array | None) -> Array:

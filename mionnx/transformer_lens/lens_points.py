@@ -41,8 +41,8 @@ class LensPoint(NamedTuple):
 
     @property
     def goes_back(self) -> bool:
-        """Whether it has a gradient here: a copy of the stream for each head has none."""
-        return bool(self.read_by) or (self.acts and not self.kind.startswith("input of"))
+        """Whether it has a gradient here."""
+        return bool(self.read_by) or self.acts
 
     @property
     def beside(self) -> str:
@@ -104,7 +104,8 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
     products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
     for part, (place, _) in products.items():
-        yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", replaces=False, lands=place)
+        reader = ((place, f"W_{part.upper()}"),)
+        yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", False, lands=place, read_by=reader)
     yield from _norm(b, "ln1", pre, *products.values())
     for name in ("ln1.hook_out", "attn.hook_in"):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))

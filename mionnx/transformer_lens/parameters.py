@@ -42,14 +42,14 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
         if key in own._buffers:
             own._buffers[key] = tensor
         elif old is not None or bool(tensor.any()):
-            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            parameter = torch.nn.Parameter(tensor)
             setattr(own, key, parameter)
             placed.add(id(parameter))
     for part in {*bridge.modules(), *bridge.original_model.modules()}:
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in placed:
                 empty = torch.empty(parameter.shape, device="meta")
-                part._parameters[key] = torch.nn.Parameter(empty, requires_grad=False)
+                part._parameters[key] = torch.nn.Parameter(empty)
     return counts
 
 
@@ -125,7 +125,7 @@ def _private(array: Array) -> Array | None:
     """The same numbers of the same file in pages that may be written: torch knows no array that may not."""
     base: Any = array
     while base is not None and not isinstance(base, np.memmap):
-        base = base.base
+        base = getattr(base, "base", None)  # numbers inside a graph are bytes
     if base is None or base.filename is None:
         return None
     start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0] + base.offset

@@ -24,6 +24,7 @@ from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 from mionnx.transformer_lens.coordinates import Array
+from mionnx.transformer_lens.lens_pass import has_hooks
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint
 
 LOOP = "generic_activation_patch.<locals>.patching_hook"
@@ -63,7 +64,7 @@ class PatchedCells:
         index, clean = tuple(map(int, function.keywords["index"])), function.keywords["clean_activation"]
         if setter not in AXES or point is None or not self._enters(point) or clean.requires_grad:
             return None
-        if any(one.fwd_hooks or one.bwd_hooks for one in self.bridge._hook_registry.values()):
+        if any(map(has_hooks, self.bridge._hook_registry.values())):
             return None
         try:
             segments = self.bridge.engine.opened(Segments.of_sweep)

@@ -45,11 +45,14 @@ class WayBack:
 
     def __init__(self, bridge: Any, ids: Array, mask: Array | None, spec: HookSpec) -> None:
         self.bridge, self.ids, self.mask, self.spec = bridge, ids, mask, spec
+        self.past: Any = None  # keys and values of the tokens before
         self.points: list[tuple[LensPoint, Array]] = []  # with the source's value
         self.tensors: list[torch.Tensor] = []  # after their hooks
         self.changes: dict[str, Array] = {}  # by hook point of the graph
         self._passed: dict[int, Array] = {}
-        self._anchor = torch.zeros(1, requires_grad=True)
+        # As in TransformerLens, a model of which every weight is frozen has no gradients but behind hooks' own tensors.
+        free = any(weight.requires_grad for weight in bridge.original_model.parameters())
+        self._anchor = torch.zeros(1, requires_grad=free)
 
     def node(self, point: LensPoint, value: Array, source: Array) -> torch.Tensor:
         """A value as a tensor that torch can go back from."""
@@ -91,7 +94,8 @@ class WayBack:
             if of is not None:
                 spec.capture(of)
             spec.gradient(names).set_metric("cotangent", cotangent=own, of=of)
-            cache = self.bridge.engine.forward(self.ids, spec, attention_mask=self.mask, logits=of is None)
+            options = {"attention_mask": self.mask, "cache": self.past}
+            cache = self.bridge.engine.forward(self.ids, spec, logits=of is None, **options)
             grad: Any = cache.grad
             by_name |= {name: np.asarray(grad[name]) for name in names}
         return [self._of(one, value, by_name) for one, value in before]
@@ -100,8 +104,6 @@ class WayBack:
         if point.read_by:
             gradient = self.bridge.coordinates.gradient_of_readers(point, value, by_name)
             return None if gradient is None else np.ascontiguousarray(gradient, np.float32)
-        if not point.goes_back:
-            raise GradientError(f"{point.name}: a function of each head's copy of the stream has no way back here")
         own, landing = by_name.get(point.source), by_name.get(point.lands)
         if own is None or (landing is None and not point.replaces):
             return None

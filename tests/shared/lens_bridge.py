@@ -2,12 +2,14 @@
 
 python tests/shared/lens_bridge.py CHECKPOINT HOOKED PART
 
-PART: "raw", "folded" (after `enable_compatibility_mode()`), "gradients", "calls". Values are relative to 1.
+PART: "raw", "folded" (after `enable_compatibility_mode()`), "refactored" (and circuits of heads), "gradients", "calls".
+Values are relative to 1.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 
 os.environ["TQDM_DISABLE"] = "1"
 
@@ -19,7 +21,7 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.model_bridge.transformer_bridge import TransformerBridge
 from transformer_lens.tools.analysis.logit_lens import logit_lens
 
-from mionnx import InputError, MIModel
+from mionnx import MIError, MIModel
 from mionnx.transformer_lens import bridge
 
 MASKED = 1e37  # scores of masked keys: TransformerLens has the lowest number there, or -inf
@@ -59,7 +61,10 @@ def cached(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
     found: Found = {}
     with torch.no_grad():
         (mine, here), (logits, there) = ours.run_with_cache(tokens), theirs.run_with_cache(tokens)
+        again = ours.run_with_cache(tokens)[1]  # without a hook at each name
     found["logits"] = apart(mine, logits)
+    found["order of a cache"] = float([*again.cache_dict] != [*here.cache_dict])
+    found["cache again"] = max(apart(again[name], value) for name, value in here.cache_dict.items())
     for name, value in there.cache_dict.items():
         key = f"cache {kind(name)}"
         found[key] = max(found.get(key, 0.0), apart(here[name], value) if name in here.cache_dict else float("inf"))
@@ -99,13 +104,44 @@ def edited(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
         for name in (name for name in ACTING if name in theirs.hook_dict and not (rotary and name == "hook_pos_embed")):
             for function in (change, in_place)[: 1 if name in WRITTEN_TWICE else 2]:  # theirs is one row, shown often
                 outs = []
+                # what writes to its norm's input writes to TransformerLens' cache of the stream before it
+                seen = late[1:] if function is in_place and late[0].startswith(name[:9]) else late
                 for one in (ours, theirs):
                     with one.hooks(fwd_hooks=[(name, function)]):
-                        outs.append(one.run_with_cache(tokens, names_filter=late))
+                        outs.append(one.run_with_cache(tokens, names_filter=seen))
                 (mine, here), (logits, there) = outs
                 key = f"hook {kind(name)} {function.__name__}"
-                found[key] = max(apart(mine, logits), *(apart(here[one], there[one]) for one in late))
+                found[key] = max(apart(mine, logits), *(apart(here[one], there[one]) for one in seen))
                 found[f"moved {key}"] = apart(logits, plain)
+    return found
+
+
+def muted(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """Components of queries, keys, values and z in the basis of their circuits, set to 0 or halved; their gradients."""
+    found: Found = {}
+
+    def mute(value: torch.Tensor, hook: object) -> torch.Tensor:
+        value = value.clone()
+        value[:, 1:, 1, 2] = 0
+        value[:, :, 0, 0] *= 0.5
+        return value
+
+    for name in ("hook_q", "hook_k", "hook_v", "hook_z"):
+        outs, sizes = [], []
+        for one in (ours, theirs):
+            kept: list[torch.Tensor] = []
+            hooks = {
+                "fwd_hooks": [(f"blocks.1.attn.{name}", mute)],
+                "bwd_hooks": [(f"blocks.1.attn.{name}", lambda value, hook, kept=kept: kept.append(value.clone()))],
+            }
+            with one.hooks(**hooks):
+                logits = one(tokens)
+                (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+            outs.append(logits)
+            sizes.append(kept[0].abs())
+        plain = theirs(tokens)
+        found |= {f"muted {name}": apart(*outs), f"gradient of {name}": apart(*sizes)}
+        found[f"moved {name}"] = apart(outs[1], plain)
     return found
 
 
@@ -136,9 +172,6 @@ def gradients(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.
         def halve(gradient: torch.Tensor, hook: object) -> tuple[torch.Tensor]:
             return (gradient * 0.5,)
 
-        def square(value: torch.Tensor, hook: object) -> torch.Tensor:
-            return value * value.abs()
-
         def live(value: torch.Tensor, hook: object) -> None:
             kept["live"] = value
 
@@ -156,8 +189,98 @@ def gradients(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.
         kept["own"] = own
         return kept
 
+    found |= copies(ours, theirs, tokens)
+    found |= frozen(ours, theirs, tokens) | {"behind a cache of keys": gradients_behind_a_cache(ours, tokens)}
     mine, their = with_functions(ours), with_functions(theirs)
     return found | {f"functions {name}": apart(mine[name], value) for name, value in their.items()}
+
+
+def change_all(value: torch.Tensor, hook: object) -> torch.Tensor:
+    """Something that no norm undoes, alike at every position."""
+    return value + 0.4 * torch.arange(value.shape[-1]).remainder(3).sub(1).to(value)
+
+
+def refused(call: Callable[[], object]) -> float:
+    """0 where a call raises, 1 where it has no effect in silence."""
+    try:
+        call()
+    except MIError:
+        return 0.0
+    return 1.0
+
+
+def without_effect(ours: TransformerBridge, tokens: torch.Tensor, places: torch.Tensor) -> dict[str, Callable]:
+    """Calls that could do nothing on the engine."""
+    return {
+        "other positions": lambda: ours(tokens, position_ids=places + 1),
+        "output_attentions": lambda: ours(tokens, output_attentions=True),
+        "output_attentions of a cache": lambda: ours.run_with_cache(tokens, output_attentions=True),
+        "an unknown argument": lambda: ours(tokens, output_hidden_states=True),
+        "training": lambda: ours.train(),
+        "half": lambda: ours.half(),
+        "generation in torch": lambda: ours.hf_generate(tokens),
+    }
+
+
+def gradients_behind_a_cache(ours: TransformerBridge, tokens: torch.Tensor) -> float:
+    """Gradients by the last position's values, in one pass and behind a cache of keys."""
+
+    def of(ids: torch.Tensor, **options: object) -> torch.Tensor:
+        kept: dict[str, torch.Tensor] = {}
+        backward = [("blocks.0.hook_resid_post", lambda gradient, hook: kept.update(own=gradient[:, -1].clone()))]
+        with ours.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", square)], bwd_hooks=backward):
+            logits = ours(ids, **options)
+            (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+        return kept["own"]
+
+    with ours.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", square)]):
+        past = ours(tokens[:, :-1], return_type="logits_and_cache")[1]
+    return apart(of(tokens[:, -1:], past_key_values=past), of(tokens))
+
+
+def square(value: torch.Tensor, hook: object) -> torch.Tensor:
+    """A function whose gradient depends on the value."""
+    return value * value.abs()
+
+
+def copies(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """Gradients by each head's copy of the stream, as attribution patching over edges reads them; functions there."""
+    found: Found = {}
+    kept: list[dict[str, torch.Tensor]] = [{}, {}]
+    for one, own in zip((ours, theirs), kept, strict=True):
+        one.set_use_split_qkv_input(True)
+        for part in "qkv":
+            name = f"blocks.1.attn.hook_{part}_input"
+
+            def keep(gradient: torch.Tensor, hook: object, part: str = part, own: dict = own) -> None:
+                own[f"gradient by copies of {part}"] = gradient.clone()
+
+            with one.hooks(bwd_hooks=[(name, keep)]):
+                logits = one(tokens)
+                (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
+            own[f"function at copies of {part}"] = one.run_with_hooks(tokens, fwd_hooks=[(name, change)])
+        one.set_use_split_qkv_input(False)
+    for name, value in kept[1].items():
+        found[name] = apart(kept[0][name], value)
+        if name.startswith("function"):
+            found[name] += float(apart(value, logits) < 1e-3)  # it has to change something
+    return found
+
+
+def frozen(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
+    """A model without a free weight has a gradient behind tensors that hooks bring, and no other."""
+    outs: list[tuple[torch.Tensor, bool]] = []
+    for one in (ours, theirs):
+        for weight in one.original_model.parameters():
+            weight.requires_grad_(False)
+        leaf = torch.zeros(one.cfg.d_model, requires_grad=True)
+        free = one(tokens).requires_grad
+        with one.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda value, hook, leaf=leaf: value + leaf)]):
+            one(tokens)[:, -1, 5].sum().backward()
+        outs.append((leaf.grad, free))
+        for weight in one.original_model.parameters():
+            weight.requires_grad_(True)
+    return {"frozen": apart(outs[0][0], outs[1][0]), "a frozen model's logits": float(outs[0][1] or outs[1][1])}
 
 
 def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tensor) -> Found:
@@ -187,11 +310,13 @@ def calls(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Tens
         found["cache of keys"] = apart(ours(tokens[:, -1:], past_key_values=past)[:, -1], theirs(tokens)[:, -1])
         places = torch.arange(tokens.shape[1])[None]
         beside("positions that are meant", lambda b: b(tokens, position_ids=places), lambda b: b(tokens))
-        try:
-            ours(tokens, position_ids=places + 1)
-            found["other positions are refused"] = 1.0
-        except InputError:
-            found["other positions are refused"] = 0.0
+        found |= {f"{name} is refused": refused(call) for name, call in without_effect(ours, tokens, places).items()}
+        hooks = [("blocks.0.hook_resid_post", change_all), ("blocks.1.attn.hook_k", change_all)]
+        with ours.hooks(fwd_hooks=hooks), theirs.hooks(fwd_hooks=hooks):
+            past = ours(tokens[:, :-2], return_type="logits_and_cache")[1]
+            found["cache of keys, hooked"] = apart(ours(tokens[:, -2:], past_key_values=past), theirs(tokens)[:, -2:])
+            beside("generate, hooked", lambda b: b.generate(tokens, **greedy),
+                   lambda b: b.generate(tokens, use_past_kv_cache=False, **greedy))  # fmt: skip
         pairs = ["The capital of France is", "Twelve plus one is"]
         beside("texts", lambda b: b(pairs, padding_side="left")[:, -1])
         caches = [one.run_with_cache(tokens)[1] for one in both]
@@ -234,7 +359,17 @@ def main(checkpoint: str, hooked: str, part: str) -> None:
     if part == "folded":
         for one in (ours, theirs):
             one.enable_compatibility_mode(disable_warnings=True)
-    if part in ("raw", "folded"):
+    if part == "refactored":
+        for one in (ours, theirs):
+            one.enable_compatibility_mode(disable_warnings=True, refactor_factored_attn_matrices=True)
+        known = cached(ours, theirs, tokens)
+        # the sign of a pair of singular vectors is nobody's: what it turns is compared by what hooks there change
+        signed = ("hook_q", "hook_k", "hook_v", "hook_z", "q.hook_out", "k.hook_out", "v.hook_out", "o.hook_in")
+        found = {name: value for name, value in known.items() if not name.endswith(signed)}
+        found |= muted(ours, theirs, tokens) | {
+            "loss": apart(*(one(tokens, return_type="loss") for one in (ours, theirs)))
+        }
+    elif part in ("raw", "folded"):
         found = cached(ours, theirs, tokens) | edited(ours, theirs, tokens) | weights(ours, theirs)
     else:
         found = PARTS[part](ours, theirs, tokens)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import GradientError, HookError, InputError, nearest
-from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
@@ -186,6 +185,7 @@ def run_with_cache(
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
     initial_state: Past | None = None,
+    use_cache: bool = False,
     prompt_length: int | Sequence[int] | None = None,
     batch_size: BatchSize = AUTO,
 ) -> tuple[Any, HookCache]:
@@ -202,6 +202,7 @@ def run_with_cache(
             [batch, seq, hidden], in place of logits; negative from the end. The cache holds hook points up to there.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
+        use_cache: return the keys and values that the functions leave, as the cache's `kv_cache`.
         batch_size: as for `forward`.
 
     Returns:
@@ -218,17 +219,17 @@ def run_with_cache(
     check_return_type(return_type)
     check_batch_size(batch_size)
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
-    if not spec.captures:
+    if not (spec.captures or use_cache):
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
     functions, past = StepFunctions(model.hooked, fwd_hooks), choose_past(model.hooked, cache, initial_state)
     logits = return_type is not None
-    request = ListRequest(model.ids(tokens), spec, batch_size, attention_mask, past, prompt_length, logits)
+    request = ListRequest(model.ids(tokens), spec, batch_size, attention_mask, past, prompt_length, logits, use_cache)
     batch = _batch(model, request)
     if stop_at_layer is None:
         result = _run(model, request, batch, functions, state=True)
         return convert_logits(return_type, result, batch), result
-    if return_type != "logits":
-        raise InputError("stop_at_layer= returns the residual stream, and no logits for a return_type=")
+    if use_cache or return_type != "logits":
+        raise InputError("stop_at_layer= returns the residual stream: no logits for a return_type=, no use_cache=True")
     end = _end(model, stop_at_layer)
     spec = _until(model, spec, end, names_filter is None)
     result = _run(model, replace(request, spec=spec, logits=False), batch, functions)
@@ -278,6 +279,7 @@ def _forward(model: Runner, request: ListRequest) -> HookCache:
         attention_mask=request.attention_mask,
         cache=request.past,
         prompt_length=request.prompt_length,
+        use_cache=request.use_cache,
         logits=request.logits,
         batch_size=request.batch_size,
     )
@@ -289,8 +291,8 @@ def _run(
     """Run a list with functions, which act after the interventions at their hook point, and before captures there."""
     if not functions.names:
         return _forward(model, request)
-    hooked, logits, size = model.hooked, bool(request.logits), request.batch_size
-    outputs = Outputs(logits=logits, carried=logits and hooked.metadata.state_alone)
+    hooked, logits, size, use_cache = model.hooked, bool(request.logits), request.batch_size, request.use_cache
+    outputs = Outputs(logits=logits, carried=use_cache or (logits and hooked.metadata.state_alone))
 
     def run(spec: HookSpec, part: TokenBatch, past: Past | None, _: bool, rows: Sequence[int]) -> HookCache:
         here = functions.of_rows(rows)
@@ -298,7 +300,7 @@ def _run(
         plan = in_blocks(bound.plan, model.variants, part.seq)
         chain = model.variants.chain(plan, here.names, part.batch * part.seq)
         returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
-        returned += present_names(hooked, False) if state and outputs.carried else []
+        returned += present_names(hooked, use_cache) if state and outputs.carried else []
         dead = dead_hooks(hooked, here.names, returned)
 
         def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
@@ -308,12 +310,12 @@ def _run(
             before = value.copy()
             return refuse_change(name, before, here.call(hooked, part, 0, name, value))
 
-        results = chain.run({*bound.outputs(False)}, bound.inputs(part, past), between)
+        results = chain.run({*bound.outputs(use_cache)}, bound.inputs(part, past, use_cache), between)
         model.watch_memory()
-        return collect(bound, part, results, False)
+        return collect(bound, part, results, use_cache)
 
-    bound = partial(bind_pass, model.binder, request.spec, logits, False)
-    if not isinstance(size, int) and (batch.batch == 1 or in_one_pass(bound(), batch, size)):
+    bound = partial(bind_pass, model.binder, request.spec, logits, use_cache)
+    if not isinstance(size, int) and (batch.batch == 1 or in_one_pass(bound(), batch, size, use_cache)):
         return run(request.spec, batch, request.past, False, range(batch.batch))
     return joined(map_rows(model, request, lambda _, cache: cache, "run", run=run, keep=True), bound(), batch)
 
@@ -329,13 +331,12 @@ def _run_backwards(
 
     cache = forward(deepcopy(request.spec).set_metric(**metric).gradient([*functions]))
     gradients = {} if cache.grad is None else {name: np.array(value) for name, value in cache.grad.items()}
-    flow = Dataflow(model.hooked.proto)
     for name in reversed([*functions]):
         before = gradients[name].copy()
         gradients[name] = _called(model, name, functions[name], gradients[name])
         change = gradients[name] - before
         # The hook points that this value is computed from; no other gradient changes with its own.
-        leading = flow.read_by(flow.ancestors([name]))
+        leading = model.hooked.influence.leading(name)
         earlier = [other for other in functions if other in leading and other != name]
         # A gradient g that became g' reaches earlier hook points as g' - g does: one more pass differentiates the value
         # times (g' - g), and its gradients are added to theirs.

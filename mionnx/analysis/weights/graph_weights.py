@@ -18,6 +18,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.linear_map import LinearMap, LinearMaps, NormMap, norm_of
 from mionnx.graph.metadata import NORMED_STREAM
+from mionnx.machine.once import Once
 
 Array = NDArray[Any]
 
@@ -52,6 +53,7 @@ class GraphWeights:
 
     def __init__(self, hooked: HookedModel) -> None:
         self.hooked, self.maps = hooked, LinearMaps(hooked)
+        self._norms: Once[tuple[str, int], NormMap | None] = Once()  # a cache of activations reads each many times
 
     def read(self, name: str, layer: int = 0) -> Array:
         """The numbers of a weight, of one layer where it has layers.
@@ -149,7 +151,7 @@ class GraphWeights:
             HookError: the model has no such norm.
         """
         self.hooked.need_weights(f"reading {name}")
-        norm = self._norm(name, layer)
+        norm = self._norm_once(name, layer)
         if norm is None:
             others = [one for one in NORM_NAMES if one != name and self.has_norm(one, layer)]
             has = f"; it has {', '.join(others)}" if others else ""
@@ -160,9 +162,12 @@ class GraphWeights:
     def has_norm(self, name: str, layer: int) -> bool:
         """Whether a layer has one of the norms."""
         try:
-            return self._norm(name, layer) is not None
+            return self._norm_once(name, layer) is not None
         except (HookError, ModelError):
             return False
+
+    def _norm_once(self, name: str, layer: int) -> NormMap | None:
+        return self._norms.get((name, layer), lambda: self._norm(name, layer))
 
     def _norm(self, name: str, layer: int) -> NormMap | None:
         hooks = self.hooked.metadata.hooks

@@ -272,6 +272,28 @@ def test_a_text_goes_on_from_a_cache(llama):
     assert np.array_equal(logits, llama.forward(rest, cache=before).output())
 
 
+@pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
+def test_functions_leave_keys_and_values_that_a_text_goes_on_from(name):
+    """Two calls with the same functions give what one call over the whole text gives."""
+    model = shipped(name)
+    ids = model.tokenize(PROMPT).ids[None]
+    hooks = [("blocks.0.hook_resid_post", tilted), ("blocks.1.attn.hook_k", tilted)]
+    whole = model.run_with_hooks(ids, hooks)
+    assert abs(whole - model.forward(ids).output()).max() > 0.1
+    for first in ([], ["blocks.1.hook_resid_post"]):
+        logits, cache = model.run_with_cache(ids[:, :3], first, fwd_hooks=hooks, use_cache=True)
+        np.testing.assert_allclose(logits, whole[:, :3], atol=1e-4)
+        rest, cache = model.run_with_cache(ids[:, 3:], [], fwd_hooks=hooks, cache=cache.kv_cache, use_cache=True)
+        np.testing.assert_allclose(rest, whole[:, 3:], atol=1e-4)
+        assert cache.kv_cache.seq_len == ids.shape[1]
+    with pytest.raises(InputError, match="no use_cache=True"):
+        model.run_with_cache(ids, use_cache=True, stop_at_layer=1)
+
+
+def tilted(activation, hook):
+    return activation + np.linspace(-1, 1, activation.shape[-1], dtype=np.float32)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_losses_are_those_of_torch(name):
     model = shipped(name)
