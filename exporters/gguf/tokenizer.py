@@ -61,6 +61,8 @@ GPT2 = Cut((_WORDS,))
 DIGITS = Cut((r"\p{N}", _WORDS))
 LLAMA3 = Cut((rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",), whole_words=True, begins=True)
 QWEN2 = Cut((rf"{_SHORT}|{_WORD}|\p{{N}}|{_REST}",))
+_MARKED = QWEN2.patterns[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+QWEN35 = Cut((_MARKED,))
 TEKKEN = Cut((rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_OF_CASED}",), whole_words=True, begins=True)
 GPT4O = Cut((rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}",))
 DEFAULT = Cut((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -72,6 +74,7 @@ CUTS: dict[str, Cut] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Cut(LLAMA3.patterns)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), QWEN2),
+    "qwen35": QWEN35,
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
     "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),

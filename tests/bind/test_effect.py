@@ -306,6 +306,7 @@ def _part(value: np.ndarray, positions: tuple[int, ...] | None, axes: tuple[str,
 @pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
 @law
 @given(data=st.data())
+@pytest.mark.slow_beyond(1)
 def test_refused_or_seen(name, data):
     """A drawn edit changes something that is returned, or it is refused and nothing returned depends on it."""
     model = model_of(name)

@@ -68,6 +68,7 @@ def compare(found, expected, hooks=HOOKS) -> None:
 
 
 @pytest.mark.parametrize("name", METRICS)
+@pytest.mark.slow_beyond(2)
 def test_plain_onnxruntime_gives_the_gradients(shipped, name, tmp_path):
     folder = shipped.compile(spec_of(name), tmp_path / "compiled")
     proto = onnx.load(folder / "model.onnx", load_external_data=False)

@@ -158,6 +158,7 @@ def test_a_replacement_without_limits_has_the_shape_of_what_it_replaces(shipped,
 
 @pytest.mark.parametrize("target", ["generic", "ort-cpu"])
 @pytest.mark.parametrize("name", ["world-gpt2", "world-llama", pytest.param("world-rwkv7", marks=pytest.mark.slow)])
+@pytest.mark.slow_beyond(2)
 def test_plain_onnxruntime_gives_the_bits_that_the_card_promises(name, target, tmp_path):
     """A plain session gives the bits of `fast=True`; with the card's settings, those of `forward` by default."""
     default, fast = (MIModel.from_pretrained(REPOSITORY / "models" / name, fast=fast) for fast in (False, True))

@@ -53,6 +53,7 @@ def _specs(model: MIModel) -> dict[str, HookSpec]:
     return specs
 
 
+@pytest.mark.slow_beyond(1)
 def test_forward_gives_what_onnx_runtime_gives(pair):
     plain, other = pair
     for title, spec in _specs(plain).items():
@@ -77,6 +78,7 @@ def test_a_recurrence_in_chunks(pair):
     ["world-gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-llama", "world-rwkv7"))],
     indirect=True,
 )
+@pytest.mark.slow
 def test_observations_change_no_bit(pair):
     """The null law: captures, Add(0) and Scale(1)."""
     model = pair[1]

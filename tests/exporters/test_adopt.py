@@ -95,6 +95,7 @@ def test_every_capture_equals_the_eager_tap(file, kind, adopted, reference):
 
 
 @pytest.mark.parametrize("file", EXACT)
+@pytest.mark.slow_beyond(1)
 def test_interventions_equal_the_same_edits_in_torch(file, adopted, reference):
     from oracle import run
 
@@ -168,6 +169,7 @@ def _renamed(source: Path, target: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("file", EXACT)
+@pytest.mark.slow_beyond(2)
 def test_no_name_is_read(file, seed, adopted, tmp_path):
     """Every value and node renamed, the nodes shuffled: the same hook points with the same values."""
     _renamed(FOREIGN / file, tmp_path / "source", seed)

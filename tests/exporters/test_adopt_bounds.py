@@ -149,6 +149,7 @@ def written(folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
 
 
 @pytest.mark.parametrize("evil", EVIL)
+@pytest.mark.slow_beyond(6)
 def test_a_graph_without_bounds_is_refused_before_it_runs(evil, tmp_path):
     """Findings 7 and 9; each of these had to be killed, or took half a minute."""
     folder = written(tmp_path / "evil", EVIL[evil])

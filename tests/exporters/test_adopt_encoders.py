@@ -62,6 +62,7 @@ def batch_of(model: MIModel, padding: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("family", "head"), CASES)
+@pytest.mark.slow_beyond(1)
 def test_every_hook_point_equals_eager(family, head, adopted):
     model, _, reference = adopted(family, head)
     metadata = model.hooked.metadata
@@ -77,6 +78,7 @@ def test_every_hook_point_equals_eager(family, head, adopted):
 
 
 @pytest.mark.parametrize(("family", "head"), CASES)
+@pytest.mark.slow_beyond(1)
 def test_edits_equal_the_same_in_torch(family, head, adopted):
     model, _, reference = adopted(family, head)
     inputs = batch_of(model, "right") | {"token_type_ids": np.zeros((3, 12), np.int64)}
@@ -136,6 +138,7 @@ def test_a_file_s_own_pooling_is_recognised(tmp_path):
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("mode", POOLINGS)
+@pytest.mark.slow_beyond(4)
 def test_the_modules_beside_a_file_are_added(mode, padding, adopted, tmp_path):
     _, folder, _ = adopted("bert", "none")
     source = Path(shutil.copytree(folder, tmp_path / "source", ignore=shutil.ignore_patterns("checkpoint")))

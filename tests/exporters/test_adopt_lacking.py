@@ -90,6 +90,7 @@ def adopted(torch_file, tmp_path_factory) -> Callable[..., MIModel]:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt2")) for name in FAMILIES]
 )
+@pytest.mark.slow
 def test_an_added_cache_holds_what_the_checkpoints_own_would(family, adopted, references):
     """Every hook point with left padding and a past longer than the window, and keys and values."""
     from oracle import run

@@ -129,6 +129,7 @@ def test_decoding_with_a_cache_equals_one_pass(name, way, opened):
 
 
 @families(("bloom", STRUCTURE))
+@pytest.mark.slow
 def test_a_sweep_equals_one_pass_a_cell(name, way, opened):
     model, _ = opened(name, way)
     clean, corrupt = batch("plain").ids[:1], batch("past").ids[:1]

@@ -99,6 +99,7 @@ def test_a_head_of_a_decoder_is_that_of_transformers(family, head, case):
 
 
 @pytest.mark.parametrize("padding_token", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.slow
 def test_the_token_that_is_read_is_that_of_transformers(padding_token, case):
     """The last one that is no padding by the mask, nor the token for padding, which a text may end with."""
     own = case("llama", pad_token_id=padding_token)
@@ -113,6 +114,7 @@ def test_the_token_that_is_read_is_that_of_transformers(padding_token, case):
         assert np.abs(own.model.forward(texts[2], spec).output()[0] - found[2]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_an_edit_at_every_hook_point_equals_the_same_in_torch(case):
     own, inputs = case("llama"), encoder_batch("left")
     for name in own.model.hooked.metadata.hooks:

@@ -59,6 +59,7 @@ each = pytest.mark.parametrize("family", marked(sorted(ENCODERS)))
 
 
 @each
+@pytest.mark.slow_beyond(1)
 def test_every_hook_point_equals_eager(family, made):
     model, reference, _ = made(family)
     for padding in PADDINGS:
@@ -143,6 +144,7 @@ def test_every_head_is_that_of_transformers(family, head, made):
         assert np.abs(found[real] - main[real]).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_tokens_that_were_replaced_are_told_as_electra_does(tmp_path):
     torch.manual_seed(0)
     reference = ElectraForPreTraining(encoder_config("electra")).eval()

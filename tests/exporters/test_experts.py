@@ -117,6 +117,7 @@ def test_hook_points_are_what_transformers_own_modules_compute(models, checkpoin
             assert np.abs(out[:, place] - alone.numpy()).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_expert_is_knocked_out_before_and_after_the_choice(models):
     model, ids, mlp = models("mixtral"), batch("plain").ids, "blocks.0.mlp"
     plain = model.forward(ids, HookSpec().capture(f"{mlp}.*"))

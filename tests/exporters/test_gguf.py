@@ -138,6 +138,7 @@ def test_a_file_in_float32_is_the_model_that_it_was_made_of(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", named(BOTH))
+@pytest.mark.slow_beyond(4)
 def test_a_quantised_file_is_what_transformers_makes_of_it(family, tmp_path, theirs):
     file = write_gguf(family.model(), tmp_path / "m.gguf", family.kind)
     found, expected = ours(file), theirs(file)

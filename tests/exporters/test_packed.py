@@ -87,6 +87,7 @@ def opened(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMS]
 )
+@pytest.mark.slow_beyond(1)
 def test_every_hook_point_is_that_of_eager_transformers(name, opened):
     _, model, reference = opened(name)
     form, family = FORMS[name]
@@ -127,6 +128,7 @@ def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(name, opene
 
 
 @pytest.mark.parametrize("name", ["awq", pytest.param("awq, experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_floats_are_made_where_they_are_asked_for_and_other_bits_are_refused(name, opened, tmp_path):
     checkpoint, model, _ = opened(name)
     shutil.copytree(checkpoint, tmp_path / "copy")

@@ -94,6 +94,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("layer", [None, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 1))])
+@pytest.mark.slow_beyond(1)
 def test_every_intervention_equals_the_same_edit_in_the_loop(rwkv, version, layer):
     model, length, rng = rwkv(f"{version}-pth"), 20, np.random.default_rng(version)
     ids, off = text(length), {}
@@ -355,6 +356,7 @@ def test_fed_gates_of_ones_are_the_defaults(rwkv, version):
 
 @law
 @given(st.sampled_from(VERSIONS), st.integers(2, 20), st.data())
+@pytest.mark.slow
 def test_address_and_order_laws(rwkv, version, length, data):
     model, ids = rwkv(f"{version}-pth"), text(length)
     points = [p for p in model.hook_points() if not p.derived and p.variant != "RwkvState"]

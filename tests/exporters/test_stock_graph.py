@@ -63,6 +63,7 @@ def test_padding_behind_a_text_was_never_tried(tmp_path):
     assert [*model.compiled][-1].fused != STOCK
 
 
+@pytest.mark.slow
 def test_a_merged_decoder_runs_its_own_branch_for_each_call(tmp_path):
     file = merged_decoder.write(tmp_path / "source")
     adopt(file, tmp_path / "hooked")

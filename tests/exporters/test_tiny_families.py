@@ -55,6 +55,7 @@ each = pytest.mark.parametrize(
 
 
 @each
+@pytest.mark.slow
 def test_every_hook_point_and_the_cache_equal_eager(family, made):
     model, reference = made(family)
     for kind in ("left", "left past"):

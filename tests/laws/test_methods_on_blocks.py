@@ -38,6 +38,7 @@ def steering(model: MIModel) -> HookSpec:
     return HookSpec().intervene(HookPoint.ResidPost(1), Intervention.Add(vector, positions=[2, 3]))
 
 
+@pytest.mark.slow_beyond(1)
 def test_sweeps_and_ablations(pair):
     blocks, twin = pair
     for site in ("resid_pre", "z"):
@@ -56,6 +57,7 @@ def test_lens_and_attribution(pair):
     near(*(model.head_scores(seed=0).values for model in (blocks, twin)))
 
 
+@pytest.mark.slow_beyond(1)
 def test_gradients(pair):
     """Attribution patching reads a product's transposed blocks."""
     blocks, twin = pair

@@ -31,6 +31,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MIMod
 @pytest.mark.parametrize(
     ("kind", "step"), [("plain", 0), ("int4", 1 / 12), ("int8", 1 / 200), ("qdq", 1 / 12), ("dynamic", 1 / 200)]
 )
+@pytest.mark.slow_beyond(2)
 def test_matrices_are_within_half_a_step_of_the_models_own(quantised, shipped, kind, step):
     """Blocks of 32 have a scale of their own; half a step is at most the range / 2 / 15, or / 255."""
     for name in ("W_E", "W_U", "b_U", "W_O"):
@@ -45,6 +46,7 @@ def test_matrices_are_within_half_a_step_of_the_models_own(quantised, shipped, k
 @pytest.mark.parametrize(
     ("kind", "most"), [("plain", 2e-6), ("int4", 2e-6), ("int8", 2e-6), ("qdq", 0.1), ("dynamic", 0.1)]
 )
+@pytest.mark.slow_beyond(2)
 def test_weights_by_name_give_the_hooked_values(quantised, kind, most):
     model = quantised(kind)
     cache, layer = model.forward(PROMPT, HookSpec().capture("blocks.2.*")), 2
@@ -72,6 +74,7 @@ def test_weights_by_name_give_the_hooked_values(quantised, kind, most):
 @pytest.mark.parametrize(
     ("kind", "most"), [("plain", 2e-6), ("int4", 2e-6), ("int8", 2e-6), ("qdq", 0.03), ("dynamic", 0.02)]
 )
+@pytest.mark.slow_beyond(2)
 def test_heads_lens_and_attribution_add_up(quantised, kind, most):
     """Dynamic int8, and QDQ in ONNX Runtime, round what a projection reads: sums of heads differ by that."""
     model = quantised(kind)
@@ -86,6 +89,7 @@ def test_heads_lens_and_attribution_add_up(quantised, kind, most):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow_beyond(2)
 def test_the_capture_of_heads_leaves_the_logits_alone(quantised, kind):
     """A DequantizeLinear with a second reader is not fused with its product, which rounds what it reads."""
     plain = quantised(kind).forward(PROMPT).output()

@@ -84,6 +84,7 @@ def test_left_alone_it_is_the_model_and_a_slot_changes_it(head: str, text_encode
 
 
 @pytest.mark.parametrize("name", ["world-bert", "classes"])
+@pytest.mark.slow_beyond(1)
 def test_random_entries_mean_the_same_in_python_and_on_the_page(
     name: str, bert: MIModel, text_encoder, modules: Path, tmp_path: Path
 ):
@@ -194,6 +195,7 @@ def test_a_page_fills_masks_from_both_sides(open_page, bert: MIModel, tmp_path: 
     assert page.troubles == []
 
 
+@pytest.mark.slow
 def test_a_page_of_a_classifier_tells_labels_and_patches_cells(open_page, text_encoder):
     model, _ = text_encoder("classes")
     page = open_page(model)
@@ -218,6 +220,7 @@ def test_a_page_of_a_classifier_tells_labels_and_patches_cells(open_page, text_e
     assert page.troubles == []
 
 
+@pytest.mark.slow
 def test_a_page_of_an_embedding_model_compares_texts(open_page, text_encoder, tmp_path: Path):
     model, _ = text_encoder("embedding")
     page = open_page(model)

@@ -149,6 +149,7 @@ def known(shipped: MIModel) -> dict[str, tuple[list[dict[str, Any]], HookSpec]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow_beyond(6)
 def test_an_intervention_gives_the_logits_of_forward(
     lab: Page, shipped: MIModel, known: Any, tmp_path: Path, name: str
 ):

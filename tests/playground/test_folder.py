@@ -168,6 +168,7 @@ def test_a_damaged_folder_is_a_sentence(
     assert says in bare(folder).evaluate(BROKEN)
 
 
+@pytest.mark.slow
 def test_a_runtime_with_other_numbers_is_refused(playground_folder: Path, bare: Callable[..., Page], tmp_path: Path):
     """The check against the logits of `forward`."""
     folder = Path(shutil.copytree(playground_folder, tmp_path / "other"))

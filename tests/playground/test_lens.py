@@ -79,6 +79,7 @@ def test_the_engine_reads_by_it_what_logit_lens_reads(visited: Page, shipped: MI
     assert (one == one[0]).all()
 
 
+@pytest.mark.slow
 def test_the_page_switches_between_the_two_and_a_link_says_which(
     visited: Page, headless: Browser, shipped: MIModel, lens: JacobianLens
 ):

@@ -43,6 +43,7 @@ def test_every_lesson_has_its_claims():
 
 
 @pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.slow_beyond(4)
 def test_a_lesson_shows_what_its_text_says(name: str, opened: Page, shipped: MIModel, tmp_path: Path):
     number = [*CLAIMS].index(name)
     opened.locator("#lesson-list button").nth(number).click()

@@ -33,6 +33,7 @@ VIEWS = ("lens", "attention", "parts", "steer")
 
 
 @pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.slow_beyond(3)
 def test_a_deed_by_pointing_is_the_spec_that_python_runs(deed: Any, page: Page, shipped: MIModel, tmp_path: Path):
     deed(page)
     assert page.locator(".entry").count() == 1
@@ -334,6 +335,7 @@ HOSTILE = """(text) => {
 }"""
 
 
+@pytest.mark.slow
 def test_tokens_titles_lessons_and_links_never_become_markup(
     headless: Browser, lessons_folder: Path, served: Callable[..., str], tmp_path: Path
 ):

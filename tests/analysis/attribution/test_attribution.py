@@ -57,6 +57,7 @@ def expected(stream: Stream, position: int, answer: int, versus: int) -> dict[st
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("position", [-1, 3])
+@pytest.mark.slow_beyond(3)
 def test_every_component_contributes_what_the_parameters_say(models, references, family, position):
     stream = Stream.of(references(family), IDS)
     found = models(family).attribute(IDS, 5, 11, position=position)

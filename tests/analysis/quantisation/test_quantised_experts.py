@@ -180,6 +180,7 @@ def test_experts_that_are_not_there_are_not_measured(shipped, pair, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_bound_moves_whole_stacks_and_a_name_one_expert(pair, tmp_path):
     """Stacks count in what is measured, so that the written model is within the bound."""
     _, hooked, _ = pair("mixtral")

@@ -201,6 +201,7 @@ def test_the_whole_stream_patched_is_the_other_run(models):
 
 
 @pytest.mark.parametrize("layout", ["6-hf", "7-fla"])
+@pytest.mark.slow_beyond(1)
 def test_recurrent_models_too(rwkv, layout):
     model = rwkv(layout)
     clean, corrupted = prompts(0, vocab=model.vocab_size)
