@@ -125,7 +125,8 @@ def max_activations(
 
     Example:
         seen = model.harvest(texts, "blocks.*.mlp.hook_pre", "activations")
-        model.max_activations(seen, transcoders, [node for node, _ in graph.top(20)]).save("features.html")
+        found = [node for node, _ in graph.top(20) if node[0].isdigit()]  # no errors, no tokens
+        model.max_activations(seen, transcoders, found).save("features.html")
     """
     for name, number, least in (("k", k, 1), ("before", before, 0), ("after", after, 0)):
         at_least(name, number, least)
@@ -157,7 +158,7 @@ def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int |
     for name in features:
         parts = str(name).split("_")
         if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
-            raise InputError(f'{name!r} names no feature of transcoders: "layer_feature", as "1_230"')
+            raise InputError(f'{name!r} names no feature of transcoders: "layer_feature", as "1_230"; errors are none')
         layer = index_within("layer", int(parts[0]), len(coders))
         number = index_within("feature", int(parts[1]), coders.layer(layer).features)
         chosen.setdefault(layer, {})[number] = None
