@@ -7,7 +7,7 @@ import numpy as np
 from exporters.gguf.facts import ModelFacts, rope, special_ids
 from exporters.gguf.header import Header
 from exporters.gguf.hybrids import HYBRIDS
-from exporters.gguf.layout import AFTER, KEY_HEADS, LAYER, Architecture, Config
+from exporters.gguf.layout import KEY_HEADS, LAYER_MODULES, NORMS_BEHIND, Architecture, Config
 from mionnx.errors import ExportError, boundary, nearest
 
 SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -92,9 +92,9 @@ def _phi3(facts: ModelFacts, config: Config) -> Config:
 
 LLAMA = Architecture("llama", _llama, interleaved=True)
 GEMMA = Architecture("gemma", norm_offset=1.0)
-POST_NORMS = {**LAYER, **AFTER, "ffn_norm": "pre_feedforward_layernorm"}
-PHI3_LAYER = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-STARCODER2_LAYER = {**LAYER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+POST_NORMS = {**LAYER_MODULES, **NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+PHI3_LAYER = {**LAYER_MODULES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+STARCODER2_LAYER = {**LAYER_MODULES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 
 PLAIN = {
     "gemma": GEMMA,
@@ -102,7 +102,7 @@ PLAIN = {
     "gemma3": replace(GEMMA, model_type="gemma3_text", config=_gemma3, layer=POST_NORMS),
     "granite": replace(LLAMA, model_type="granite", config=_granite),
     "llama": LLAMA,
-    "olmo2": Architecture("olmo2", layer={**LAYER, **AFTER}),
+    "olmo2": Architecture("olmo2", layer={**LAYER_MODULES, **NORMS_BEHIND}),
     "phi3": Architecture("phi3", _phi3, PHI3_LAYER),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),

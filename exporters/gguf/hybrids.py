@@ -5,17 +5,26 @@ from typing import Any
 import numpy as np
 
 from exporters.gguf.facts import ModelFacts
-from exporters.gguf.layout import AFTER, IN_ORDER, LAYER, MODULES_OUTSIDE, Architecture, Config, Order, by_heads
+from exporters.gguf.layout import (
+    IN_ORDER,
+    LAYER_MODULES,
+    MODULES_OUTSIDE,
+    NORMS_BEHIND,
+    Architecture,
+    Config,
+    Order,
+    by_heads,
+)
 
 SIGMOID = 2  # llama.cpp's number of the function that makes weights of a router's logits
-CONV, STATE = "ssm_conv1d", {"ssm_a": "A_log", "ssm_d": "D"}
+CONV, STATE_WEIGHTS = "ssm_conv1d", {"ssm_a": "A_log", "ssm_d": "D"}
 ATTENDS = {True: "full_attention", False: "linear_attention"}
 BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 
 
 def _mixer(path: str, **names: str) -> dict[str, str]:
     """Names of a Mamba mixer: in and out projections, convolution, A and D beside those that are given."""
-    own = {"ssm_in": "in_proj", CONV: "conv1d", **STATE, "ssm_out": "out_proj", **names}
+    own = {"ssm_in": "in_proj", CONV: "conv1d", **STATE_WEIGHTS, "ssm_out": "out_proj", **names}
     return {name: f"{path}.{module}" for name, module in own.items()}
 
 
@@ -236,7 +245,7 @@ def projection_order(module: str, config: Config) -> Order:
 
 SHARED_MLP = {"ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear"}
 GRANITE_HYBRID_LAYER = {
-    **LAYER,
+    **LAYER_MODULES,
     **_mixer("mamba", **MAMBA2_NAMES),
     **SHARED_MLP,
     "ffn_down": "shared_mlp.output_linear",
@@ -249,7 +258,7 @@ GRANITE_HYBRID_LAYER = {
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 JAMBA_LAYER = {
-    **{key: name for key, name in LAYER.items() if key.startswith("attn_")},
+    **{key: name for key, name in LAYER_MODULES.items() if key.startswith("attn_")},
     **_mixer("mamba", **MAMBA_NAMES, **{f"ssm_{one}_norm": f"{one}_layernorm" for one in ("dt", "b", "c")}),
     "ffn_norm": "pre_ff_layernorm",
     **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
@@ -257,15 +266,15 @@ JAMBA_LAYER = {
     **{f"ffn_{one}_exps": f"feed_forward.experts.{{expert}}.{one}_proj" for one in ("gate", "up", "down")},
 }
 DELTA_NET_LAYER = {
-    **LAYER,
-    **AFTER,
+    **LAYER_MODULES,
+    **NORMS_BEHIND,
     CONV: "linear_attn.conv1d",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-EXPERTS = {
+ROUTED = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
@@ -280,7 +289,7 @@ QWEN35_LAYER = {
 }
 QWEN3_NEXT_LAYER = {
     **DELTA_NET_LAYER,
-    **EXPERTS,
+    **ROUTED,
     **dict.fromkeys(("attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
     "ssm_ba": "linear_attn.in_proj_ba",
 }
@@ -320,7 +329,7 @@ def _mamba(family: str, config: Any, names: dict[str, str]) -> Architecture:
         sizes=_mamba_alone,
         convolution=CONV,
         decays=("ssm_a",),
-        flat=("ssm_norm",) + (tuple(STATE) if family == "mamba2" else ()),
+        flat=("ssm_norm",) + (tuple(STATE_WEIGHTS) if family == "mamba2" else ()),
     )
 
 
@@ -348,7 +357,7 @@ HYBRIDS = {
         attending=by_heads,
         convolution=CONV,
         decays=("ssm_a",),
-        flat=("ssm_norm", *STATE),
+        flat=("ssm_norm", *STATE_WEIGHTS),
     ),
     "jamba": Architecture(
         "jamba",
@@ -364,6 +373,6 @@ HYBRIDS = {
     "mamba": _mamba("mamba", mamba, MAMBA_NAMES),
     "mamba2": _mamba("mamba2", mamba2, MAMBA2_NAMES),
     "qwen35": _delta_net("qwen3_5_text", delta_net, QWEN35_LAYER, value_order),
-    "qwen35moe": _delta_net("qwen3_5_moe_text", routed_delta_net, {**QWEN35_LAYER, **EXPERTS}, value_order),
+    "qwen35moe": _delta_net("qwen3_5_moe_text", routed_delta_net, {**QWEN35_LAYER, **ROUTED}, value_order),
     "qwen3next": _delta_net("qwen3_next", routed_delta_net, QWEN3_NEXT_LAYER, projection_order),
 }

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from exporters.gguf.facts import ModelFacts
 
-LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
+LAYER_MODULES = {  # module of a layer, llama.cpp's name -> transformers' in most families
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -22,7 +22,7 @@ LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most famili
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 KEY_HEADS = "attention.head_count_kv"
 UNEMBEDDING = "lm_head.weight"
@@ -61,7 +61,7 @@ class Architecture:
 
     model_type: str
     config: Callable[[ModelFacts, Config], Config] = lambda facts, config: {}
-    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     interleaved: bool = False
     norm_offset: float = 0.0
     outside: Mapping[str, str] = field(default_factory=lambda: MODULES_OUTSIDE)

@@ -19,7 +19,7 @@ from exporters.weight_files import some
 from mionnx.errors import ExportError
 
 LEAVES = ("weight", "bias")
-EXPERT = "{expert}"  # in the name of a module: a stack in the file, one tensor an expert in a checkpoint
+EXPERT_NUMBER = "{expert}"  # in the name of a module: a stack in the file, one tensor an expert in a checkpoint
 STACKED = 3  # axes of a stack of experts
 
 
@@ -104,7 +104,7 @@ def _experts(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     length = info.length // count
     for expert in range(count):
         part = replace(info, shape=tuple(shape), offset=info.offset + expert * length, length=length)
-        yield name.replace(EXPERT, str(expert)), part
+        yield name.replace(EXPERT_NUMBER, str(expert)), part
 
 
 def _made(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -194,8 +195,12 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
 
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
-            # TransformerLens' names of recurrent mixers are other spellings of ours
-            return HookPoint.parse(_outside(str(hook))).name if hook not in self._captured else str(hook)
+            name = str(hook)
+            if name not in self._captured:  # TransformerLens' names of recurrent mixers are other spellings of ours
+                name = _outside(name)
+                with suppress(HookError):
+                    name = HookPoint.parse(name).name
+            return name
         if len(hook) != 2:
             raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
         short, layer = hook[0], self._from_start(hook[1])

@@ -17,8 +17,8 @@ from transformer_lens.model_bridge.bridge_core import _input_batch_size
 from mionnx.transformer_lens.lens_pass import Live, has_hooks
 
 # Arguments of a pass that change no name; with any other, hooks are put where it says.
-PLAIN = {"return_type", "prepend_bos", "padding_side", "attention_mask", "loss_per_token", "labels"}
-PLAIN |= {"output_attentions"}
+HARMLESS = {"return_type", "prepend_bos", "padding_side", "attention_mask", "loss_per_token", "labels"}
+HARMLESS |= {"output_attentions"}
 GATES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in")
 
 
@@ -39,7 +39,7 @@ class WholeCache:
     def serves(self, options: dict[str, Any]) -> bool:
         """Whether a call asks for every name and nothing else, and no hook is there to act."""
         arguments = {name for name, value in options.items() if value is not None}
-        return arguments <= PLAIN and not any(map(has_hooks, self.bridge._hook_registry.values()))
+        return arguments <= HARMLESS and not any(map(has_hooks, self.bridge._hook_registry.values()))
 
     @property
     def _stamp(self) -> Any:

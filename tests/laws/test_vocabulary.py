@@ -36,7 +36,7 @@ DEFAULTS = {
     "position": {-1, None},
     "patching": {"denoising", "noising"},
     "linearize_at": {"corrupted"},
-    "rules": {"gradient"},
+    "rules": {"gradient", "frozen_norm_pattern"},  # an attribution graph is of patterns held, as it is defined
     "cotangent": {None},
     "seed": {None, 0},
     "batch_size": {"auto"},

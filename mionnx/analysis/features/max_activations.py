@@ -154,6 +154,8 @@ def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int |
         numbers = [*dict.fromkeys(coders.number_of(one) for one in features)]
         yield LayerFeatures(coders.config.hook, of_encoder(coders), None, np.array(numbers), tuple(map(str, numbers)))
         return
+    if not isinstance(coders, TranscoderSet):
+        raise InputError(f"coders are an SAE or a TranscoderSet, got a {type(coders).__name__}")
     chosen: dict[int, dict[int, None]] = {}
     for name in features:
         parts = str(name).split("_")

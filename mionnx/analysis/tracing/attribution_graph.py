@@ -1,5 +1,7 @@
 """`AttributionGraph`: direct effects between the nodes of one prompt, and what is asked of them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +53,7 @@ class AttributionGraph(EffectGraph, Shown):
 
     def prune(
         self, nodes: float = NODE_SHARE, edges: float = EDGE_SHARE, toward: str | None = None
-    ) -> "AttributionGraph":
+    ) -> AttributionGraph:
         """Keep the nodes and edges of most influence; all other effects are 0.
 
         Args:
@@ -77,7 +79,7 @@ class AttributionGraph(EffectGraph, Shown):
         own, names = self.influence(toward), self.sources
         return [(names[i], float(own[i])) for i in np.argsort(-own, kind="stable")[:k]]
 
-    def group(self, name: str, nodes: Sequence[str]) -> "AttributionGraph":
+    def group(self, name: str, nodes: Sequence[str]) -> AttributionGraph:
         """The same graph with some nodes as one supernode, on its page and in circuit-tracer's file.
 
         Raises:
@@ -93,7 +95,7 @@ class AttributionGraph(EffectGraph, Shown):
             index_of(node, names)
         return replace(self, groups={**self.groups, name: tuple(nodes)})
 
-    def describe(self, dashboards: FeatureDashboards, k: int = 3) -> "AttributionGraph":
+    def describe(self, dashboards: FeatureDashboards, k: int = 3) -> AttributionGraph:
         """The same graph with the texts that excite its features most, which its page tells at each node.
 
         Args:
@@ -125,7 +127,7 @@ class AttributionGraph(EffectGraph, Shown):
         return circuit_tracer_file.entries(self, self.leading(nodes, edges), slug, scan, nodes)
 
     @classmethod
-    def read(cls, path: str | Path) -> "AttributionGraph":
+    def read(cls, path: str | Path) -> AttributionGraph:
         """Read a file of circuit-tracer's or Neuronpedia's (schema 1): its nodes and links, nothing that was pruned.
 
         Raises:

@@ -1,5 +1,7 @@
 """`EffectGraph`: nodes, direct effects between them, and the influence that follows; the base of `AttributionGraph`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
