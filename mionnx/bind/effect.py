@@ -29,6 +29,7 @@ from mionnx.spec.limits import LIMITS
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
+READ_LATER = {"token_shift", "convolution"}  # terms of a token that the tokens behind it read, and not it itself
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,15 @@ def _begins(state: StateEdit, layer: int, model: HookedModel) -> list[str]:
 
 
 def _in_time(state: StateEdit, positions: ByRow | None, batch: TokenBatch) -> bool:
-    """Whether any position shown is one of the intervention's, or later; None shows all."""
-    if positions is None:
+    """Whether any position shown, None for all, is one that the intervention changes: its own, or a later one."""
+    behind = {*state.terms} <= READ_LATER
+    if positions is None and not behind:
         return True
+    last = [
+        int(here.max()) if positions is None else max(positions[row]) for row, here in enumerate(batch.token_positions)
+    ]
     return any(
-        changed <= max(positions[row])
+        changed + behind <= last[row]
         for row in range(batch.batch)
         for changed in batch.absolutes(state.positions_, row)
     )

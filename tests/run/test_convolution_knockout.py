@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 from random_specs import Call, Capture, StateEdit, points_of
 from recurrent_families import VOCAB
+from repository import REPOSITORY
 from spec_reference import Reference, check
 from spec_reference import hybrid as reference_of
 
@@ -119,6 +120,17 @@ def test_what_has_no_convolution_is_refused_by_name(hybrid):
     alone, chained = StateKnockoutSpec(terms=["convolution"]), StateKnockoutSpec().convolution()
     runs = [model.forward(IDS, HookSpec().set_state_knockout(one.position(3))).output() for one in (alone, chained)]
     assert (runs[0] == runs[1]).all()  # of a convolution alone its columns are all that a token writes
+
+
+def test_the_last_token_is_hidden_from_nothing_but_what_follows():
+    model = MIModel.from_pretrained(REPOSITORY / "models" / "world-hybrid", threads=1)
+    text = "The capital of France is"
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec(terms=["convolution"]).position(-1))
+    with pytest.raises(InterventionError, match="stands before its positions"):
+        model.forward(text, spec)
+    hidden, seen = (model.forward(text, one, use_cache=True).kv_cache for one in (spec, HookSpec()))
+    after = [model.forward([[7]], cache=one).output() for one in (hidden, seen)]
+    assert np.abs(after[0] - after[1]).max() > 1e-3
 
 
 def test_a_spec_file_keeps_it(tmp_path):
