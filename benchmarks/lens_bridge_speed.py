@@ -14,7 +14,7 @@ before anything is timed.
   more than 8 layers, the cells of the first and the middle one: theirs takes minutes for all.
 - attribution: `cache_activation_and_gradient` of TransformerLens, one pass forward and back.
 
-Memory: the most that a process of its own held (peak resident set) and what it holds at the end (unique set size), with
+Memory: the most that a process of its own held (peak resident set) and what it holds at the end (proportional set), with
 one bridge and nothing else, after a cache and a sweep; beside it, bytes of our weights by where they lie.
 
 `--save` writes benchmarks/results/lens_bridge_speed.md.
@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import Any
 
@@ -39,6 +38,7 @@ import pandas
 import psutil
 import torch
 from gpt2_shape import exported, options_parser, set_threads
+from model_memory import peak
 from tables import present
 from transformer_lens import patching
 from transformer_lens.model_bridge import TransformerBridge
@@ -50,7 +50,7 @@ from mionnx import MIModel
 from mionnx.transformer_lens import bridge
 
 WORLD = Path(__file__).parents[1] / "models" / "world-gpt2"
-ANSWER, VERSUS = 5, 9
+ANSWER, VERSUS = 105, 209  # of every vocabulary: of SmolLM2 the first ids are tokens that were never trained, all alike
 Work = Callable[[Any], Any]
 
 
@@ -126,15 +126,15 @@ def held(kind: str, checkpoint: Path, hooked: Path, threads: int) -> list[str]:
 def memory(kind: str, checkpoint: Path, hooked: Path, threads: int) -> None:
     """Print what a process with one bridge holds."""
     process = psutil.Process()
-    imported = process.memory_full_info().uss
+    imported = process.memory_full_info().pss
     one = bridge(MIModel.from_pretrained(hooked, threads=threads)) if kind == "this engine" else open_theirs(checkpoint)
     with torch.no_grad():
         for program in [*programs(16, one.cfg).values()][:3]:
             program(one)
     found = {
         "imported": imported,
-        "end": process.memory_full_info().uss,
-        "peak": getrusage(RUSAGE_SELF).ru_maxrss * 1024,
+        "end": process.memory_full_info().pss,
+        "peak": peak(),
     }
     print(json.dumps(found | ({"weights": one.weight_bytes} if kind == "this engine" else {})))
 
