@@ -14,7 +14,7 @@ before anything is timed.
   more than 8 layers, the cells of the first and the middle one: theirs takes minutes for all.
 - attribution: `cache_activation_and_gradient` of TransformerLens, one pass forward and back.
 
-Memory: the most that a process of its own held (peak resident set) and what it holds at the end (proportional set), with
+Memory: the most that a process of its own held (peak resident set) and what it holds in the end (proportional), with
 one bridge and nothing else, after a cache and a sweep; beside it, bytes of our weights by where they lie.
 
 `--save` writes benchmarks/results/lens_bridge_speed.md.
