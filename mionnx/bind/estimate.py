@@ -23,7 +23,8 @@ class Estimate(Brief):
         passing: approximate bytes of a pass: its longest layer, logits and captures.
         opening: of a spec with gradients, approximate seconds of processor time until its graph is open.
         weights: bytes of the weights in the dtype that the graph computes in: least memory of any pass.
-        store: bytes that a first intervention writes to the store, once on a machine: weights as the engine packs them.
+        store: about the most bytes that interventions write to the store, once on a machine: weights as the engine
+            packs them; 0 where that is done, or where the store has no room for them (`MIONNX_CACHE_LIMIT`).
     """
 
     captures: dict[str, int]

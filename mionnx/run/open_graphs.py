@@ -123,12 +123,17 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
 
     @property
     def base_to_come(self) -> int:
-        """Bytes of the base that is made before the second rewritten graph; 0 where there is one, or none is made."""
+        """Bytes of the base that is made before the second rewritten graph; 0 where one is there, or has no room."""
         makes = self.options.base and self.options.prepack is not False and prepacked.possible(self.options)
         if not makes or self.base is not None or self.weights < prepacked.WORTHWHILE:
             return 0
-        there = self.model.has_weights and prepacked.find(self.model, self.options, self._entries) is not None
-        return 0 if there else prepacked.bytes_of(self.model)
+        if self.model.has_weights and prepacked.find(self.model, self.options, self._entries) is not None:
+            return 0
+        try:
+            prepacked.refuse_without_room(self.model, self._entries)
+        except OSError:  # then none is made
+            return 0
+        return prepacked.bytes_of(self.model)
 
     @once_property
     def _entries(self) -> DiskCache:
