@@ -40,9 +40,9 @@ PAUSE = 0.01  # seconds between two looks at the memory
 Row = tuple[str, str, str, str]
 
 
-def make_checkpoint(folder: Path) -> int:
-    """Write the checkpoint shard by shard, one layer in memory; return its parameter count."""
-    config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], dtype="float32")
+def make_checkpoint(folder: Path, shape: dict[str, int] = SHAPE, dtype: torch.dtype = torch.float32) -> int:
+    """Write a checkpoint shard by shard, one layer in memory; return its parameter count."""
+    config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype=str(dtype).removeprefix("torch."))
     with torch.device("meta"):
         shapes = {k: v.shape for k, v in AutoModelForCausalLM.from_config(config).state_dict().items()}
     config.save_pretrained(folder)
@@ -52,7 +52,7 @@ def make_checkpoint(folder: Path) -> int:
     where = {}
     for number, names in enumerate(shards.values(), 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: torch.randn(shapes[name]) * 0.02 for name in names}
+        tensors = {name: (torch.randn(shapes[name]) * 0.02).to(dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))

@@ -38,29 +38,6 @@ SHAPE = {
 COLUMNS = ("model", "verb", "seconds", "PSS", "peak", "with the store, seconds", "PSS", "peak")
 
 
-def make_checkpoint(folder: Path) -> None:
-    """Write a random checkpoint in bfloat16, a layer in memory at a time."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], dtype="bfloat16")
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    config.save_pretrained(folder)
-    shards: dict[str, list[str]] = {}
-    for name in shapes:
-        shards.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
-    where = {}
-    for number, names in enumerate(shards.values(), 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: (torch.randn(shapes[name]) * 0.02).bfloat16() for name in names}
-        tensors |= {name: torch.ones(shapes[name]).bfloat16() for name in names if "norm" in name}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-
-
 def verbs(source: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """The steps of a first session, in order; each reads and writes what the session holds."""
     from mionnx import HookPoint, HookSpec, Intervention, MIModel
@@ -156,8 +133,11 @@ def main() -> None:
             if name == "llama-1.1b":
                 folder = chosen.checkpoint or Path(scratch) / "checkpoint"
                 if not (folder / "config.json").exists():
+                    import torch  # not in the processes that are measured
+                    from export_1b import make_checkpoint
+
                     folder.mkdir(parents=True, exist_ok=True)
-                    make_checkpoint(folder)
+                    make_checkpoint(folder, SHAPE, torch.bfloat16)
                 source = str(folder)
             store = Path(scratch) / f"store of {name}"
             first, second = (in_process(source, store, chosen.limit, False) for _ in range(2))
