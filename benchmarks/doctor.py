@@ -208,8 +208,7 @@ def main() -> None:
                     one = row.distance
                     cells = [f"{one.kl:.1e}", f"{one.logit:.2g}", f"{one.top_1:.1%}"]
                     tables[2].append([title, row.name, str(row.values), *cells])
-                folder = scratch / title
-                folder.mkdir()
+                folder = Path(tempfile.mkdtemp(dir=scratch))
                 tables[3] += [[title, *row] for row in runtimes(model, texts, first, folder)]
     heads = (RANGE_HEAD, HEAD, ALONE, RAN)
     said = "Rounded alone: of the rescaled graph. " * options.alone

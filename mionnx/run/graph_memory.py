@@ -14,6 +14,7 @@
    closed.
 """
 
+import atexit
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -35,6 +36,7 @@ PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 _uses = [0]  # how often any model's graph was asked for
 all_pools: WeakSet["GraphMemory[Any, Any]"] = WeakSet()  # of all models
 _pools_lock = RLock()
+_idle: WeakSet["IdleMemory"] = WeakSet()
 
 
 def idle_limit(weights: int) -> int:
@@ -165,6 +167,8 @@ class IdleMemory:
         self._least = memory.resident()[0]  # bytes when some was last returned, or the least since
         self._lock, self._since = RLock(), 0.0
         self._timer: Timer | None = None
+        self._ended = False
+        _idle.add(self)
 
     def release(self, allowed: int, release: Callable[[], None], later: bool = False) -> None:
         """Return memory if the process has grown by more than the bytes allowed.
@@ -194,15 +198,32 @@ class IdleMemory:
         if self._timer is None and memory.resident()[0] > self._least + allowed:
             self.release(allowed, release, later=True)
 
+    def end(self) -> None:
+        """Wait for no pause any more, and for a release that is under way."""
+        # The interpreter, at its end, stops threads that are no part of it where they come back from the engine, and
+        # the engine, which is C++, ends the process then: "terminate called without an active exception".
+        with self._lock:
+            self._ended = True
+            if self._timer is not None:
+                self._timer.cancel()
+
     def _wait(self, allowed: int, release: Callable[[], None]) -> None:
         """Release after a pause; where a graph was used meanwhile, after another one."""
+        if self._ended:
+            return
         before = _uses[0]
 
         def end() -> None:
             with self._lock:
-                if self._timer is timer:  # else something else was begun
+                if self._timer is timer and not self._ended:  # else something else was begun
                     self.release(allowed, release, later=_uses[0] != before)
 
         self._timer = timer = Timer(PAUSE, end)
         timer.daemon = True
         timer.start()
+
+
+@atexit.register
+def _end_pauses() -> None:
+    for one in [*_idle]:
+        one.end()

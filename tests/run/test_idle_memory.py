@@ -45,6 +45,28 @@ for variant in ("ResidPre", "AttnOut", "ResidMid", "MlpOut", "ResidPost", "AttnZ
 print((held[1] - held[0]) / 1e6, (held[-1] - held[0]) / 1e6)
 """
 
+# A program that ends while memory is returned in a thread.
+ENDING = """
+import time
+from threading import Event
+from mionnx import MIModel
+from mionnx.run import graph_memory
+
+graph_memory.PAUSE, begun = 0.01, Event()
+model = MIModel.from_pretrained("models/world-llama", threads=1)
+model.forward([3, 4])
+
+def release():
+    begun.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        model.variants.engine.release()
+    print("returned", flush=True)
+
+model.idle.release(-(2**60), release, later=True)
+begun.wait()
+"""
+
 
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -214,3 +236,11 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     monkeypatch.setattr("mionnx.run.graph_memory.LONGEST_WAIT", 0)
     idle.release(10, release, later=True)
     assert released == [1000, 2000, 3000], "it does not wait for ever"
+
+
+def test_a_program_that_ends_waits_for_memory_that_is_being_returned():
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "returned\n"), ended.stderr
