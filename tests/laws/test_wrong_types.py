@@ -119,7 +119,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("elsewhere")
 def test_nothing_raw_comes_of_a_wrong_value(group: str, calls: dict[str, list[Call]]) -> None:
-    check([call for call in calls[group] if not call.slow], 1 if group == "specs" else 7)
+    check([call for call in calls[group] if not call.slow], 7)
 
 
 @pytest.mark.slow
