@@ -52,20 +52,21 @@ class EffectRows:
             mine = np.flatnonzero((position >= begin) & (position < end))
             if not len(mine):
                 continue
-            feeds = {**sources.feeds(end), **self.skips}
             chunk = self.chunk(end)
             for first in range(0, len(mine), chunk):
                 part = mine[first : first + chunk]
-                self._run(nodes[part], part, position[part], end, feeds, out)
+                self._run(nodes[part], part, position[part], end, out)
                 count += len(part)
                 done(count)
 
-    def _run(self, nodes: Numbers, rows: Numbers, position: Numbers, end: int, feeds: Arrays, out: Floats) -> None:
+    def _run(self, nodes: Numbers, rows: Numbers, position: Numbers, end: int, out: Floats) -> None:
         """One call of the way back, on the first tokens."""
         sources, layers = self.sources, self.sources.local.layers
         layer = np.full(len(nodes), layers)
         layer[nodes >= 0] = sources.layer[nodes[nodes >= 0]]
-        feeds, order, above = dict(feeds), list[NDArray[np.int64]](), list[int]()
+        # held by this call alone, so that constants of other lengths are gone before those of this one are computed
+        feeds = {**sources.feeds(end), **self.skips}
+        order, above = list[NDArray[np.int64]](), list[int]()
         for i in reversed(range(layers + 1)):
             above.append(sum(map(len, order)))
             own = np.flatnonzero(layer == i)

@@ -24,6 +24,7 @@ from mionnx.errors import GradientError
 from mionnx.graph.dataflow import Facts, reads
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.onnx_file import opset
+from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.gradient.backward import Backward, FreshNames
 from mionnx.rewrite.gradient.rows import IN_ROWS
 from mionnx.rewrite.gradient.rules import SETS, SUBGRAPH_RULES
@@ -41,6 +42,7 @@ SOURCE_ROWS, SOURCE_INDEX, SOURCE_VALUES = (
 )
 ROW_PRODUCTS = "mionnx.trace.{}.products".format
 TOKEN_SOURCES, TOKEN_PRODUCTS = "mionnx.trace.tokens", "mionnx.trace.token_products"
+TRACED_LOGITS = "mionnx.trace.logits"  # [batch, vocab], of the graph forwards
 QUERY_ROWS, KEY_ROWS = "mionnx.trace.query", "mionnx.trace.key"
 
 
@@ -72,7 +74,8 @@ def way_back(
     write_at: Sequence[str],  # and the one whose value they stand for
     width: int,
     skips: bool,
-    ends: Sequence[str],  # further outputs of the graph forwards
+    end: str = FINAL_POINT,  # the hook point that targets are linear in, behind the layers of `read_at` alone
+    logits: bool = False,  # whether the graph forwards gives the last position's logits too
     gathered: bool = False,  # whether the vectors of sources are gathered from rows in the graph, layer by layer
     rules: str = FROZEN_PATTERN,  # a set of rules of a gradient
     attention: Attention | None = None,  # queries and keys as ends, and not features and logits
@@ -83,9 +86,9 @@ def way_back(
     if attention:
         builder.attention(*attention)
     else:
-        builder.pieces()
+        builder.pieces(end)
     points = attention[1:] if attention else (*read_at, *write_at, EMBED_POINT)
-    return builder.parted([*dict.fromkeys([*points, *ends])])
+    return builder.parted([*dict.fromkeys([*points, *([builder.last_logits()] if logits else [])])])
 
 
 class _WayBack:
@@ -111,10 +114,12 @@ class _WayBack:
         self.gathered, self.rules = False, {**SETS[FROZEN_PATTERN], **IN_ROWS}
         self.outputs: list[str] = []
 
-    def pieces(self) -> None:
-        """Add the whole way, from the logits' vectors down to the embedding."""
+    def pieces(self, end: str) -> None:
+        """Add the whole way, from the targets' vectors down to the embedding."""
         layers = len(self.read_at)
-        (stream,) = self._piece("final", FINAL_POINT, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
+        below, stream = str(HookPoint.ResidPost(layers - 1)), self._seed(layers)
+        if end not in (below, str(HookPoint.ResidPre(layers))):  # the same value
+            (stream,) = self._piece("final", end, [below], stream)
         for layer in reversed(range(layers)):
             passed = self._passed(layer, stream)
             before = str(HookPoint.ResidPre(layer))
@@ -134,6 +139,11 @@ class _WayBack:
         for below in reversed(range(layer)):
             stream = self._passed(below, stream)
         self._embedded(stream)
+
+    def last_logits(self) -> str:
+        """The logits of the last position: those of all are many, and no more than memory."""
+        last = self._constant("mionnx.trace.last_position", -1)
+        return self._node("Gather", [LOGITS, last], TRACED_LOGITS, axis=1)
 
     def _passed(self, layer: int, stream: str) -> str:
         """The cotangent of the stream before a layer from that behind it, and the products at its MLP."""
