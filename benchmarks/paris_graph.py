@@ -157,6 +157,10 @@ def main() -> None:
         ),
     ]
     if options.save:
+        for name, layers, position in (("read the country", (0, 1), COUNTRY), ("write the capital", (2, 3), LAST)):
+            best = [node for node, _ in graph.top(SHOWN * 3) if node in graph.sources[: len(graph.features)]]
+            chosen = [node for node in best if int(node[0]) in layers and node.endswith(f"_{position}")]
+            graph = graph.group(name, chosen)
         graph.prune(0.7).save(PICTURE)
     scores = f"replacement {decimal(graph.replacement_score, 3)}, completeness {decimal(graph.completeness_score, 3)}"
     said = f"{len(graph.features)} active features; {scores}. Attention patterns are those of the prompt throughout."

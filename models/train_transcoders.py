@@ -29,6 +29,7 @@ Array = NDArray[Any]
 Pairs = list[tuple[Array, ...]]  # of each layer
 TOKENS = 1024  # of a step
 SHORT, LONG = 16, 64  # rows of successive steps: sentences of one kind, where a prompt stands, and rows of the corpus
+SAMPLED = 4  # the least activation is found on every fourth token
 PEAK_RATE, DECAYS = 2e-3, (0.9, 0.99)
 DEAD, ASLEEP = 20, 1 / 16  # steps after which a feature that is not active learns from what is left, and its weight
 CHECKED = 2**14  # tokens that thresholds are set on, and as many fresh ones that the card measures
@@ -45,8 +46,8 @@ CARD = """\
 it writes (`hook_mlp_out`), in circuit-tracer's layout: float16, JumpReLU.
 `model.trace(prompt)` finds them here; `TranscoderSet.load("{name}")` opens them.
 
-Made by `{command}`: {steps} steps of {tokens:,} tokens, {seconds:.0f} s on two CPU cores that other work shared, numpy
-{numpy}. Measured on {checked:,} tokens of fresh sentences and rows of the corpus, the first of each row left out:
+Made by `{command}`:
+{steps} steps of {tokens:,} tokens, {seconds:.0f} s on two CPU cores that other work shared, numpy {numpy}. Measured on {checked:,} tokens of fresh sentences and rows of the corpus, the first of each row left out:
 
 {table}
 """
@@ -142,9 +143,11 @@ class Adam:
 
 def leading(pre: Array, active: int) -> tuple[Any, float]:
     """The largest pre-activations above 0, `active` a token on average, as a sparse array; and the least of them."""
-    place = pre.size - active * len(pre)
-    limit = max(float(np.partition(pre, place, axis=None)[place]), 1e-6)
-    return csr_array(np.where(pre >= limit, pre, 0)), limit
+    some = pre[::SAMPLED]
+    place = some.size - active * len(some)
+    limit = max(float(np.partition(some, place, axis=None)[place]), 1e-6)
+    token, feature = np.nonzero(pre >= limit)
+    return csr_array((pre[token, feature], (token, feature)), shape=pre.shape), limit
 
 
 def values(model: MIModel, rows: NDArray[np.int64]) -> Pairs:
@@ -223,8 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the transcoders of a small model.")
     parser.add_argument("model", nargs="?", default="world-llama", help="a folder of models/")
     parser.add_argument("--features", type=int, default=768, help="of a layer")
-    parser.add_argument("--active", type=int, default=10, help="features that are active at a token, on average")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--active", type=int, default=14, help="features that are active at a token, on average")
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder of the set (default: transcoders, in the model's)")
