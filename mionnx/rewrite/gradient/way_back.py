@@ -11,7 +11,7 @@
    the graph forwards, computed once for one text; rows of any number are broadcast against it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
-from mionnx.graph.dataflow import Facts, reads
+from mionnx.graph.dataflow import Facts, reads, subgraphs
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.onnx_file import opset
 from mionnx.graph.output_head import LOGITS
@@ -230,7 +230,7 @@ class _WayBack:
         varying = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
         seeded = {name for name in self.inputs if ".skip" not in name}
         fore, back = list[NodeProto](), list[NodeProto]()
-        for node in [*graph.node, *self.nodes]:
+        for node in [*graph.node, *_each_once(self.nodes, self.tensors)]:
             own = {*reads(node)}
             (back if own & seeded else fore).append(node)
             if own & seeded:
@@ -280,3 +280,27 @@ def _between(nodes: Sequence[NodeProto], sources: Sequence[str], end: str) -> li
             after |= {*node.output}
             passed.append(node)
     return prune(passed, [end])
+
+
+def _each_once(nodes: Sequence[NodeProto], tensors: Mapping[str, TensorProto]) -> Sequence[NodeProto]:
+    """The nodes without those that compute what an earlier one does: both pieces of a layer turn its patterns."""
+    if any(map(subgraphs, nodes)):
+        return nodes
+    first: dict[Any, list[str]] = {}
+    renamed, values, kept = dict[str, str](), dict[bytes, str](), list[NodeProto]()
+    for name, tensor in tensors.items():
+        value = TensorProto()
+        value.CopyFrom(tensor)
+        value.name = ""
+        renamed[name] = values.setdefault(value.SerializeToString(deterministic=True), name)
+    for node in nodes:
+        own = NodeProto()
+        own.CopyFrom(node)
+        own.ClearField("input")
+        own.input.extend(renamed.get(name, name) for name in node.input)
+        settings = sorted(one.SerializeToString(deterministic=True) for one in own.attribute)
+        outputs = first.setdefault((own.domain, own.op_type, *own.input, *settings), [*own.output])
+        if outputs == [*own.output]:
+            kept.append(own)
+        renamed |= dict(zip(own.output, outputs, strict=True))
+    return kept
