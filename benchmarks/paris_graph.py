@@ -110,16 +110,16 @@ def changed(study: Study) -> Iterator[list[str]]:
         yield [where, f"{OTHER}'s features in place of {ASKED}'s", *study.answer(study.probabilities(fix))]
 
 
-def every_pair(study: Study, places: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Shares of pairs of countries whose features of some places give the other's capital, and still one's own."""
+def every_pair(study: Study, places: Sequence[tuple[int, int]]) -> list[str]:
+    """How often the features of the next country in some places give its capital, and how often still one's own."""
     names = [name for name in study.capitals if study.capitals[name] == study.answer(study.probabilities({}, name))[0]]
     ids = {name: study.model.token_id(study.capitals[name]) for name in names}
-    moved, stayed, pairs = 0, 0, 0
+    moved, stayed = 0, 0
     for number, name in enumerate(names):
         other = names[(number + 1) % len(names)]
         top = int(study.probabilities(study.swapped(name, other, places), name).argmax())
-        moved, stayed, pairs = moved + (top == ids[other]), stayed + (top == ids[name]), pairs + 1
-    return moved / pairs, stayed / pairs
+        moved, stayed = moved + (top == ids[other]), stayed + (top == ids[name])
+    return [f"{count} of {len(names)}" for count in (moved, stayed)]
 
 
 def confirmed(study: Study) -> Iterator[list[str]]:
@@ -139,10 +139,10 @@ def main() -> None:
     options = parser.parse_args()
     study = Study()
     graph, rows = study.graph, leading(study)
+    places = [(0, COUNTRY)], [(1, COUNTRY)], [(2, LAST)], [(3, LAST)], [(2, LAST), (3, LAST)]
     pairs = [
-        [", ".join(f"layer {layer}, {graph.tokens[position]!r}" for layer, position in places), *map(percent, found)]
-        for places in ([(0, COUNTRY)], [(0, COUNTRY), (1, COUNTRY)], [(2, LAST), (3, LAST)], [(1, COUNTRY)])
-        for found in [every_pair(study, places)]
+        [", ".join(f"layer {layer}, {graph.tokens[position]!r}" for layer, position in some), *every_pair(study, some)]
+        for some in places
     ]
     tables = [
         (
@@ -165,11 +165,10 @@ def main() -> None:
     scores = f"replacement {decimal(graph.replacement_score, 3)}, completeness {decimal(graph.completeness_score, 3)}"
     said = f"{len(graph.features)} active features; {scores}. Attention patterns are those of the prompt throughout."
     title = f"{FRAME.format(ASKED)!r}, world-llama with the transcoders in its folder"
-    present("paris_graph", "From France to Paris", title, tables, options.save, said)
-
-
-def percent(share: float) -> str:
-    return f"{share:.0%}"
+    notes = [
+        "MLPs held: the scales of norms are live there, which the graph holds; free: what goes on through other features too"
+    ]
+    present("paris_graph", "From France to Paris", title, tables, options.save, said, notes)
 
 
 if __name__ == "__main__":

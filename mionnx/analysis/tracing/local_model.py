@@ -39,7 +39,8 @@ from mionnx.run.segments import Rows, Segments
 
 Arrays = dict[str, NDArray[Any]]
 Kind = TypeVar("Kind")
-LARGE = 2**27  # bytes of values behind which the engine gives free memory back
+LARGE = 2**27  # bytes of values, behind which the engine gives its own memory back
+FLOAT, SCORES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
 
 
@@ -154,7 +155,7 @@ class LocalModel:
     def run(
         self, ids: Sequence[int], captures: bool = True, attention: Attention | None = None
     ) -> tuple[Arrays, Arrays]:
-        """One text forwards: what the way back reads, where the engine computed it, and captured values."""
+        """One text forwards: what the way back reads, and captured values."""
         graphs = self.graphs(False, attention)
         key = (*self._points_read, self.rules, attention)
         forward = self.ways.forward(key, lambda: self._open(graphs.forward))
@@ -166,9 +167,17 @@ class LocalModel:
         points = [*self.read_at, *self.write_at, EMBED_POINT, *graphs.captures] if captures else []
         seen = {name: np.asarray(constants[name] if name in constants else values[name]) for name in points}
         if sum(array.nbytes for array in constants.values()) > LARGE:
-            values.clear()
-            self.model.variants.engine.release()  # what the engine took on the way
+            self.model.variants.engine.release()  # what the engine took besides, as far as it gives it back
         return constants, seen
+
+    def taken(self, seq: int) -> int:
+        """Bytes that the engine takes to run a text, and keeps as long as one of its values is there.
+
+        They are logits, scores of one layer as they become a pattern, and captured values.
+        """
+        sizes = self.model.hooked.metadata.sizes
+        captured = (2 * self.layers + 1) * self.model.hidden_size
+        return FLOAT * seq * (sizes.vocab_size * self.logits + SCORES * self.model.num_heads * seq + captured)
 
     def back(self, feeds: Mapping[str, Any], gathered: bool, attention: Attention | None = None) -> Arrays:
         """Run the way back: products of the rows of `feeds` with all sources, by name."""
@@ -176,7 +185,10 @@ class LocalModel:
         outputs = [*(ROW_PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS]
         key = (*self._points_read, gathered, self.rules, attention)
         back = self.ways.back(key, lambda: self._open(self.graphs(gathered, attention).back))
-        return {name: np.asarray(value) for name, value in back.program.run_on_device(outputs, feeds).items()}
+        values = {name: np.array(value) for name, value in back.program.run_on_device(outputs, feeds).items()}
+        if sum(value.nbytes for value in feeds.values()) > LARGE:
+            self.model.variants.engine.release()  # calls with other numbers of rows would leave gaps between them
+        return values
 
     def scale(self, layer: int) -> NDArray[np.float32] | None:
         """What the value at the hook point is divided by before features read it; None for nothing."""

@@ -86,7 +86,7 @@ class Sources:
         self.written = [self._written(layer, errors[layer], active) for layer in range(local.layers)]
         self.tokens = np.ascontiguousarray(values[EMBED_POINT][0])
         self.logits = values[TRACED_LOGITS][0].astype(np.float64) if TRACED_LOGITS in values else None
-        self.constant_bytes = sum(array.nbytes for array in constants.values())
+        self.engine_bytes = sum(array.nbytes for array in constants.values()) + local.taken(len(self.ids))
         self.gathered = sum(one.index.size for one in self.written) * errors.shape[2] * 4 > GATHERED * memory
         self._vectors = [] if self.gathered else [one.vectors() for one in self.written]
 
@@ -102,11 +102,11 @@ class Sources:
 
     @property
     def bytes(self) -> int:
-        """Memory that they take, constants of the way back included."""
+        """Memory that they take, with what the engine holds: constants of the way back, and what it took besides."""
         arrays: list[NDArray[Any]] = [*self._encoders, *self._vectors, self.tokens]
         arrays += [self.layer, self.position, self.feature, self.value, self._place]
         arrays += [getattr(one, each.name) for one in self.written for each in fields(Written)]
-        return sum(array.nbytes for array in arrays) + self.constant_bytes
+        return sum(array.nbytes for array in arrays) + self.engine_bytes
 
     def numbers(self, features: Numbers) -> Numbers:
         """The numbers of features [n, 3], by layer, position and number, among all that are active.

