@@ -47,7 +47,8 @@ it writes (`hook_mlp_out`), in circuit-tracer's layout: float16, JumpReLU.
 `model.trace(prompt)` finds them here; `TranscoderSet.load("{name}")` opens them.
 
 Made by `{command}`:
-{steps} steps of {tokens:,} tokens, {seconds:.0f} s on two CPU cores that other work shared, numpy {numpy}. Measured on {checked:,} tokens of fresh sentences and rows of the corpus, the first of each row left out:
+{steps} steps of {tokens:,} tokens, {seconds:.0f} s on two CPU cores that other work shared, numpy {numpy}.
+Measured on {checked:,} tokens of fresh sentences and rows of the corpus, the first of each row left out:
 
 {table}
 """

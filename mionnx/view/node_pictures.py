@@ -85,10 +85,10 @@ def draw_trace(part: "Part", panel: Trace, beside: int) -> None:
         size = 12 + 110 * node.influence / most
         axes.scatter([x], [y], s=size, marker=SHAPES[node.kind], facecolor=inside, edgecolor=colour, zorder=2)
     for name in dict.fromkeys(node.group for node in panel.nodes if node.group):
-        x, y = zip(*(place[index] for index, node in enumerate(panel.nodes) if node.group == name), strict=True)
+        xs, ys = zip(*(place[index] for index, node in enumerate(panel.nodes) if node.group == name), strict=True)
         box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        words = {"ha": "center", "fontsize": 7, "style": "italic", "bbox": box, "zorder": 3}
-        axes.text(sum(x) / len(x), max(y) + 0.16, token_label(name, 30), **words)
+        label = axes.text(sum(xs) / len(xs), max(ys) + 0.16, token_label(name, 30), fontsize=7, style="italic")
+        label.set(ha="center", bbox=box, zorder=3)
     axes.set_yticks([*range(panel.layers)], [f"layer {layer}" for layer in range(panel.layers)], fontsize=7)
     axes.set_xticks([])
     axes.set_xlim(-0.7, len(panel.tokens) - 0.3)
