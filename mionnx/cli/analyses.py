@@ -199,8 +199,10 @@ def _trace(
     hook: Annotated[str, typer.Option(help="Hook point that features read, where the files do not say.")] = "",
     hook_out: Annotated[str, typer.Option(help="Hook point that features stand for.")] = "",
 ) -> Any:
-    # Files are looked at before the model is opened.
-    arguments["transcoders"] = TranscoderSet.load(arguments["transcoders"], hook, hook_out)
+    if arguments.get("transcoders") is not None:  # files are looked at before the model is opened
+        arguments["transcoders"] = TranscoderSet.load(arguments["transcoders"], hook, hook_out)
+    elif hook or hook_out:
+        raise InputError("--hook and --hook-out are of --transcoders, which are not given")
     return open().trace(**arguments)
 
 

@@ -152,6 +152,7 @@ WORDS = {
     "edges": Form(str, _places, "NUMBERS", "As 20,50,100, or mib."),
     "sae": Form(Path, lambda _, path: SAE.load(path), metavar="FOLDER"),
     "transcoders": Form(Path, metavar="FOLDER"),
+    "toward": Form(metavar="FEATURE"),
     "texts": Form(list[Path], lambda _, paths: [read_text(path) for path in paths], "FILE", "May be repeated."),
     "reference": LINES,
     "knobs": Form(list[str], _knobs, "NAME[=HOOK]", "May be repeated."),

@@ -220,9 +220,13 @@ class Segments:
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
         """Run an open piece on tokens and further inputs, each cast to the piece's dtype."""
+        return piece.program.run(ends, self.feeds(piece, rows, feeds))
+
+    def feeds(self, piece: OpenGraph, rows: Rows, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
+        """What an open piece reads of tokens and of further inputs."""
         entries = piece.program.inputs
         cast = {name: value.astype(entries[name].dtype, copy=False) for name, value in feeds.items() if name in entries}
-        return piece.program.run(ends, {**self._token_inputs(rows, piece.program), **cast})
+        return {**self._token_inputs(rows, piece.program), **cast}
 
     def _token_inputs(self, rows: Rows, program: Program) -> Arrays:
         """Tokens, mask, positions and past, as far as a graph reads them."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     Part = Figure | SubFigure
 
-RAISES, LOWERS, NEUTRAL = "#b2182b", "#2166ac", "#888"
+RAISES, LOWERS, NEUTRAL, GROUPED = "#b2182b", "#2166ac", "#888", "#f4c27a"  # the last: nodes of a supernode
 PICTURED_EDGES = 300  # of an attribution graph, those of the largest effects
 SHAPES = {"feature": "o", "error": "D", "token": "s", "logit": "s"}
 
@@ -81,9 +81,14 @@ def draw_trace(part: "Part", panel: Trace, beside: int) -> None:
             box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": NEUTRAL, "linewidth": 0.6}
             axes.text(x, y, words, ha="center", va="center", fontsize=7, bbox=box, zorder=3)
             continue
-        colour = NEUTRAL if node.kind == "error" else "#444"
+        colour, inside = NEUTRAL if node.kind == "error" else "#444", GROUPED if node.group else "white"
         size = 12 + 110 * node.influence / most
-        axes.scatter([x], [y], s=size, marker=SHAPES[node.kind], facecolor="white", edgecolor=colour, zorder=2)
+        axes.scatter([x], [y], s=size, marker=SHAPES[node.kind], facecolor=inside, edgecolor=colour, zorder=2)
+    for name in dict.fromkeys(node.group for node in panel.nodes if node.group):
+        xs, ys = zip(*(place[index] for index, node in enumerate(panel.nodes) if node.group == name), strict=True)
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        label = axes.text(sum(xs) / len(xs), max(ys) + 0.16, token_label(name, 30), fontsize=7, style="italic")
+        label.set(ha="center", bbox=box, zorder=3)
     axes.set_yticks([*range(panel.layers)], [f"layer {layer}" for layer in range(panel.layers)], fontsize=7)
     axes.set_xticks([])
     axes.set_xlim(-0.7, len(panel.tokens) - 0.3)

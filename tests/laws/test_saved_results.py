@@ -105,6 +105,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "AttentionScore": scored,
+    "AttributionGraph of a feature": lambda model: traced(model, toward="2_9_4"),
     "AttributionGraph": lambda model: traced(model).group("a", ["error_0_1"]),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
     "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),

@@ -70,11 +70,11 @@ def write_set(
     return layers
 
 
-def traced(model: MIModel) -> AttributionGraph:
+def traced(model: MIModel, **settings: Any) -> AttributionGraph:
     """A graph of random transcoders."""
     with TemporaryDirectory() as folder:
         write_set(model, Path(folder))
-        return model.trace(TEXTS[0], TranscoderSet.load(folder))
+        return model.trace(TEXTS[0], TranscoderSet.load(folder), **settings)
 
 
 def scored(model: MIModel) -> AttentionScore:

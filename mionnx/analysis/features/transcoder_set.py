@@ -15,8 +15,10 @@ from mionnx.errors import HookError, InputError, ModelError
 from mionnx.graph.folder_file import LARGEST_BESIDE, check_regular
 from mionnx.machine.ranges import index_within
 from mionnx.machine.typed import typed
+from mionnx.run.source_path import shipped_models
 
 CONFIG = "config.yaml"
+OWN_SET = "transcoders"  # folder of a set in its model's folder
 ENTRY = re.compile(r"(?m)^(feature_input_hook|feature_output_hook|scan):[ \t]*[\"']?([^\"'#\n]*?)[\"']?[ \t]*(?:#.*)?$")
 NORMED_INPUT = "blocks.{}.ln2.hook_normalized"  # the norm's output without its weight: no hook point of a graph
 # Names of circuit-tracer's, which are TransformerLens', -> hook points.
@@ -62,7 +64,8 @@ class TranscoderSet:
 
         Args:
             path: a folder of circuit-tracer's (one layer, across layers), Gemma Scope's, Gemma Scope 2's, SAELens' or
-                sparsify's transcoders, with one file or folder a layer.
+                sparsify's transcoders, with one file or folder a layer; or the folder of a model, or the name of one
+                that ships, with such a folder in it, named "transcoders".
             hook: the hook point that features read, as "mlp.hook_pre", where the files do not say, or say another.
             hook_out: the hook point that they stand for, as "hook_mlp_out".
 
@@ -72,8 +75,13 @@ class TranscoderSet:
 
         Example:
             transcoders = TranscoderSet.load("transcoders/llama", hook="mlp.hook_pre", hook_out="hook_mlp_out")
+            TranscoderSet.load("world-llama")  # the set in that model's folder
         """
         folder = Path(path)
+        if not folder.is_dir():
+            folder = shipped_models().get(str(path), folder)
+        if (folder / OWN_SET).is_dir():
+            folder = folder / OWN_SET
         if not folder.is_dir():
             raise ModelError(f"{folder} is no folder of transcoders")
         files = files_of(folder)

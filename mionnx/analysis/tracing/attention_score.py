@@ -147,11 +147,11 @@ def attention(
     Example:
         graph.attention(model, transcoders, layer=2, head=3, query=-1, key=4).top(5)
     """
-    layer = index_within("layer", layer, model.num_layers)
+    layer = index_within("layer", layer, min(model.num_layers, self.layers + 1))
     query, key = (index_within(name, one, len(self.tokens)) for name, one in (("query", query), ("key", key)))
     if key > query:
         raise InputError(f"key {key} is behind query {query}, which does not attend to it")
-    local = LocalModel(model, transcoders)
+    local = LocalModel(model, transcoders, layers=self.layers)
     points = _points(model, layer)
     clean = model.forward(self.token_ids, HookSpec().capture([*points, str(HookPoint.AttnPattern(layer))]))
     queries, keys, scores = (clean[point][0] for point in points)
@@ -208,7 +208,7 @@ def _parts(
     ids, width = graph.token_ids.tolist(), sides[0][0].shape[2]
     sources = Sources(local, ids, graph.skip, TRACE_MEMORY)
     rows = EffectRows(sources, np.zeros((0, 0), np.float32), TRACE_MEMORY)
-    constants = local.run(ids, captures=False, attention=layer)
+    constants, _ = local.run(ids, captures=False, attention=layer)
     out, half = np.zeros((2 * width, sources.size), np.float32), max(1, rows.chunk(len(ids)) // 2)
     for begin in range(0, width, half):
         numbers, seeds = np.arange(begin, min(begin + half, width)), dict[str, NDArray]()

@@ -30,7 +30,7 @@ class AttributionGraph(EffectGraph, Shown):
 
     Attributes:
         prompt: the text; `tokens`, `token_ids`: [seq], of its tokens.
-        layers: number of layers of the model.
+        layers: number of layers of the model, or of those whose features lead `toward` another node.
         hook, hook_out: the hook points that features read and stand for, "{}" for the layer.
         features: int64 [features, 3], layer, position and number of each feature that is a node.
         activations: [features].
@@ -45,6 +45,8 @@ class AttributionGraph(EffectGraph, Shown):
         cost: "seconds", and "bytes", an estimate of the memory.
         skip: first positions without features and errors.
         rules: "frozen_norm_pattern", or "frozen_norm" where patterns carry derivative.
+        toward: the node in the place of logits, a feature or "hook point_position"; `toward_hook`, `toward_vector`
+            [hidden]: the hook point, and what its value there is multiplied by.
     """
 
     intervene = set_features.intervene

@@ -42,6 +42,9 @@ class EffectGraph:
     excited: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skip: int = 1
     rules: str = FROZEN_PATTERN
+    toward: str = ""
+    toward_hook: str = ""
+    toward_vector: NDArray[np.float32] | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -55,7 +58,7 @@ class EffectGraph:
     def receivers(self) -> list[str]:
         """Names of the rows of `effects`."""
         logits = [f"logit_{a}" if b < 0 else f"logit_{a}_{b}" for a, b in self.target_ids.tolist()]
-        return self.sources[: len(self.features)] + logits
+        return self.sources[: len(self.features)] + ([self.toward] if self.toward else logits)
 
     def _weights(self, toward: str | None = None) -> NDArray[np.float64]:
         """How much each row counts, [features + logits]: probabilities of logits, or all on one node."""

@@ -19,11 +19,12 @@ from mionnx.engine.options import Options
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams, refuse_without_vocabulary
 from mionnx.machine.once import Once, once_property
 from mionnx.rewrite.gradient.way_back import (
+    EMBED_POINT,
+    FINAL_POINT,
     FROZEN_PATTERN,
     ROW_PRODUCTS,
     TOKEN_PRODUCTS,
@@ -38,7 +39,8 @@ from mionnx.run.segments import Rows, Segments
 
 Arrays = dict[str, NDArray[Any]]
 Kind = TypeVar("Kind")
-LARGE = 2**27  # bytes of values behind which the engine gives free memory back
+LARGE = 2**27  # bytes of values, behind which the engine gives its own memory back
+FLOAT, SCORES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
 
 
@@ -81,8 +83,16 @@ class Ways:
 class LocalModel:
     """A model with transcoders."""
 
-    def __init__(self, model: Runner, transcoders: TranscoderSet, rules: str = FROZEN_PATTERN) -> None:
-        self.model, self.transcoders, self.layers, self.rules = model, transcoders, model.num_layers, rules
+    def __init__(
+        self,
+        model: Runner,
+        transcoders: TranscoderSet,
+        rules: str = FROZEN_PATTERN,
+        end: str = FINAL_POINT,  # the hook point that targets are linear in
+        layers: int | None = None,  # the first layers, whose features lead there; of logits all of them
+    ) -> None:
+        self.model, self.transcoders, self.rules, self.end = model, transcoders, rules, end
+        self.layers, self.logits = model.num_layers if layers is None else layers, layers is None
         self.ways = model.opened(Ways)
         self.read_at, self.write_at = self._points(transcoders.hook), self._points(transcoders.hook_out)
         self._check()
@@ -106,12 +116,12 @@ class LocalModel:
                 f"{hooked.name} computes in {hooked.metadata.dtype}; effects are sums of many terms, in float32: "
                 'from_pretrained(..., dtype="float32"), or "int4"'
             )
-        if len(coders) != self.layers:
-            raise InputError(f"transcoders of {len(coders)} layers, for a model of {self.layers}")
+        if len(coders) != self.model.num_layers:
+            raise InputError(f"transcoders of {len(coders)} layers, for a model of {self.model.num_layers}")
         widths = {coders.d_in, coders.d_out}
         if widths != {self.model.hidden_size}:
             raise InputError(f"transcoders of width {coders.d_in}, for a stream of {self.model.hidden_size}")
-        for point in (*self.read_at, *self.write_at):
+        for point in (*self.read_at, *self.write_at, self.end):
             if point not in hooked.metadata.hooks:
                 raise HookError(f"{hooked.name} has no hook point {point!r}{nearest(point, hooked.metadata.hooks)}")
 
@@ -125,13 +135,15 @@ class LocalModel:
         hooked, coders = self.model.hooked, self.transcoders
         hooked.need_weights("an attribution graph")
         points = self.read_at, self.write_at, self.model.hidden_size, coders.skips
-        how = gathered, self.rules, attention
-        make = partial(way_back, hooked.proto, hooked.metadata.hooks, *points, [] if attention else [LOGITS], *how)
-        return self.ways.graphs((*self._points_read, *how), make)
+        ends = {"end": self.end, "logits": self.logits and not attention, "attention": attention}
+        how: dict[str, Any] = {**ends, "gathered": gathered, "rules": self.rules}
+        make = partial(way_back, hooked.proto, hooked.metadata.hooks, *points, **how)
+        return self.ways.graphs((*self._points_read, *how.values()), make)
 
     @property
     def _points_read(self) -> tuple[Any, ...]:
-        return self.transcoders.hook, self.transcoders.hook_out, self.transcoders.skips
+        coders = self.transcoders
+        return coders.hook, coders.hook_out, coders.skips, self.layers, self.end, self.logits
 
     def _open(self, graph: bytes) -> OpenGraph:
         pool = self.model.variants
@@ -140,19 +152,32 @@ class LocalModel:
         program = pool.engine.open(graph, self.model.hooked.folder, options)
         return OpenGraph(Plan(), program, Report(), graph, pool.weights, options)
 
-    def run(self, ids: Sequence[int], captures: bool = True, attention: Attention | None = None) -> Arrays:
-        """One text forwards: what the way back reads, and values at hook points and logits (`captures`)."""
+    def run(
+        self, ids: Sequence[int], captures: bool = True, attention: Attention | None = None
+    ) -> tuple[Arrays, Arrays]:
+        """One text forwards: what the way back reads, and captured values."""
         graphs = self.graphs(False, attention)
         key = (*self._points_read, self.rules, attention)
         forward = self.ways.forward(key, lambda: self._open(graphs.forward))
-        outputs, rows = (
-            [*graphs.constants, *(graphs.captures if captures else ())],
-            Rows(np.asarray(ids, np.int64)[None]),
-        )
-        values = self.model.opened(Segments).compute(forward, rows, outputs, {})
-        if sum(array.nbytes for array in values.values()) > LARGE:
-            self.model.variants.engine.release()  # the engine's own copy of them
-        return values
+        outputs = [*graphs.constants, *(graphs.captures if captures else ())]
+        feeds = self.model.opened(Segments).feeds(forward, Rows(np.asarray(ids, np.int64)[None]), {})
+        # Patterns of long texts are large: they stay where the engine has them, and the way back reads them there.
+        values = forward.program.run_on_device(outputs, feeds)
+        constants = {name: values.pop(name) for name in graphs.constants}
+        points = [*self.read_at, *self.write_at, EMBED_POINT, *graphs.captures] if captures else []
+        seen = {name: np.asarray(constants[name] if name in constants else values[name]) for name in points}
+        if sum(array.nbytes for array in constants.values()) > LARGE:
+            self.model.variants.engine.release()  # what the engine took besides, as far as it gives it back
+        return constants, seen
+
+    def taken(self, seq: int) -> int:
+        """Bytes that the engine takes to run a text, and keeps as long as one of its values is there.
+
+        They are logits, scores of one layer as they become a pattern, and captured values.
+        """
+        sizes = self.model.hooked.metadata.sizes
+        captured = (2 * self.layers + 1) * self.model.hidden_size
+        return FLOAT * seq * (sizes.vocab_size * self.logits + SCORES * self.model.num_heads * seq + captured)
 
     def back(self, feeds: Mapping[str, Any], gathered: bool, attention: Attention | None = None) -> Arrays:
         """Run the way back: products of the rows of `feeds` with all sources, by name."""
@@ -160,7 +185,10 @@ class LocalModel:
         outputs = [*(ROW_PRODUCTS(i) for i in range(layers)), TOKEN_PRODUCTS]
         key = (*self._points_read, gathered, self.rules, attention)
         back = self.ways.back(key, lambda: self._open(self.graphs(gathered, attention).back))
-        return back.program.run(outputs, feeds)
+        values = {name: np.array(value) for name, value in back.program.run_on_device(outputs, feeds).items()}
+        if sum(value.nbytes for value in feeds.values()) > LARGE:
+            self.model.variants.engine.release()  # calls with other numbers of rows would leave gaps between them
+        return values
 
     def scale(self, layer: int) -> NDArray[np.float32] | None:
         """What the value at the hook point is divided by before features read it; None for nothing."""

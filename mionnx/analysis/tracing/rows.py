@@ -20,8 +20,8 @@ TRACE_MEMORY = 4 * 2**30  # bytes
 BUCKETS = 6  # of positions: targets run on the tokens up to the end of theirs, which is 0.6 of the work
 COTANGENTS = 2**20  # numbers of the rows of one call at one value
 LEAST_ROWS = 16  # rows of a call, where memory allows, so that patterns are not read for each row alone
-LIVE = 8  # values of a row that are in memory at once on the way back (measured)
-WORKING = 1 / 8  # of the memory: what one call may take
+LIVE = 16  # values of a row that are in memory at once on the way back (measured)
+WORKING = 1 / 6  # of the memory: what one call may take
 
 
 class EffectRows:
@@ -37,9 +37,11 @@ class EffectRows:
     def chunk(self, end: int) -> int:
         """Rows of one call on the first tokens."""
         width = self.sources.tokens.shape[1]
-        row = 4 * end * (LIVE * width + sum(one.index.shape[1] for one in self.sources.written))
+        columns = [one.index.shape[1] for one in self.sources.written]
+        row = 4 * end * (LIVE * width + sum(columns))
         most = max(COTANGENTS // (end * width), LEAST_ROWS)
-        return max(1, min(most, int(WORKING * self.memory) // row))
+        vectors = 2 * 4 * end * width * max(columns) * self.sources.gathered  # of one layer, as gathered and turned
+        return max(1, min(most, (int(WORKING * self.memory) - vectors) // row))
 
     def compute(self, nodes: Numbers, out: Floats, done: Callable[[int], None] = lambda rows: None) -> None:
         """Write the direct effects on nodes, features by number and logits as -1, -2, ..., into `out` [nodes, size]."""
@@ -52,20 +54,21 @@ class EffectRows:
             mine = np.flatnonzero((position >= begin) & (position < end))
             if not len(mine):
                 continue
-            feeds = {**sources.feeds(end), **self.skips}
             chunk = self.chunk(end)
             for first in range(0, len(mine), chunk):
                 part = mine[first : first + chunk]
-                self._run(nodes[part], part, position[part], end, feeds, out)
+                self._run(nodes[part], part, position[part], end, out)
                 count += len(part)
                 done(count)
 
-    def _run(self, nodes: Numbers, rows: Numbers, position: Numbers, end: int, feeds: Arrays, out: Floats) -> None:
+    def _run(self, nodes: Numbers, rows: Numbers, position: Numbers, end: int, out: Floats) -> None:
         """One call of the way back, on the first tokens."""
         sources, layers = self.sources, self.sources.local.layers
         layer = np.full(len(nodes), layers)
         layer[nodes >= 0] = sources.layer[nodes[nodes >= 0]]
-        feeds, order, above = dict(feeds), list[NDArray[np.int64]](), list[int]()
+        # held by this call alone, so that constants of other lengths are gone before those of this one are computed
+        feeds = {**sources.feeds(end), **self.skips}
+        order, above = list[NDArray[np.int64]](), list[int]()
         for i in reversed(range(layers + 1)):
             above.append(sum(map(len, order)))
             own = np.flatnonzero(layer == i)

@@ -12,6 +12,7 @@ from mionnx.analysis.features.transcoder import Floats
 from mionnx.analysis.features.transcoder_set import TranscoderSet
 from mionnx.analysis.tracing.effect_graph import EffectGraph, index_of
 from mionnx.analysis.tracing.local_model import LocalModel
+from mionnx.analysis.tracing.targets import feature_of
 from mionnx.errors import InputError, InterventionError
 from mionnx.graph.fragment import Fragment, written
 from mionnx.graph.hook_points import HookPoint
@@ -121,16 +122,7 @@ def _goals(graph: EffectGraph, local: LocalModel, fix: dict[str, float], scale: 
     own = {name: float(value) for name, value in zip(graph.sources, graph.activations, strict=False)}
     goals: Goals = defaultdict(list)
     for node, number in (*fix.items(), *scale.items()):
-        parts = node.split("_")
-        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 10 for part in parts):
-            raise InterventionError(f'{node!r} names no feature: "layer_feature_position", as "1_230_4"')
-        layer, feature, position = map(int, parts)
-        if layer >= local.layers or position >= len(graph.tokens):
-            raise InterventionError(
-                f"{node}: layer {layer} of {local.layers}, position {position} of {len(graph.tokens)}"
-            )
-        if feature >= (features := local.transcoders.layer(layer).features):
-            raise InterventionError(f"{node}: feature {feature} of {features}")
+        layer, feature, position = feature_of(node, local.transcoders, len(graph.tokens), InterventionError)
         if node in scale and node not in own:
             raise InterventionError(f"{node} is no node of this graph, so that its activation is not known: use fix=")
         if not np.isfinite(number):
@@ -243,7 +235,9 @@ def confirm(
     changed = [intervene(self, model, transcoders, scale={node: factor}, constrained=layers)
                for layers in ([*range(local.layers)], None)]  # fmt: skip
     for spec in (HookSpec(), *changed):
-        cache = model.forward(self.token_ids, spec.capture([*local.read_at, str(HookPoint.FinalNorm)]), logits=False)
+        # the last too: what is held behind the end would otherwise change nothing that is asked for
+        points = dict.fromkeys([*local.read_at, str(HookPoint.FinalNorm), *filter(None, [self.toward_hook])])
+        cache = model.forward(self.token_ids, spec.capture([*points]), logits=False)
         numbers.append(_numbers(self, local, cache))
     clean, constrained, free = numbers
     predicted = self.effects[:, column].astype(np.float64) * (factor - 1)
@@ -259,6 +253,8 @@ def _numbers(graph: EffectGraph, local: LocalModel, cache: HookCache) -> NDArray
         x = _read(local, layer, cache[local.read_at[layer]][0]).astype(np.float64)
         encoder = np.asarray(local.transcoders.layer(layer).encoder[feature], np.float64)
         numbers[rows] = (x[position] * encoder).sum(axis=1)
-    directions = local.directions(graph.target_ids).astype(np.float64)
-    numbers[len(graph.features) :] = directions @ cache[str(HookPoint.FinalNorm)][0, -1].astype(np.float64)
+    vector = graph.toward_vector
+    directions = local.directions(graph.target_ids) if vector is None else vector[None]
+    end = cache[graph.toward_hook or str(HookPoint.FinalNorm)][0, -1]
+    numbers[len(graph.features) :] = directions.astype(np.float64) @ end.astype(np.float64)
     return numbers

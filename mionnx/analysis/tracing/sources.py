@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from mionnx.analysis.features.transcoder import Active, Floats, Numbers
 from mionnx.analysis.tracing.local_model import Arrays, LocalModel
 from mionnx.errors import InputError
-from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.gradient.way_back import (
     EMBED_POINT,
     SOURCE_INDEX,
@@ -18,6 +17,7 @@ from mionnx.rewrite.gradient.way_back import (
     SOURCE_VALUES,
     SOURCES,
     TOKEN_SOURCES,
+    TRACED_LOGITS,
 )
 
 GATHERED = 1 / 8  # of the memory: where vectors of all sources take more, the graph gathers them, layer by layer
@@ -52,7 +52,7 @@ class Sources:
         layer, position, feature, value: [n], of the active features.
         written: what is written at the MLP of each layer.
         tokens: [seq, hidden], the embeddings.
-        logits: [vocab], of the last position.
+        logits: [vocab], of the last position; None where targets are no logits.
         gathered: whether the graph of the way back gathers the vectors of sources itself, at each call.
     """
 
@@ -60,7 +60,9 @@ class Sources:
         self.local, self.ids = local, [*ids]
         from scipy.sparse import csr_array  # slow to import
 
-        values = local.run(ids)
+        # one text at a time: what a prompt's first tokens compute takes the place of the whole's
+        constants, values = local.run(ids)
+        self._constants = len(self.ids), constants
         active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
@@ -69,7 +71,7 @@ class Sources:
             one = coder.active(x[skip:], f"the transcoder of layer {layer}")
             active.append(one)
             acts = csr_array((one.value, (one.position + skip, one.place)), shape=(len(x), len(one.encoder)))
-            for ahead in range(one.decoder.shape[1]):
+            for ahead in range(min(one.decoder.shape[1], local.layers - layer)):
                 errors[layer + ahead] -= acts @ one.decoder[:, ahead]
             errors[layer] -= coder.output_bias
             if coder.skip is not None:
@@ -83,11 +85,8 @@ class Sources:
         self._encoders = [one.encoder for one in active]
         self.written = [self._written(layer, errors[layer], active) for layer in range(local.layers)]
         self.tokens = np.ascontiguousarray(values[EMBED_POINT][0])
-        self.logits = values[LOGITS][0, -1].astype(np.float64)
-        names = local.graphs().constants
-        # one text at a time: what a prompt's first tokens compute takes the place of the whole's
-        self._constants = len(self.ids), {name: values[name] for name in names}
-        self.constant_bytes = sum(array.nbytes for array in self._constants[1].values())
+        self.logits = values[TRACED_LOGITS][0].astype(np.float64) if TRACED_LOGITS in values else None
+        self.engine_bytes = sum(array.nbytes for array in constants.values()) + local.taken(len(self.ids))
         self.gathered = sum(one.index.size for one in self.written) * errors.shape[2] * 4 > GATHERED * memory
         self._vectors = [] if self.gathered else [one.vectors() for one in self.written]
 
@@ -103,11 +102,11 @@ class Sources:
 
     @property
     def bytes(self) -> int:
-        """Memory that they take, constants of the way back included."""
+        """Memory that they take, with what the engine holds: constants of the way back, and what it took besides."""
         arrays: list[NDArray[Any]] = [*self._encoders, *self._vectors, self.tokens]
         arrays += [self.layer, self.position, self.feature, self.value, self._place]
         arrays += [getattr(one, each.name) for one in self.written for each in fields(Written)]
-        return sum(array.nbytes for array in arrays) + self.constant_bytes
+        return sum(array.nbytes for array in arrays) + self.engine_bytes
 
     def numbers(self, features: Numbers) -> Numbers:
         """The numbers of features [n, 3], by layer, position and number, among all that are active.
@@ -136,7 +135,7 @@ class Sources:
         """What the way back reads besides its rows, on the first tokens."""
         if self._constants[0] != end:  # what the first tokens compute does not depend on those behind them
             self._constants = end, {}
-            self._constants = end, self.local.run(self.ids[:end], captures=False)
+            self._constants = end, self.local.run(self.ids[:end], captures=False)[0]
         return {**self._constants[1], **self.vectors(end)}
 
     def vectors(self, end: int) -> Arrays:

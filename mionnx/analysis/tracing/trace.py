@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,23 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.features.promoted import top_tokens
 from mionnx.analysis.features.transcoder import Floats, Numbers
-from mionnx.analysis.features.transcoder_set import TranscoderSet
+from mionnx.analysis.features.transcoder_set import OWN_SET, TranscoderSet
+from mionnx.analysis.steering.directions import Direction
 from mionnx.analysis.tracing.attribution_graph import AttributionGraph
 from mionnx.analysis.tracing.influence import influence
 from mionnx.analysis.tracing.local_model import LocalModel
 from mionnx.analysis.tracing.rows import TRACE_MEMORY, WORKING, EffectRows
 from mionnx.analysis.tracing.sources import Sources
+from mionnx.analysis.tracing.targets import Answer, end_of, logits_of, pairs_of
 from mionnx.errors import InputError, nearest
 from mionnx.inputs.chat_template import load_chat_template
+from mionnx.inputs.token_rows import entries_of
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.ranges import at_least, at_most
-from mionnx.machine.softmax import softmax
 from mionnx.machine.typed import typed
 from mionnx.rewrite.gradient.way_back import FROZEN_PATTERN
-from mionnx.run.prompt import one_prompt, prompt_text, token_of, token_text
+from mionnx.run.prompt import each_of, one_prompt, prompt_text, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
@@ -43,8 +45,10 @@ def trace(
     prompt: Prompt,
     transcoders: TranscoderSet | None = None,
     *,
-    answer: int | str | Sequence[int | str] | None = None,
+    answer: Answer | None = None,
     versus: int | str | None = None,
+    toward: str | Direction | None = None,
+    position: int = -1,
     max_features: int | None = None,
     max_logits: int = 10,
     logit_share: float = 0.95,
@@ -52,19 +56,23 @@ def trace(
     rules: str = FROZEN_PATTERN,
     memory: int = TRACE_MEMORY,
     progress: bool | None = None,
-) -> AttributionGraph:
+) -> AttributionGraph | Any:
     """Trace a prompt through the features of transcoders: its attribution graph (Ameisen et al. 2025).
 
     Effects are those of circuit-tracer: direct, with attention patterns, scales of norms and outputs of MLPs as
     constants of the prompt. Each feature that is active, each error of a transcoder and each token is a source.
 
     Args:
-        prompt: a text, or its ids. In front of a text that does not begin with a special token the model's own is put;
-            ids are taken as they are.
-        transcoders: a set of them, one for each layer; needed.
+        prompt: a text, or its ids, or a list of them. In front of a text that does not begin with a special token the
+            model's own is put; ids are taken as they are.
+        transcoders: a set of them, one for each layer; if left out the one in the model's folder, in "transcoders".
         answer: tokens whose logits are traced; if left out the most probable ones, together of `logit_share`, at most
-            `max_logits`.
+            `max_logits`. For a list of prompts one token for all, or one for each.
         versus: a token whose logit is taken from each answer's; if left out the mean over the vocabulary is.
+        toward: what is traced in the place of logits: a feature by name, "2_17_4", active or not; or a `Direction`, as
+            that of a probe, at a residual stream, at what features read, or at the final norm. Tokens behind it lead
+            nowhere, and are left out.
+        position: at which a direction is read, negative from the end.
         max_features: most features that become nodes: those of the most influence on the logits, found through the
             rows that are known at each step; all of them if left out.
         max_logits: most logits that are traced without an answer.
@@ -72,25 +80,25 @@ def trace(
         skip: first positions without features and errors: their activations are those of an attention sink.
         rules: "frozen_norm_pattern", or "frozen_norm": attention patterns are no constants, and effects go through
             queries and keys too, by their derivative.
-        memory: bytes that arrays of the prompt may take; as many features become nodes as fit. The engine's own copies,
-            while it runs the text, come on top.
+        memory: bytes that a trace may take beside the open model; as many features become nodes as fit.
         progress: see `patch_sweep`.
 
+    Returns:
+        the graph; of a list of prompts those of each, a list.
+
     Raises:
-        InputError: transcoders that do not fit the model, an encoder, a recurrent model, one that computes in another
-            dtype than float32, a text of `skip` tokens or less, or too little memory for any feature.
-        HookError: hook points that the model does not have.
+        InputError: no such feature or token, no transcoders, or such as do not fit the model, an encoder, a recurrent
+            model, one that computes in another dtype than float32, a text of `skip` tokens or less, or too little
+            memory for any feature.
+        HookError: hook points that the model does not have, or a direction that no feature leads to.
         GradientError: an operator without a rule.
 
     Example:
-        graph = model.trace("The capital of France is", TranscoderSet.load("transcoders"))
+        graph = model.trace("The capital of France is", TranscoderSet.load("world-llama"))
         graph.top(5)
+        model.trace("The capital of France is", toward="2_17_4")  # with the transcoders of the model's own folder
     """
-    if transcoders is None:  # as nnsight's own verb of this name is called
-        raise InputError(
-            "trace makes an attribution graph through the features of transcoders: give a TranscoderSet; what nnsight "
-            "traces are model.forward(tokens, HookSpec().capture(...)) and model.run_with_hooks(tokens, [...])"
-        )
+    transcoders = _beside(model) if transcoders is None else transcoders
     for name, number, least in (("max_logits", max_logits, 1), ("skip", skip, 0), ("memory", memory, 1)):
         at_least(name, number, least)
     at_least("logit_share", logit_share, 0)
@@ -99,31 +107,62 @@ def trace(
         at_least("max_features", max_features, 1)
     if rules not in TRACED:
         raise InputError(f"rules={rules!r}; one of {', '.join(TRACED)}{nearest(rules, TRACED)}")
-    start = time.perf_counter()
-    local, ids = LocalModel(model, transcoders, rules), _ids(model, prompt)
+    if toward is not None and answer is not None:
+        raise InputError("answer= are logits, and toward= is traced in their place: give one of the two")
+    entries = [*prompt] if isinstance(prompt, np.ndarray) and prompt.ndim > 1 else entries_of(prompt)
+    answers = [answer] if entries is None else each_of(answer, len(entries), "answer")
+    limits = max_features, max_logits, logit_share, skip, memory
+    graphs = [
+        _traced(model, one, transcoders, own, versus, toward, position, limits, rules, progress)
+        for one, own in zip([prompt] if entries is None else entries, answers, strict=True)
+    ]
+    return graphs[0] if entries is None else graphs
+
+
+def _traced(
+    model: Runner,
+    prompt: Prompt,
+    transcoders: TranscoderSet,
+    answer: Answer | None,
+    versus: int | str | None,
+    toward: str | Direction | None,
+    position: int,
+    limits: tuple[int | None, int, float, int, int],
+    rules: str,
+    progress: bool | None,
+) -> AttributionGraph:
+    """The graph of one prompt."""
+    max_features, max_logits, logit_share, skip, memory = limits
+    start, ids = time.perf_counter(), _ids(model, prompt)
+    pairs, tokens = pairs_of(model, answer, versus), tuple(token_text(model, token) for token in ids.tolist())
+    text, end = prompt if isinstance(prompt, str) else prompt_text(model, ids), None
+    if toward is not None:
+        end, place = end_of(model, transcoders, toward, position, tokens)
+        ids, tokens = ids[: place + 1], tokens[: place + 1]
     if len(ids) <= skip:
         raise InputError(f"a text of {len(ids)} tokens, of which the first {skip} have no features (skip=)")
-    pairs = _pairs(model, answer, versus)
+    local = LocalModel(model, transcoders, rules, *(() if end is None else (end.hook, end.layers)))
     try:
         with shown(progress) as show:
             sources = Sources(local, ids.tolist(), skip, memory)
-            targets, probabilities = _targets(sources, pairs, max_logits, logit_share)
+            targets, probabilities = logits_of(sources.logits, pairs, max_logits, logit_share)
             most = _fitting(sources, len(targets), memory)
-            rows = EffectRows(sources, local.directions(targets), memory)
+            directions = local.directions(targets) if end is None else end.vector[None]
+            rows = EffectRows(sources, directions, memory)
             chosen, effects = _effects(rows, probabilities, min(max_features or most, most), show)
     finally:
         model.give_back(later=True)
     texts = [" - ".join(token_text(model, one) for one in pair if one >= 0) for pair in targets.tolist()]
     graph = AttributionGraph(
-        prompt if isinstance(prompt, str) else prompt_text(model, ids),
-        tuple(token_text(model, token) for token in ids.tolist()),
+        text,
+        tokens,
         ids,
         local.layers,
         transcoders.hook,
         transcoders.hook_out,
         np.stack([sources.layer, sources.position, sources.feature], axis=1)[chosen],
         sources.value[chosen],
-        tuple(texts),
+        tuple(texts) if end is None else (end.text,),
         targets,
         probabilities,
         effects,
@@ -133,7 +172,21 @@ def trace(
         skip=skip,
         rules=rules,
     )
+    if end is not None:
+        graph = replace(graph, toward=end.name, toward_hook=end.hook, toward_vector=end.vector)
     return replace(graph, promotes=_promoted(local, graph))
+
+
+def _beside(model: Runner) -> TranscoderSet:
+    """The transcoders in the model's own folder."""
+    folder = Path(model.hooked.folder)
+    if not (folder / OWN_SET).is_dir():  # as nnsight's own verb of this name is called
+        raise InputError(
+            f"trace makes an attribution graph through the features of transcoders, and {folder} has no folder "
+            f"{OWN_SET!r}: give a TranscoderSet; what nnsight traces are model.forward(tokens, "
+            "HookSpec().capture(...)) and model.run_with_hooks(tokens, [...])"
+        )
+    return TranscoderSet.load(folder)
 
 
 def _promoted(local: LocalModel, graph: AttributionGraph) -> dict[str, tuple[str, ...]]:
@@ -160,38 +213,6 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
     if first is None or ids[0] in special.values():
         return ids
     return np.concatenate([[first], ids])
-
-
-def _pairs(
-    model: Runner, answer: int | str | Sequence[int | str] | None, versus: int | str | None
-) -> NDArray[np.int64] | None:
-    """Answer and versus of each target, [targets, 2], -1 for none; None where the prompt tells."""
-    if answer is None:
-        if versus is not None:
-            raise InputError("versus= is taken from an answer's logit: give answer= too")
-        return None
-    answers = [answer] if isinstance(answer, int | str) else [*answer]
-    if not answers:
-        raise InputError("answer= has no tokens")
-    other = -1 if versus is None else token_of(model, versus)
-    pairs = [(token_of(model, one), other) for one in answers]
-    if wrong := [own for own, other in pairs if own == other]:
-        raise InputError(f"answer and versus are both token {wrong[0]}: their difference is 0")
-    return np.array(pairs)
-
-
-def _targets(
-    sources: Sources, pairs: NDArray[np.int64] | None, most: int, share: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Pairs of answer and versus, and the probabilities of the answers; of differences, one share each."""
-    own = softmax(sources.logits)
-    if pairs is None:
-        top = np.argsort(-own, kind="stable")[:most]
-        top = top[: int(np.searchsorted(np.cumsum(own[top]), share)) + 1]
-        return np.stack([top, np.full(len(top), -1)], axis=1), own[top]
-    if (pairs[:, 1] >= 0).all():
-        return pairs, np.full(len(pairs), 1 / len(pairs))
-    return pairs, own[pairs[:, 0]]
 
 
 def _fitting(sources: Sources, logits: int, memory: int) -> int:

@@ -11,7 +11,7 @@
    the graph forwards, computed once for one text; rows of any number are broadcast against it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from numpy.typing import ArrayLike
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.errors import GradientError
-from mionnx.graph.dataflow import Facts, reads
+from mionnx.graph.dataflow import Facts, reads, subgraphs
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.onnx_file import opset
+from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.gradient.backward import Backward, FreshNames
 from mionnx.rewrite.gradient.rows import IN_ROWS
 from mionnx.rewrite.gradient.rules import SETS, SUBGRAPH_RULES
@@ -41,6 +42,7 @@ SOURCE_ROWS, SOURCE_INDEX, SOURCE_VALUES = (
 )
 ROW_PRODUCTS = "mionnx.trace.{}.products".format
 TOKEN_SOURCES, TOKEN_PRODUCTS = "mionnx.trace.tokens", "mionnx.trace.token_products"
+TRACED_LOGITS = "mionnx.trace.logits"  # [batch, vocab], of the graph forwards
 QUERY_ROWS, KEY_ROWS = "mionnx.trace.query", "mionnx.trace.key"
 
 
@@ -72,7 +74,8 @@ def way_back(
     write_at: Sequence[str],  # and the one whose value they stand for
     width: int,
     skips: bool,
-    ends: Sequence[str],  # further outputs of the graph forwards
+    end: str = FINAL_POINT,  # the hook point that targets are linear in, behind the layers of `read_at` alone
+    logits: bool = False,  # whether the graph forwards gives the last position's logits too
     gathered: bool = False,  # whether the vectors of sources are gathered from rows in the graph, layer by layer
     rules: str = FROZEN_PATTERN,  # a set of rules of a gradient
     attention: Attention | None = None,  # queries and keys as ends, and not features and logits
@@ -83,9 +86,9 @@ def way_back(
     if attention:
         builder.attention(*attention)
     else:
-        builder.pieces()
+        builder.pieces(end)
     points = attention[1:] if attention else (*read_at, *write_at, EMBED_POINT)
-    return builder.parted([*dict.fromkeys([*points, *ends])])
+    return builder.parted([*dict.fromkeys([*points, *([builder.last_logits()] if logits else [])])])
 
 
 class _WayBack:
@@ -111,10 +114,12 @@ class _WayBack:
         self.gathered, self.rules = False, {**SETS[FROZEN_PATTERN], **IN_ROWS}
         self.outputs: list[str] = []
 
-    def pieces(self) -> None:
-        """Add the whole way, from the logits' vectors down to the embedding."""
+    def pieces(self, end: str) -> None:
+        """Add the whole way, from the targets' vectors down to the embedding."""
         layers = len(self.read_at)
-        (stream,) = self._piece("final", FINAL_POINT, [str(HookPoint.ResidPost(layers - 1))], self._seed(layers))
+        below, stream = str(HookPoint.ResidPost(layers - 1)), self._seed(layers)
+        if end not in (below, str(HookPoint.ResidPre(layers))):  # the same value
+            (stream,) = self._piece("final", end, [below], stream)
         for layer in reversed(range(layers)):
             passed = self._passed(layer, stream)
             before = str(HookPoint.ResidPre(layer))
@@ -134,6 +139,11 @@ class _WayBack:
         for below in reversed(range(layer)):
             stream = self._passed(below, stream)
         self._embedded(stream)
+
+    def last_logits(self) -> str:
+        """The logits of the last position: those of all are many, and no more than memory."""
+        last = self._constant("mionnx.trace.last_position", -1)
+        return self._node("Gather", [LOGITS, last], TRACED_LOGITS, axis=1)
 
     def _passed(self, layer: int, stream: str) -> str:
         """The cotangent of the stream before a layer from that behind it, and the products at its MLP."""
@@ -220,7 +230,7 @@ class _WayBack:
         varying = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
         seeded = {name for name in self.inputs if ".skip" not in name}
         fore, back = list[NodeProto](), list[NodeProto]()
-        for node in [*graph.node, *self.nodes]:
+        for node in [*graph.node, *_each_once(self.nodes, self.tensors)]:
             own = {*reads(node)}
             (back if own & seeded else fore).append(node)
             if own & seeded:
@@ -270,3 +280,27 @@ def _between(nodes: Sequence[NodeProto], sources: Sequence[str], end: str) -> li
             after |= {*node.output}
             passed.append(node)
     return prune(passed, [end])
+
+
+def _each_once(nodes: Sequence[NodeProto], tensors: Mapping[str, TensorProto]) -> Sequence[NodeProto]:
+    """The nodes without those that compute what an earlier one does: both pieces of a layer turn its patterns."""
+    if any(map(subgraphs, nodes)):
+        return nodes
+    first: dict[Any, list[str]] = {}
+    renamed, values, kept = dict[str, str](), dict[bytes, str](), list[NodeProto]()
+    for name, tensor in tensors.items():
+        value = TensorProto()
+        value.CopyFrom(tensor)
+        value.name = ""
+        renamed[name] = values.setdefault(value.SerializeToString(deterministic=True), name)
+    for node in nodes:
+        own = NodeProto()
+        own.CopyFrom(node)
+        own.ClearField("input")
+        own.input.extend(renamed.get(name, name) for name in node.input)
+        settings = sorted(one.SerializeToString(deterministic=True) for one in own.attribute)
+        outputs = first.setdefault((own.domain, own.op_type, *own.input, *settings), [*own.output])
+        if outputs == [*own.output]:
+            kept.append(own)
+        renamed |= dict(zip(own.output, outputs, strict=True))
+    return kept

