@@ -29,6 +29,7 @@ from exporters.adopt.mlp import find_mlp
 from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
 
+STATE_OPERATORS = ("CausalConvWithState", "LinearAttention")
 TURNED_AT_ONCE = (0, 2, 3, 1)  # [batch, seq, heads, head_dim] -> [batch, heads, head_dim, seq]
 STEPS = ((0, 2, 1, 3), (0, 1, 3, 2))  # the same in two
 
@@ -144,7 +145,13 @@ def _layer(decoder: Recognised, step: Step) -> None:
     attends = {branch: bool(attention_patterns(flow, top, branch)) for branch in step.branches}
     mixes = {branch: attends[branch] or bool(mixers(flow, top, branch)) for branch in step.branches}
     if not decoder.layers and not any(mixes.values()):
-        raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
+        states = [str(one.name) for one in flow.graph.inputs if flow.origin[one] == Origin.PAST and rank(one) == 3]
+        why = (
+            f"; states known here go through {' and '.join(STATE_OPERATORS)}, not {', '.join(states)}" if states else ""
+        )
+        raise ExportError(
+            f"the first branch of the residual stream holds no attention: the graph is no decoder of text{why}"
+        )
     # an MLP belongs to the layer whose attention or recurrence came last
     layer = len(decoder.layers) - (not any(mixes.values()))
     points = [("hook_resid_pre", top)] if any(mixes.values()) else []

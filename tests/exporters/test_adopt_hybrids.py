@@ -246,3 +246,25 @@ def test_an_operator_of_states_that_is_not_known_is_refused_by_name(tmp_path):
     (source / "model.onnx").write_bytes(proto.SerializeToString())
     with pytest.raises(ExportError, match="GatedDeltaNet"):
         adopt(source, tmp_path / "hooked")
+
+
+def test_a_convolution_of_standard_operators_is_refused_with_those_that_are_known(tmp_path):
+    """As transformers.js has LFM2: the columns are joined, convolved and cut by three nodes."""
+    source = Path(shutil.copytree(FOREIGN / "lfm2" / "genai", tmp_path / "source"))
+    proto = onnx.load(source / "model.onnx", load_external_data=False)
+    nodes, ends = [], [np.array([number]) for number in (-2, 2**60, 2)]
+    for node in proto.graph.node:
+        if node.op_type != "CausalConvWithState":
+            nodes.append(node)
+            continue
+        (x, weight, _, past), (y, present) = node.input, node.output
+        names = [f"{y}.{number}" for number in range(3)]
+        proto.graph.initializer.extend(map(onnx.numpy_helper.from_array, ends, names))
+        nodes.append(onnx.helper.make_node("Concat", [past, x], [f"{y}.joined"], axis=2))
+        nodes.append(onnx.helper.make_node("Conv", [f"{y}.joined", weight], [y], group=32))
+        nodes.append(onnx.helper.make_node("Slice", [f"{y}.joined", *names], [present]))
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    (source / "model.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ExportError, match=r"go through CausalConvWithState and LinearAttention, not past\.0\.conv"):
+        adopt(source, tmp_path / "hooked")
