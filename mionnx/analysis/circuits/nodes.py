@@ -23,6 +23,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.spec.limits import indices_of
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
@@ -97,6 +98,7 @@ class Nodes:
 
 def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
     """All nodes of a model; `ungrouped`: keys and values that heads share are nodes of each of these heads."""
+    refuse_normed_stream(model, "edges between nodes")
     reading = make_receivers(model, "all")
     layers, parallel = reading.layers, reading.parallel
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)

@@ -73,7 +73,7 @@ def test_paths_are_what_torch_gives(both, texts):
         assert np.ptp(swept.values) > 1e-4
 
 
-@pytest.mark.parametrize("verb", ["path_patch", "edge_attribution", "circuit"])
+@pytest.mark.parametrize("verb", ["edge_attribution", "circuit"])
 def test_streams_that_are_normed_between_additions_have_no_edges(verb, text_encoder):
     model, _ = text_encoder("classes")
     with pytest.raises(InputError, match=r"'bert' norms it between additions\. Patching sweeps"):
