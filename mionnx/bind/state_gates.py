@@ -121,8 +121,8 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     old = [i for i in targets if _lacks_gate(metadata, i)] if "convolution" in state.terms else []
     if old:
         raise InterventionError(
-            f"{state.title}: the convolution of layer {old[0]} of this {metadata.family} model has no gate (conv_seen), "
-            "which older exports do not write: export its checkpoint again"
+            f"{state.title}: the convolution of layer {old[0]} of this {metadata.family} model has no gate "
+            "(conv_seen), which older exports do not write: export its checkpoint again"
         )
     if not with_state:
         raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state; {knockout}")

@@ -183,7 +183,7 @@ def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
     ids = batch("plain").ids
     for request in (
         lambda: model.attribute(ids[0], 5, 11),
-        lambda: model.edge_attribution(ids[:1], ids[1:]),
+        lambda: model.edge_attribution(ids[:1], ids[1:2], answer=5, versus=9),
         lambda: model.decompose_resid(model.forward(ids, HookSpec().capture("*"))),
     ):
         with pytest.raises(InputError, match="norms it between additions"):

@@ -108,8 +108,9 @@ def path_patch(
     Args:
         over, layers, resume, resume_key, before, progress: see `patch_sweep`.
         receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm` (of a
-            stream that is normed after its last addition `hook_resid_post` of the last layer), globs allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice
-            receives with the heads of both.
+            stream that is normed after its last addition `hook_resid_post` of the last layer), globs allowed; with
+            heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice receives with
+            the heads of both.
         sender: the hook point that is patched, cell by cell.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Path patching through streams that are normed after each addition: beside frozen runs in torch, and plain patching."""
+"""Path patching through streams that are normed after each addition: beside frozen runs, and plain patching."""
 
 import numpy as np
 import pytest
@@ -48,8 +48,10 @@ def run(reference, ids: np.ndarray, put: Values, reads: dict) -> tuple[float, Va
 
 @pytest.mark.parametrize(
     ("receiver", "heads"),
-    [("blocks.2.attn.hook_q", [1]), ("blocks.2.attn.hook_v", None), ("blocks.1.mlp.hook_pre", None)]
-    + [("blocks.2.mlp.hook_pre", None), ("blocks.2.hook_resid_post", None)],
+    [
+        *(("blocks.2.attn.hook_q", [1]), ("blocks.2.attn.hook_v", None), ("blocks.1.mlp.hook_pre", None)),
+        *(("blocks.2.mlp.hook_pre", None), ("blocks.2.hook_resid_post", None)),
+    ],
 )
 def test_a_path_to_one_receiver_is_that_of_frozen_runs(both, receiver, heads):
     """All other heads and MLPs keep their outputs; the norms between are computed anew. Then that input is put in."""
