@@ -5,7 +5,8 @@ compiled for each client, which runs it in a process of its own on one thread (`
 at three doses, compared with `generate`; then the time of a token of decoding, processor time, beside the client's own
 file: for onnxruntime-genai that of its model builder, quantised anew to as many bits, for the others a plain model by
 `mionnx export --layout`, without interventions. The two run by turns; a ratio above 1 means that the compiled one is
-slower. A second table has what one linear probe costs in plain onnxruntime. `--environments` keeps virtual environments
+slower. A second table has what one linear probe costs in plain onnxruntime, beside the same graph once more, which says
+what such a ratio is worth. `--environments` keeps virtual environments
 and node_modules between runs: the first run installs them.
 """
 
@@ -147,9 +148,11 @@ def probe_rows(models: Sequence[str], repeats: int) -> list[list[str]]:
                 model.compile(spec, bare, weights="referenced", plain=spec.is_empty())
                 model.compile(spec, probed, weights="referenced", monitors={"probe": (point, direction)})
                 programs = {each.name: step(each / "model.onnx", 32, model.head_dim) for each in (bare, probed)}
+                programs["again"] = step(bare / "model.onnx", 32, model.head_dim)
                 times = alternate(programs, repeats, process_time)
             each = f"{statistics.median(times['bare']) / STEPS * 1e3:.2f}"
-            rows.append([f"{Path(name).name} {dtype}".strip(), title, each, ratio(times["probed"], times["bare"])])
+            both = (ratio(times[which], times["bare"]) for which in ("probed", "again"))
+            rows.append([f"{Path(name).name} {dtype}".strip(), title, each, *both])
     return rows
 
 
@@ -181,7 +184,7 @@ def main() -> None:
     columns = ["client", "model", "doses with equal tokens", "knob obeyed", "monitor, relative gap"]
     columns += ["ms a token", "its own file", "ratio"]
     probes = probe_rows(asked.models, PROBE_TURNS)
-    of_probes = ["model", "graph", "ms a token", "with a probe, ratio"]
+    of_probes = ["model", "graph", "ms a token", "with a probe, ratio", "the same graph again, ratio"]
     title = f"One thread, processor time, {asked.repeats} turns of {TIMED} tokens"
     tables = [(columns, rows), (of_probes, probes)]
     present("clients", "Compiled models in other people's clients", title, tables, asked.save)

@@ -119,6 +119,7 @@ def feed_of(entry: Any, batch: int = PROBE_ROWS, seq: int = PROBE_TOKENS, past: 
         return np.zeros((batch, seq), np.int64)
     if entry.name == "position_ids":
         return np.tile(np.arange(past, past + seq, dtype=np.int64), (batch, 1))
-    if entry.type in ONNX_FLOATS and len(entry.shape) == 4:
-        return np.zeros((batch, entry.shape[1], past, entry.shape[3]), ONNX_FLOATS[entry.type])
+    if entry.type in ONNX_FLOATS and len(entry.shape) in (3, 4):  # keys, values, or a state: that has no open axis
+        sizes = (size if isinstance(size, int) else past for size in entry.shape[1:])
+        return np.zeros((batch, *sizes), ONNX_FLOATS[entry.type])
     raise ExportError(f"input {entry.name}, {entry.type} {entry.shape}, is none of a decoder's: it cannot be adopted")

@@ -41,6 +41,7 @@ from exporters.adopt.self_check import (
 from exporters.adopt.source_file import SourceFile, check_source, open_source, tell_types
 from exporters.op_writer import OpWriter
 from exporters.probe import Probe, check_bounded, open_session, run
+from exporters.recurrence.expand import expand as expand_recurrences
 from exporters.sidecar_files import find_files, keep_files
 from exporters.value_types import infer_types
 from mionnx.errors import ExportError, ModelError, boundary
@@ -100,14 +101,15 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     positions = supply_positions(source.model)
     decoder = recognise(source.model.graph)
     stock_logits = str(decoder.flow.logits.name)  # before `name_points` calls it "logits"
-    padding = all(heeds_mask(source.model, attention.scores) for attention in decoder.attention)
+    padding = all(heeds_mask(source.model, attention.scores) for attention in decoder.attention.values())
     progress("running once", 2, STAGES)
-    windows, config = windows_of(config_of(file), len(decoder.attention)), config_of(file)
+    windows, config = windows_of(config_of(file), len(decoder.layers)), config_of(file)
     try:
         head = _head_of(source, target, decoder, config, unread=positions is not None)
         cached = name_caches(decoder)
         renamed = {str(value.name): name for value, name in stock_inputs.items()}
         interface, names = Interface.of(renamed, ends, stock_logits), name_points(decoder)
+        expand_recurrences(source.model)
         decoder.notes.extend([positions] if positions is not None and not head.both else [])
         lacks = frozenset(lack for lack, has in (("mask", padding), ("cache", cached or head.both)) if not has)
         proto = _clean(source.model)
@@ -125,7 +127,7 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        laws = check_laws(probed, proto, target, len(decoder.attention), decoder.sinks, head.both)
+        laws = check_laws(probed, proto, target, len(decoder.layers), decoder.sinks, head.both)
         own = probed.values[LOGITS] if not head.added else probed.values[stream_point(names)]
         return laws + _as_stock(source, target, probed, renamed, stock_logits, own, rounding(proto, probed), decoder)
 
@@ -135,7 +137,7 @@ def _adopted(source: SourceFile, target: Path, hashes: Callable[[], Hashes], pro
     decoder.notes.extend(other_windows(decoder.windows or [], windows or []))
     same, runs = proto is plain.proto, any(law.law == AS_STOCK for law in laws)  # nothing was added
     add_metadata(proto, source, decoder, probed, same and "mask" in lacks, hashes(), head)
-    keep_fused(proto, target, probed, fused if same else map(moved, fused), len(decoder.attention), decoder.notes)
+    keep_fused(proto, target, probed, fused if same else map(moved, fused), len(decoder.layers), decoder.notes)
     if not head.added:
         keep_stock(proto, target, replace(source, stock=own), interface, probed, bool(expanded), runs, decoder.notes)
     _write(proto, file, target, MAIN_OUTPUTS[head.kind])
@@ -146,7 +148,7 @@ def _head_of(
     source: SourceFile, target: Path, decoder: Recognised, config: Mapping[str, Any], unread: bool
 ) -> FileHead:
     """What a file is for; the points of an encoder's head are put among the others."""
-    if not reads_both_ways(decoder, lambda: _clean(source.model), target):
+    if decoder.recurrence or not reads_both_ways(decoder, lambda: _clean(source.model), target):
         if rank(decoder.flow.logits) == 2:
             raise ExportError(f"{source.file} is a decoder's with one vector a text: such a head is not adopted")
         return DECODER_HEAD
@@ -163,7 +165,7 @@ def _completed(
     plain: Plain, checked: Callable[[onnx.ModelProto, Probe], list[LawResult]]
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
     """An encoder's graph as it is: it takes no past, and is checked with padding behind its texts."""
-    laws, layers = checked(plain.proto, plain.probed), len(plain.structure.attention)
+    laws, layers = checked(plain.proto, plain.probed), len(plain.structure.layers)
     if "mask" in plain.lacks:
         plain.structure.notes.append(LACKING["mask"])
         return plain.proto, plain.probed, laws
@@ -181,10 +183,10 @@ def _write(proto: onnx.ModelProto, file: Path, target: Path, output: str) -> Non
 
 
 def check_folder(folder: Path) -> list[LawResult]:
-    """Run a hooked model once and check it against the laws; a recurrent one is refused."""
+    """Run a hooked model once and check it against the laws; one that mixes tokens with those before is refused."""
     hooked = HookedModel.open(folder)
-    if hooked.metadata.carries_state:
-        raise ExportError(f"{folder} is recurrent: the laws are those of attention")
+    if hooked.metadata.shifts_tokens:
+        raise ExportError(f"{folder} is an RWKV: the laws are those of attention and of other recurrences")
     probed = probe_points(hooked.proto, folder, list(hooked.metadata.hooks))
     metadata, layers = hooked.metadata, hooked.metadata.sizes.num_layers
     laws = check_laws(probed, hooked.proto, folder, layers, SINKS in metadata.exporter, metadata.bidirectional)
@@ -227,15 +229,17 @@ def _as_stock(
         decoder.notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
     # roundings add up, layer by layer
-    return [compare(AS_STOCK, None, own, expected, len(decoder.attention) * rounding)]
+    return [compare(AS_STOCK, None, own, expected, len(decoder.layers) * rounding)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     """A feed in the dtype that the file's own input has."""
     if entry.name not in feeds:
         raise ExportError(f"its input {entry.name} is not one of the adopted graph")
-    kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_}  # a file's own ids may be int32, and its flag is bool
-    return feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
+    # a file's own ids may be int32, its flag is bool, its states may be float16
+    kinds = {"tensor(int32)": np.int32, "tensor(bool)": np.bool_, "tensor(float16)": np.float16}
+    feed = feeds[entry.name].astype(kinds.get(entry.type, feeds[entry.name].dtype))
+    return feed if feed.ndim >= len(entry.shape) else np.broadcast_to(feed, (entry.shape[0], *feed.shape))
 
 
 def _modernise(model: ir.Model) -> None:

@@ -1,6 +1,6 @@
 """Attention of one layer, from the softmax outwards; queries, keys and values up to the heads, before rotation too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import onnx_ir as ir
@@ -14,11 +14,13 @@ from exporters.adopt.flow import (
     Flow,
     Origin,
     climb,
+    input_of,
     is_linear,
     makers_of,
     perm_of,
     present,
     rank,
+    static,
     walk,
     weight_of,
 )
@@ -64,6 +66,9 @@ class AttentionValues:
     # queries_keys, pattern_values: the two products.
     queries_keys: ir.Node
     pattern_values: ir.Node
+    # What the output projection reads where that is z times a gate, [batch, seq, heads * head_dim].
+    gated: ir.Value | None = None
+    heads: int = 0  # of it
 
     def points(self) -> list[tuple[str, ir.Value]]:
         """Hook name within the layer and value, in execution order."""
@@ -72,7 +77,8 @@ class AttentionValues:
         points += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
         points += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
         points += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
-        return [*points, ("attn.hook_pattern", self.pattern), ("attn.hook_z", self.z), ("hook_attn_out", self.out)]
+        z = self.z if self.gated is None else self.gated
+        return [*points, ("attn.hook_pattern", self.pattern), ("attn.hook_z", z), ("hook_attn_out", self.out)]
 
 
 def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> AttentionValues:
@@ -85,12 +91,25 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
     queries_keys = _product_of_scores(flow, layer, top, scores)
     queries, keys, values = (_heads_of(flow, one) for one in (*queries_keys.inputs[:2], product.inputs[1]))
     z = _heads_output(flow, layer, product.outputs[0])
-    projection = next((node for node in flow.between(z, out) if is_linear(flow, node)), None)
+    projection = _projection(flow, top, z, out)
     if projection is None:
         raise ExportError(f"layer {layer}: no matrix multiplies the outputs of the heads")
     weight, rows = weight_of(projection)
-    sink = scores is not patterns[0].inputs[0]
-    return AttentionValues(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
+    sink, read, heads = scores is not patterns[0].inputs[0], input_of(flow, projection), static(z, 2)
+    own = AttentionValues(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
+    # behind a gate, which is made of the text on another way, z is no dominator
+    return own if z in flow.chain(read, top) or heads is None else replace(own, gated=read, heads=heads)
+
+
+def _projection(flow: Flow, top: ir.Value, z: ir.Value, out: ir.Value) -> ir.Node | None:
+    """The first linear map that reads what follows from the outputs of the heads."""
+    follows = {z}
+    for node in flow.between(top, out):
+        if not follows.isdisjoint(present(node.inputs)):
+            if is_linear(flow, node):
+                return node
+            follows.update(node.outputs)
+    return None
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:

@@ -99,7 +99,7 @@ def reads_both_ways(decoder: Recognised, write: Callable[[], onnx.ModelProto], f
     flow = decoder.flow
     if any(flow.origin.get(value) == Origin.PAST for value in flow.graph.inputs):
         return False
-    names, proto = [str(one.pattern.name) for one in decoder.attention], write()
+    names, proto = [str(one.pattern.name) for one in decoder.attention.values()], write()
     check_bounded(proto, folder)
     added = [(name, str(value.name)) for name, value in decoder.points if name in ADDED_EMBEDDINGS]
     values = probe(proto, folder, [*names, *(value for _, value in added if value)]).values

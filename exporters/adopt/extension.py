@@ -67,11 +67,14 @@ def complete(
     checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
     """Add a cache and a mask to a graph that lacks them, if it keeps the laws with them; else note why not."""
-    notes, layers = plain.structure.notes, len(plain.structure.attention)
+    notes, layers = plain.structure.notes, len(plain.structure.layers)
     before = list(notes)
     try:
         if not extend(plain):
-            return plain.proto, plain.probed, checked(plain.proto, plain.probed)
+            laws = checked(plain.proto, plain.probed)
+            if plain.structure.recurrence:  # states heed padding, and carry on what they have, by nodes written here
+                laws += check_extension(plain.probed, plain.proto, plain.folder, layers)
+            return plain.proto, plain.probed, laws
         proto = clean(plain.model)
         probed = probe_points(proto, plain.folder, [name for name, _ in plain.structure.points])
         laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
@@ -98,7 +101,9 @@ def extend(plain: Plain) -> bool:
     values = {value.name: value for node in model.graph for value in node.outputs}
     masks = [
         maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
-        for layer, attention in enumerate(plain.structure.attention)
+        if attention is not None
+        else []  # a recurrence heeds padding by itself
+        for layer, attention in enumerate(map(plain.structure.attention.get, range(len(plain.structure.layers))))
     ]
     masked = MaskProbe(plain.proto, plain.folder, plain.probed.values, [one for masking in masks for one in masking])
     complete = all(
@@ -120,6 +125,8 @@ def extend(plain: Plain) -> bool:
     reads = [(node, place) for node, place in op.inputs[MASK_INPUT].uses()] if MASK_INPUT in op.inputs else []
     stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
     for layer, masking in enumerate(masks):
+        if layer not in plain.structure.attention:
+            continue
         scores = values[f"blocks.{layer}.attn.hook_scores"]
         kind = ir.DataType.from_numpy(plain.probed.values[str(scores.name)].dtype)
         replace_masks(op, masking, scores, windows[layer], kind, plain.adds)

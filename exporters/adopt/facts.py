@@ -19,14 +19,16 @@ from exporters.hook_axes import axes_of
 from exporters.probe import Probe
 from exporters.sidecar_files import find_files
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import read_json
-from mionnx.graph.layers import Attention
+from mionnx.graph.folder_file import files_beside, read_json
+from mionnx.graph.hook_points import layer_of
+from mionnx.graph.layers import Attention, Recurrence
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, NORMED_STREAM, Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import Sizes, context_length
 from mionnx.graph.weight_check import Hashes
 
+GENAI_CONFIG = "genai_config.json"
 SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
 
@@ -42,18 +44,24 @@ def add_metadata(
     """Write the metadata of an adopted graph into it; `attends` says whether it attends to padding."""
     names = [name for name, _ in decoder.points]
     sizes, config = sizes_of(probed.values, decoder), config_of(source.file)
-    hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
+    stated = config or genai_facts(source.file)
+    recurrence = {layer: one.recurrence for layer, one in decoder.recurrence.items()}
+    hooks = {
+        name: axes_of(name, probed.values[name].shape, sizes, recurrence=recurrence.get(layer_of(name) or 0))
+        for name in names
+    }
     dtypes = {name: str(probed.values[name].dtype) for name in names if probed.values[name].dtype.kind not in "iu"}
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
         raise ExportError(f"{source.file} computes in {', '.join(unknown)}: no such model runs here")
     dtype = max({*dtypes.values()}, key=DTYPE_NAMES.index)  # the coarsest, that of the weights
     annotate(proto, probed, hooks, decoder.main)
     metadata = Metadata(
-        family=str(config.get("model_type", "unknown")),
+        family=str(stated.get("model_type", "unknown")),
         dtype=dtype,
         sizes=sizes,
         hooks=hooks,
         attention=attention_of(decoder, decoder.windows or windows_of(config, sizes.num_layers)),
+        recurrence=recurrence_of(decoder),
         exporter={
             "mionnx": own_version(),
             "onnx_ir": version("onnx_ir"),
@@ -63,7 +71,7 @@ def add_metadata(
         },
         weights_sha256=hashes[0],
         weight_files=hashes[1],
-        context_length=context_length(config),
+        context_length=context_length(stated),
         hook_dtypes={name: other for name, other in dtypes.items() if other != dtype},
         **head.facts(probed.values, f"blocks.{sizes.num_layers - 1}.hook_resid_post"),
     )
@@ -71,12 +79,20 @@ def add_metadata(
         proto.metadata_props.add(key=key, value=value)
 
 
-def attention_of(decoder: Recognised, windows: Sequence[int | None] | None) -> list[Attention]:
-    """The output projection and the window of each layer's attention."""
-    return [
-        Attention(str(one.projection.name), one.rows, windows[layer] if windows else None)
-        for layer, one in enumerate(decoder.attention)
-    ]
+def attention_of(decoder: Recognised, windows: Sequence[int | None] | None) -> list[Attention | None]:
+    """The output projection and the window of each layer's attention; None of a layer without; empty without any."""
+    attention = decoder.attention
+    own = {
+        layer: Attention(str(one.projection.name), one.rows, windows[layer] if windows else None)
+        for layer, one in attention.items()
+    }
+    return [own.get(layer) for layer in range(len(decoder.layers))] if own else []
+
+
+def recurrence_of(decoder: Recognised) -> list[Recurrence | None]:
+    """What each layer carries beside keys and values; empty where none does."""
+    own = {layer: one.recurrence for layer, one in decoder.recurrence.items()}
+    return [own.get(layer) for layer in range(len(decoder.layers))] if own else []
 
 
 def facts_of(decoder: Recognised, attends: bool) -> dict[str, str]:
@@ -101,18 +117,29 @@ def config_of(file: Path) -> dict[str, Any]:
     return config
 
 
+def genai_facts(file: Path) -> dict[str, Any]:
+    """Family and context length by the config that onnxruntime-genai's builder writes; empty without one."""
+    path = file.parent / GENAI_CONFIG
+    try:
+        model = read_json(path).get("model") if files_beside(path.parent, (GENAI_CONFIG,)) else None
+    except (ModelError, AttributeError) as error:
+        raise ExportError(f"{path} is damaged: {error}") from error
+    own = model if isinstance(model, dict) else {}
+    return {"model_type": own["type"]} | own if isinstance(own.get("type"), str) else {}
+
+
 def sizes_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> Sizes:
     """The sizes of a decoder, from one run of it."""
-    queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
+    heads = _heads_of(values, decoder)
     learned = next((value for name, value in decoder.points if name == "hook_pos_embed"), None)
     width, hidden = (values[name].shape[-1] for name in ("hook_embed", "blocks.0.hook_resid_pre"))
     rows = vocabulary(decoder.flow)
     routed = {name.rpartition(".")[2]: value.shape[-1] for name, value in values.items() if value.ndim == 3}
     return Sizes(
-        num_layers=len(decoder.attention),
-        num_heads=queries[1],
-        num_kv_heads=keys[1],
-        head_dim=queries[3],
+        num_layers=len(decoder.layers),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
         hidden_size=hidden,
         vocab_size=values["hook_logits"].shape[-1] if "hook_logits" in values else rows or 1,
         max_positions=None if learned is None else _rows(learned, values),
@@ -120,6 +147,16 @@ def sizes_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> Sizes:
         n_experts=routed.get("hook_router_logits"),
         n_chosen=routed.get("hook_expert_indices"),
     )
+
+
+def _heads_of(values: Mapping[str, np.ndarray], decoder: Recognised) -> tuple[int, int, int]:
+    """Heads of queries and of keys, and their size, in the first layer that attends; without any, those of states."""
+    first = next(iter(decoder.attention), None)
+    if first is not None:
+        queries, keys = (values[f"blocks.{first}.attn.hook_{part}"].shape for part in "qk")
+        return queries[1], keys[1], queries[3]
+    own = next(iter(decoder.recurrence.values())).recurrence
+    return own.n_heads, own.n_heads, own.value_dim
 
 
 def _rows(learned: ir.Value, values: Mapping[str, np.ndarray]) -> int | None:

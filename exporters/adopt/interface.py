@@ -28,6 +28,7 @@ TYPE_INPUT = "token_type_ids"
 INPUT_AXES = {TOKEN_INPUT: ("batch", "seq"), MASK_INPUT: ("batch", "total"), POSITIONS: ("batch", "seq")}
 TYPE_AXES = {TYPE_INPUT: ("batch", "seq")}
 UNKNOWN = -1  # no axis
+PLANES = ("planes", "batch", "seq")
 NEAR_ANGLES = 40  # nodes from positions to a cosine
 
 
@@ -50,7 +51,8 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
         raise ExportError(
             f"the inputs {other.name} and {value.name} both look like {name}: which is which is not known"
         )
-    if rank(value) not in (2, None):
+    planes = static(value, 0) if name == POSITIONS and rank(value) == len(PLANES) else None
+    if planes is None and rank(value) not in (2, None):
         raise ExportError(
             f"the input {value.name} has the shape {value.shape}: a mask of another form than [batch, total]"
         )
@@ -67,6 +69,13 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
         move(reads, cast.outputs[0])
         graph.insert_before(graph[0], cast)
     value.type = INT64_TYPE
+    if planes is not None:  # a token's places in time, height and width (Qwen's M-RoPE): in a text they are one
+        reads = list(value.uses())
+        sizes = _constant(graph, f"{name}.planes", [planes, 1, 1])
+        wide = node_like("Expand", [value, sizes], value)
+        wide.outputs[0].shape = ir.Shape([planes, *INPUT_AXES[name]])
+        move(reads, wide.outputs[0])
+        graph.insert_before(graph[0], wide)
 
 
 def _feeds_angles(value: ir.Value) -> bool:
@@ -120,16 +129,19 @@ def supply_positions(model: ir.Model) -> str | None:
 
 
 def _unsqueezed(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Value:
-    name = f"adopted.positions.axis{axis}"
-    if name not in graph.initializers:
-        axes = ir.tensor(np.array([axis], np.int64), name=name)
-        graph.register_initializer(
-            ir.Value(name=name, type=INT64_TYPE, shape=ir.Shape([1]), const_value=axes),
-        )
-    node = ir.node("Unsqueeze", [value, graph.initializers[name]])
+    node = ir.node("Unsqueeze", [value, _constant(graph, f"positions.axis{axis}", [axis])])
     node.outputs[0].type = INT64_TYPE
     graph.insert_before(graph[0], node)
     return node.outputs[0]
+
+
+def _constant(graph: ir.Graph, name: str, numbers: Sequence[int]) -> ir.Value:
+    name = f"adopted.{name}"
+    if name not in graph.initializers:
+        tensor = ir.tensor(np.array(numbers, np.int64), name=name)
+        shape = ir.Shape([len(numbers)])
+        graph.register_initializer(ir.Value(name=name, type=INT64_TYPE, shape=shape, const_value=tensor))
+    return graph.initializers[name]
 
 
 def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:

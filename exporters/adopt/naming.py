@@ -6,18 +6,21 @@ import onnx_ir as ir
 
 from exporters.adopt.attention import HEADS_FIRST
 from exporters.adopt.flow import KEEPING, SIZE_OPERATORS, Flow, Origin, climb, static
-from exporters.adopt.recognise import Recognised, sum_of
+from exporters.adopt.recognise import Recognised, sum_of, ungated
 from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import KEYS_AND_VALUES, PASTS, STATE
 from mionnx.graph.metadata import MAIN_OUTPUTS
 from mionnx.graph.output_head import LOGITS
+
+DROPPED_OUTPUT = "adopted."  # begins names of values that were outputs of the file
 
 
 def name_points(decoder: Recognised) -> list[str]:
     """Give every recognised value its hook name; returns the names, in execution order."""
     graph, current = decoder.flow.graph, {value: _turned(decoder.flow.graph, value) for value in decoder.seq_first}
     current |= {value: _by_rows(decoder.flow.graph, value, *like) for value, like in decoder.flat.items()}
+    current |= {value: _by_heads(graph, value, heads) for value, heads in decoder.merged.items()}
     _free(graph, {name for name, _ in decoder.points} | {*MAIN_OUTPUTS.values()} - {LOGITS})
     taken: set[ir.Value] = set()
     for name, origin in decoder.points:
@@ -36,6 +39,8 @@ def name_points(decoder: Recognised) -> list[str]:
         taken.add(value)
     for name, value in decoder.sums.items():
         value.name = sum_of(name)
+    for name, value in decoder.ungated.items():
+        value.name = ungated(name)
     return [name for name, _ in decoder.points]
 
 
@@ -57,6 +62,18 @@ def _by_rows(graph: ir.Graph, value: ir.Value, like: ir.Value, size: int) -> ir.
     back = node_like("Reshape", [rows.outputs[0], flat.outputs[0]], value)
     _insert(graph, value, [last, flat, axes, sizes, rows, back])
     return rows.outputs[0]
+
+
+def _by_heads(graph: ir.Graph, value: ir.Value, heads: int) -> ir.Value:
+    """A value [batch, seq, heads * width] as [batch, seq, heads, width]."""
+    apart, together = (
+        ir.node("Constant", [], attributes={"value_ints": ints}) for ints in ([0, 0, heads, -1], [0, 0, -1])
+    )
+    split = node_like("Reshape", [value, apart.outputs[0]], value)
+    split.outputs[0].shape = ir.Shape(["batch", "seq", heads, None])
+    back = node_like("Reshape", [split.outputs[0], together.outputs[0]], value)
+    _insert(graph, value, [apart, together, split, back])
+    return split.outputs[0]
 
 
 def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
@@ -102,23 +119,30 @@ def name_caches(decoder: Recognised) -> int:
     """Name the inputs and outputs of keys and values, drop others but the logits; count layers with a cache."""
     flow, cached = decoder.flow, 0
     graph, outputs = flow.graph, {flow.logits, *decoder.other_outputs}
-    for layer, attention in enumerate(decoder.attention):
+    for layer, attention in decoder.attention.items():
         joined = {"key": attention.keys.joined, "value": attention.values.joined}
         if None in joined.values():
             continue
         cached += 1
         for kind, node in joined.items():
             outputs.add(_name_cache(flow, f"{layer}.{kind}", node))
-    if 0 < cached < len(decoder.attention):
+    if 0 < cached < len(decoder.attention) or (cached == 0 and decoder.attention and decoder.recurrence):
         raise ExportError(f"{cached} of {len(decoder.attention)} layers have a past of keys and values")
+    for layer, mixer in decoder.recurrence.items():
+        for part, (past, present) in mixer.carried.items():
+            past.name = f"{STATE.past}.{layer}.{part}"
+            outputs.add(_name_present(graph, present, f"{STATE.present}.{layer}.{part}"))
     for value in [value for value in graph.outputs if value not in outputs]:
         graph.outputs.remove(value)
         decoder.notes.append(f"output {value.name}: dropped, it is no part of a hooked model")
     pasts = [str(value.name) for value in graph.inputs if flow.origin.get(value) == Origin.PAST]
-    unknown = [name for name in pasts if not name.startswith(f"{KEYS_AND_VALUES.past}.")]
+    unknown = [name for name in pasts if not name.startswith(PASTS)]
     if unknown:
-        raise ExportError(f"inputs of fractions that are no past of keys and values: {', '.join(unknown)}")
-    return cached
+        inputs = [value for value in graph.inputs if value.name in unknown]
+        readers = sorted({node.op_type for value in inputs for node, _ in value.uses()})
+        what = f"{', '.join(unknown)} (of {', '.join(readers)})"
+        raise ExportError(f"inputs of fractions that are no past of keys and values, and no states known here: {what}")
+    return cached + len(decoder.recurrence)
 
 
 def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
@@ -135,12 +159,16 @@ def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
     past.shape = ir.Shape(["batch", heads, "past", width])
     if past.dtype != new.dtype and new.dtype is not None:  # files of float16 may keep an interface of float32
         past.type = ir.TensorType(new.dtype)
-    present = joined.outputs[0]
+    return _name_present(graph, joined.outputs[0], f"{KEYS_AND_VALUES.present}.{suffix}")
+
+
+def _name_present(graph: ir.Graph, present: ir.Value, name: str) -> ir.Value:
+    """An output of what a layer carries on, by its name in hooked models; the file's own for it is no output more."""
     for value in [value for value in graph.outputs if climb(value, KEEPING) is present]:
         graph.outputs.remove(value)
-        value.name = f"adopted.{suffix}"
+        value.name = f"{DROPPED_OUTPUT}{name}"
     node = node_like("Identity", [present], present)
     graph.insert_after(present.producer(), node)
     graph.outputs.append(node.outputs[0])
-    node.outputs[0].name = f"{KEYS_AND_VALUES.present}.{suffix}"
+    node.outputs[0].name = name
     return node.outputs[0]

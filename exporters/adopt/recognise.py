@@ -24,10 +24,12 @@ from exporters.adopt.flow import (
     static,
     table_of,
 )
+from exporters.adopt.mixer import MixerValues, find_mixer, mixers
 from exporters.adopt.mlp import find_mlp
 from exporters.op_writer import move, node_like
 from mionnx.errors import ExportError
 
+STATE_OPERATORS = ("CausalConvWithState", "LinearAttention")
 TURNED_AT_ONCE = (0, 2, 3, 1)  # [batch, seq, heads, head_dim] -> [batch, heads, head_dim, seq]
 STEPS = ((0, 2, 1, 3), (0, 1, 3, 2))  # the same in two
 
@@ -39,15 +41,19 @@ class Recognised:
     flow: Flow
     # Hook name and value, in execution order; a value may have several names.
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
-    attention: list[AttentionValues] = field(default_factory=list)
+    layers: list[AttentionValues | MixerValues] = field(default_factory=list)
     # In a stream that is normed after its additions: hook name of the stream after one -> the sum itself.
     sums: dict[str, ir.Value] = field(default_factory=dict)
+    # Hook name of heads' outputs behind a gate -> these before it.
+    ungated: dict[str, ir.Value] = field(default_factory=dict)
     # Hook name of an MLP's input -> the nodes of the MLP: its other readers do not read the hook point.
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
     # The queries and keys that are rotated as [batch, seq, heads, head_dim].
     seq_first: list[ir.Value] = field(default_factory=list)
     # Value of a router with batch and seq as one axis -> a value of the stream with both, and the other size.
     flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
+    # Value [batch, seq, heads * width] that is a hook point with both as axes -> how many heads.
+    merged: dict[ir.Value, int] = field(default_factory=dict)
     main: str | None = "hook_logits"  # the hook point of the main output; None where that is the stream
     other_outputs: list[ir.Value] = field(default_factory=list)  # outputs beside the main one that stay
     notes: list[str] = field(default_factory=list)  # the hook points that the graph has not, and why
@@ -56,7 +62,17 @@ class Recognised:
     @property
     def sinks(self) -> bool:
         """Whether a softmax has a column that belongs to no key."""
-        return any(one.sink for one in self.attention)
+        return any(one.sink for one in self.attention.values())
+
+    @property
+    def attention(self) -> dict[int, AttentionValues]:
+        """The layers that attend, by number."""
+        return {layer: one for layer, one in enumerate(self.layers) if isinstance(one, AttentionValues)}
+
+    @property
+    def recurrence(self) -> dict[int, MixerValues]:
+        """The layers that have a recurrence or a short convolution, by number."""
+        return {layer: one for layer, one in enumerate(self.layers) if isinstance(one, MixerValues)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,11 @@ def sum_of(name: str) -> str:
     return f"{name}_sum"
 
 
+def ungated(name: str) -> str:
+    """Name of the heads' outputs before the gate."""
+    return f"{name}_ungated"
+
+
 def recognise(graph: ir.Graph) -> Recognised:
     """Find the hook points of a decoder whose fused operators have been expanded."""
     _separate_heads(graph)
@@ -83,7 +104,7 @@ def recognise(graph: ir.Graph) -> Recognised:
     decoder.points += _embedding(decoder.flow, steps[0].before)
     for step in steps:
         _layer(decoder, step)
-    if not decoder.attention:
+    if not decoder.layers:
         raise ExportError("no branch of the residual stream holds attention: the graph is no decoder of text")
     last = linear_maps(decoder.flow, steps[-1].after, decoder.flow.logits)
     if last and climb(input_of(decoder.flow, last[-1]), KEEPING) is climb(steps[-1].after, KEEPING):
@@ -119,28 +140,44 @@ def _has_few_rows(value: ir.Value) -> bool:
 
 
 def _layer(decoder: Recognised, step: Step) -> None:
-    """Add the points of one residual addition: a layer's attention, its MLP, or both."""
+    """Add the points of one residual addition: a layer's attention or recurrence, its MLP, or both."""
     flow, top = decoder.flow, step.before
     attends = {branch: bool(attention_patterns(flow, top, branch)) for branch in step.branches}
-    if not decoder.attention and not any(attends.values()):
-        raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
-    # an MLP belongs to the layer whose attention came last
-    layer = len(decoder.attention) - (not any(attends.values()))
-    points = [("hook_resid_pre", top)] if any(attends.values()) else []
+    mixes = {branch: attends[branch] or bool(mixers(flow, top, branch)) for branch in step.branches}
+    if not decoder.layers and not any(mixes.values()):
+        states = [str(one.name) for one in flow.graph.inputs if flow.origin[one] == Origin.PAST and rank(one) == 3]
+        why = (
+            f"; states known here go through {' and '.join(STATE_OPERATORS)}, not {', '.join(states)}" if states else ""
+        )
+        raise ExportError(
+            f"the first branch of the residual stream holds no attention: the graph is no decoder of text{why}"
+        )
+    # an MLP belongs to the layer whose attention or recurrence came last
+    layer = len(decoder.layers) - (not any(mixes.values()))
+    points = [("hook_resid_pre", top)] if any(mixes.values()) else []
     # attention first, as a layer's points are in order
-    for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
+    for branch in sorted(step.branches, key=lambda branch: not mixes[branch]):
         if attends[branch]:
-            decoder.attention.append(find_attention(flow, layer, top, branch))
-            rotated = (decoder.attention[-1].queries, decoder.attention[-1].keys)
+            attention = find_attention(flow, layer, top, branch)
+            rotated = (attention.queries, attention.keys)
             decoder.seq_first += [one.unrotated for one in rotated if one.seq_first and one.unrotated is not None]
-            points += decoder.attention[-1].points()
+            if attention.gated is not None:
+                decoder.merged[attention.gated] = attention.heads
+                decoder.ungated[f"blocks.{layer}.attn.hook_z"] = attention.z
+            decoder.layers.append(attention)
+            points += attention.points()
+        elif mixes[branch]:
+            mixer = find_mixer(flow, layer, top, branch)
+            decoder.merged[mixer.z] = mixer.heads
+            decoder.layers.append(mixer)
+            points += mixer.points()
         else:
             mlp = find_mlp(flow, layer, top, branch)
             decoder.notes += mlp.notes
             decoder.flat |= {value: (top, size) for value, size in mlp.flat.items()}
             decoder.within[f"blocks.{layer}.mlp.hook_pre"] = set(flow.between(top, branch))
             points += mlp.points
-    ends = "hook_resid_post" if len(step.branches) > 1 or not any(attends.values()) else "hook_resid_mid"
+    ends = "hook_resid_post" if len(step.branches) > 1 or not any(mixes.values()) else "hook_resid_mid"
     points.append((ends, step.after))
     decoder.points += [(f"blocks.{layer}.{name}", value) for name, value in points]
     if step.summed is not step.after:

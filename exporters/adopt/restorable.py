@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from exporters.adopt.naming import DROPPED_OUTPUT
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.self_check import compare, rounding
 from exporters.adopt.source_file import SourceFile
@@ -18,14 +19,14 @@ from exporters.probe import Probe, feed_of, open_session, run
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import FusedOperator, read_fused, restore, standing, written
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import KEYS_AND_VALUES, PASTS
 from mionnx.graph.metadata import PREFIX
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, check_stock, packed
 from mionnx.graph.validate import graphs
 
-DROPPED_OUTPUT = "adopted."  # begins names of values that were outputs of the file
 CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
+PLANES = ".planes"  # ends the name of positions that a token has several of
 OWN = ".stock"  # ends names that the hooked model has for other values
 
 
@@ -80,9 +81,7 @@ class Interface:
     def of(cls, inputs: Mapping[str, str], ends: Mapping[str, ir.Value], logits: str) -> "Interface":
         """The names, once caches have theirs; those of outputs and logits are the file's own."""
         dropped = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(DROPPED_OUTPUT)}
-        presents = {
-            own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(DROPPED_OUTPUT)}" for own, name in dropped.items()
-        }
+        presents = {own: name.removeprefix(DROPPED_OUTPUT) for own, name in dropped.items()}
         return cls({own: name for name, own in inputs.items()}, {**presents, logits: LOGITS})
 
 
@@ -97,7 +96,7 @@ def keep_stock(
     notes: list[str],
 ) -> None:
     """Put a file's own graph into the metadata, to be tried beside the adopted one in use, or note what prevents it."""
-    layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
+    layers = len({value.name.split(".")[1] for value in proto.graph.input if value.name.startswith(PASTS)})
     try:
         stock = StockGraph(_by_hooked_names(source, names, proto), expanded, max(1, layers) * rounding(proto, probed))
         check_stock(stock, proto, folder)
@@ -143,14 +142,26 @@ def _take_inputs(
         else:
             read[new] = None
             kind = value.type.tensor_type.elem_type
-            same = own[new].type.tensor_type.elem_type == kind
-            renamed[value.name] = new if same else f"{new}{CAST}"
-            added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind)]
+            same, renamed[value.name] = own[new].type.tensor_type.elem_type == kind, new
+            if not same:
+                renamed[value.name] = f"{new}{CAST}"
+                added.append(onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind))
+            if len(value.type.tensor_type.shape.dim) > len(own[new].type.tensor_type.shape.dim):
+                added += _in_planes(value, renamed)
     del graph.input[:]
     graph.input.extend(
         [*(own[name] for name in own if name in read), *(one for one in inputs if one.name in constants)]
     )
     return added
+
+
+def _in_planes(value: onnx.ValueInfoProto, renamed: dict[str, str]) -> list[onnx.NodeProto]:
+    """Nodes that repeat the positions of a text, [batch, seq], for each of a token's places."""
+    name, node = renamed[value.name], onnx.helper.make_node
+    renamed[value.name], sizes = f"{name}{PLANES}", f"{name}{PLANES}.sizes"
+    planes = value.type.tensor_type.shape.dim[0].dim_value
+    wide = node("Expand", [name, sizes], [renamed[value.name]], renamed[value.name])
+    return [node("Constant", [], [sizes], sizes, value_ints=[planes, 1, 1]), wide]
 
 
 def _take_outputs(

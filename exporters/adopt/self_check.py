@@ -4,19 +4,20 @@ No reference is needed. What is named wrongly breaks a law: a pattern that is no
 without its bias.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from exporters.adopt.recognise import sum_of
+from exporters.adopt.mixer import recurred
+from exporters.adopt.recognise import sum_of, ungated
 from exporters.probe import PROBE_TOKENS, Array, Probe, open_part, open_session, probe, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import MASKED_SCORE
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import PASTS, past_of
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import difference
 
@@ -46,9 +47,10 @@ class LawResult:
 
 
 def probe_points(proto: onnx.ModelProto, folder: Path, names: Sequence[str]) -> Probe:
-    """Run a graph once, with its hook points and the sums behind normed ones as outputs."""
-    sums = {sum_of(name) for name in names} & {name for node in proto.graph.node for name in node.output}
-    return probe(proto, folder, [*names, *sorted(sums - {*names})])
+    """Run a graph once, with its hook points, the sums behind normed ones and heads before their gates as outputs."""
+    beside = {of(name) for name in names for of in (sum_of, ungated)}
+    beside &= {name for node in proto.graph.node for name in node.output}
+    return probe(proto, folder, [*names, *sorted(beside - {*names})])
 
 
 def check_laws(
@@ -78,19 +80,17 @@ def worst_of(results: Iterable[LawResult]) -> list[LawResult]:
 
 
 def check_extension(probed: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
-    """Check an added mask and cache: padding before the text, and a cache, change no logits."""
+    """Check a mask and a cache, or states: padding before the text, and the text in two calls, change no logits."""
     session = open_session(proto, folder)
     allowed = INT8_CALLS if rounds_activations(proto) else layers * probed.rounding
     logits, half = probed.values[LOGITS], PROBE_TOKENS // 2
     (padded,) = run(session, [LOGITS], {name: _padded(name, value) for name, value in probed.feeds.items()})
     results = [compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed)]
-    prefix = f"{KEYS_AND_VALUES.present}."
-    presents = [entry.name for entry in session.get_outputs() if entry.name.startswith(prefix)]
+    presents = [entry.name for entry in session.get_outputs() if past_of(entry.name)]
     if presents:
-        # a value of four axes is a past
-        early = {name: value if value.ndim == 4 else value[:, :half] for name, value in probed.feeds.items()}
+        early = {name: value if name.startswith(PASTS) else value[:, :half] for name, value in probed.feeds.items()}
         first, *cache = run(session, [LOGITS, *presents], early)
-        pasts = (f"{KEYS_AND_VALUES.past}.{name.removeprefix(prefix)}" for name in presents)
+        pasts = (str(past_of(name)) for name in presents)
         late = {name: value if "mask" in name else value[:, half:] for name, value in probed.feeds.items()}
         (second,) = run(session, [LOGITS], {**late, **dict(zip(pasts, cache, strict=True))})
         both = np.concatenate([first, second], axis=1)
@@ -126,7 +126,7 @@ def _padded_behind(name: str, value: Array) -> Array:
 def _padded(name: str, value: Array) -> Array:
     """An input of the probe with padding before the text."""
     filler = np.zeros((value.shape[0], PADDING), value.dtype)
-    return value if value.ndim == 4 else np.concatenate([filler + (name == "input_ids"), value], axis=1)
+    return value if name.startswith(PASTS) else np.concatenate([filler + (name == "input_ids"), value], axis=1)
 
 
 def rounds_activations(proto: onnx.ModelProto) -> bool:
@@ -163,7 +163,34 @@ def _laws_of_layer(
     def get(name: str) -> Array | None:
         return values.get(f"blocks.{layer}.{name}")
 
+    if get("attn.hook_pattern") is not None:
+        yield from _laws_of_attention(get, values, layer, sinks, both)
+    if get("ssm.hook_y") is not None:
+        y, state = recurred(*(get(f"ssm.hook_{part}") for part in ("q", "k", "v", "log_decay", "write")))
+        yield ("y = q state", get("ssm.hook_y"), y)
+        yield ("state = the sum of what is written", get("ssm.hook_state"), state)
+    pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
+    mid_sum, post_sum = get(sum_of("hook_resid_mid")), get(sum_of("hook_resid_post"))
+    mid_sum, post_sum = mid if mid_sum is None else mid_sum, post if post_sum is None else post_sum
+    if mid is not None:
+        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid_sum)
+        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post_sum)
+    elif get("hook_mlp_out") is None:
+        yield ("post = pre + attn_out", pre + get("hook_attn_out"), post_sum)
+    else:
+        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post_sum)
+    logits, chosen = get("mlp.hook_router_logits"), get("mlp.hook_expert_indices")
+    if logits is not None and chosen is not None:
+        largest = np.sort(logits, axis=-1)[..., : -chosen.shape[-1] - 1 : -1]
+        yield ("chosen experts = largest router logits", np.take_along_axis(logits, chosen, -1), largest)
+
+
+def _laws_of_attention(
+    get: Callable[[str], Array | None], values: Mapping[str, Array], layer: int, sinks: bool, both: bool
+) -> Iterator[tuple[str, Array, Array]]:
     pattern, v, z = get("attn.hook_pattern"), get("attn.hook_v"), get("attn.hook_z")
+    before = get(ungated("attn.hook_z"))  # behind a gate z is what the output projection reads
+    z = z if before is None else before
     q, k = (values.get(f"blocks.{layer}.attn.hook_rot_{x}", get(f"attn.hook_{x}")) for x in "qk")
     # in float64, then in the pattern's dtype: a float16 sum over keys rounds at each step
     sums = pattern.sum(-1, dtype=np.float64).astype(pattern.dtype)
@@ -174,18 +201,6 @@ def _laws_of_layer(
     groups = pattern.shape[1] // v.shape[1]
     yield ("z = pattern v", np.einsum("bhqk,bhkd->bqhd", pattern, np.repeat(v, groups, 1)), z)
     yield ("scores rise with q k", *_rises(q, np.repeat(k, groups, 1), get("attn.hook_scores"), both))
-    pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
-    mid_sum, post_sum = get(sum_of("hook_resid_mid")), get(sum_of("hook_resid_post"))
-    mid_sum, post_sum = mid if mid_sum is None else mid_sum, post if post_sum is None else post_sum
-    if mid is not None:
-        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid_sum)
-        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post_sum)
-    else:
-        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post_sum)
-    logits, chosen = get("mlp.hook_router_logits"), get("mlp.hook_expert_indices")
-    if logits is not None and chosen is not None:
-        largest = np.sort(logits, axis=-1)[..., : -chosen.shape[-1] - 1 : -1]
-        yield ("chosen experts = largest router logits", np.take_along_axis(logits, chosen, -1), largest)
     if f"present.{layer}.key" in values:
         yield ("present = keys", values[f"present.{layer}.key"], k)
         yield ("present = values", values[f"present.{layer}.value"], v)

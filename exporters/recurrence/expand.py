@@ -25,6 +25,7 @@ from exporters.recurrence.open_form import Length, open_form
 from mionnx.graph.hook_points import layer_of
 
 RECURRENCE_DOMAIN, RECURRENCE = "mionnx.recurrence", "Recurrence"
+FORGETS_ALL = -1e4  # log of a decay that leaves nothing: minus infinity times 0 is no number
 GATE_DTYPES = {"write": np.float32, "erase": np.float32, "decay": np.bool_}
 TOKENS = "input_ids"  # [batch, seq]
 NUMBER_RANK = 5  # of decays [batch, seq, n_heads, key, value]

@@ -194,7 +194,7 @@ def _recognised(
     plain = Plain(model, proto, target, decoder, probed, windows, lacks, positions is not None, limit or LONGEST_PROBE)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
-        return check_laws(probed, proto, target, len(decoder.attention), decoder.sinks)
+        return check_laws(probed, proto, target, len(decoder.layers), decoder.sinks)
 
     laws = checked(proto, probed)
     if not cached:
@@ -236,7 +236,7 @@ def _windows(
     """The window of each layer: how many keys the last query of a long text reads."""
     named = [value for key, value in config.to_dict().items() if "window" in key and type(value) is int]
     seq = min(max([SHORT, *(2 * window + 3 for window in named)]), limit or LONGEST_PROBE, LONGEST_PROBE)
-    names = [f"blocks.{layer}.attn.hook_scores" for layer in range(len(decoder.attention))]
+    names = [f"blocks.{layer}.attn.hook_scores" for layer in range(len(decoder.layers))]
     session = open_part(Dataflow(proto), target, [], names)
     scores = run(session, names, {entry.name: feed_of(entry, 1, seq) for entry in session.get_inputs()})
     counts = [int((one[0, 0, -1].astype(np.float64) > MASKED_SCORE).sum()) for one in scores]
@@ -245,7 +245,7 @@ def _windows(
 
 def _check(proto: onnx.ModelProto, decoder: Recognised, sizes: Sizes, source: Checkpoint, target: Path) -> str:
     """Compare a graph with eager transformers; returns what the metadata say of it."""
-    projections = [str(one.projection.name) for one in decoder.attention]
+    projections = [str(one.projection.name) for one in decoder.attention.values()]
     results, layers = check_eagerly(source.folder, source.config, proto, target, sizes, source.kind, projections)
     refuse_broken(results, "the graph was")
     worst = max(results, key=lambda result: result.difference)

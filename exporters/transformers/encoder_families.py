@@ -102,7 +102,7 @@ def inside(prefix: str, layout: Layout) -> Layout:
 
 
 ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
-    **dict.fromkeys(("bert", "electra", "ernie", "splinter"), BERT),
+    **dict.fromkeys(("bert", "electra", "ernie", "layoutlm", "roc_bert", "splinter"), BERT),
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), ROBERTA),
     **dict.fromkeys(("eurobert", "openai_privacy_filter", "ultrabert"), LIKE_LLAMA),
     **dict.fromkeys(("gte", "nomic_bert"), ROTATED),

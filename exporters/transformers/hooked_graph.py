@@ -167,7 +167,7 @@ def check_stream(graph: ir.Graph) -> None:
 
 
 def _adds(node: ir.Node) -> bool:
-    """An addition, or the identity of another hook point on the same value that is then added."""
-    if node.op_type == "Identity":
+    """An addition, or the identity of another hook point on the same value that is then added, in wider numbers too."""
+    if node.op_type in ("Identity", "Cast"):
         return any(_adds(user) for user, _ in node.outputs[0].uses())
     return node.op_type == "Add"

@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from exporters.recurrence.columns import COLUMNS
-from exporters.recurrence.expand import RECURRENCE, RECURRENCE_DOMAIN
+from exporters.recurrence.expand import FORGETS_ALL, RECURRENCE, RECURRENCE_DOMAIN
 from exporters.transformers.attention import Taps, replace_for
 from exporters.transformers.layout import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
-FORGETS_ALL = -1e4  # log of a decay that leaves nothing: minus infinity times 0 is no number
 LENGTH_EPSILON = 1e-6  # of the length of queries and keys in the delta rule
 Carried = tuple[Tensor, ...]
 Function = Callable[..., Any]

@@ -53,7 +53,6 @@ REASONS = {
     "inkling2_text": "has convolutions whose kernels each token makes, and attends to the residuals of earlier layers",
     "inkling_text": "has four convolutions in each layer, of keys, values and both outputs, which carry states "
     "beside the cache",
-    "layoutlm": PLACES,
     "lilt": PLACES,
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
@@ -65,7 +64,6 @@ REASONS = {
     "perceiver": "reads bytes into a fixed number of latents",
     "qwen4_exp_text": STREAMS,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
-    "roc_bert": "reads shapes and sounds of characters besides tokens, for which a hooked model has no input",
     "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
     "squeezebert": "computes by convolutions on transposed axes, in modules of another layout",
     "tapas": "reads rows and columns of a table besides tokens, for which a hooked model has no input",

@@ -99,6 +99,12 @@ def _terms(metadata: Metadata, layer: int) -> set[str]:
     return set() if recurrence is None else {*recurrence.gates}
 
 
+def _lacks_gate(metadata: Metadata, layer: int) -> bool:
+    """Whether a layer has a short convolution that no gate hides a token from."""
+    recurrence = metadata.layers[layer].recurrence
+    return recurrence is not None and recurrence.kernel > 0 and "convolution" not in recurrence.gates
+
+
 def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
     """Refuse layers without a state, and terms that these do not have."""
     with_state = [i for i, layer in enumerate(metadata.layers) if layer.has_state or _terms(metadata, i)]
@@ -112,6 +118,12 @@ def refuse_terms(state: StateEdit, metadata: Metadata) -> None:
                 f"of this {metadata.family} model at once: name no layers, or knock out write and decay in some"
             )
         return
+    old = [i for i in targets if _lacks_gate(metadata, i)] if "convolution" in state.terms else []
+    if old:
+        raise InterventionError(
+            f"{state.title}: the convolution of layer {old[0]} of this {metadata.family} model has no gate "
+            "(conv_seen), which older exports do not write: export its checkpoint again"
+        )
     if not with_state:
         raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state; {knockout}")
     if without_state and state.layers_ is not None:

@@ -13,6 +13,7 @@ import onnx
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.metric_inputs import with_ids
+from mionnx.bind.state_gates import states_of
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
 from mionnx.compile.fused_attention import fuse_attention
@@ -141,7 +142,9 @@ def compile_model(
         leveled = _at_level(hooked, packaging)
         chosen = Binder(leveled).bind(spec, Outputs(last=last_logits), differentiated=True).sparing_padding()
         proto = _compiled(chosen, hooked, name, _turned(chosen, named), required, reads)
-        return _with_fused(proto, leveled, packaging.fused), _nameable(chosen.spec, chosen.plan)
+        # a mask with holes, of an invisible token, is for those operators that are right for padding
+        part = PADDED if packaging.fused != NONE and states_of(chosen.spec) else packaging.fused
+        return _with_fused(proto, leveled, part), _nameable(chosen.spec, chosen.plan)
 
     if dtype is not None:
         baked(model.hooked)  # what does not fit is refused before minutes of measuring

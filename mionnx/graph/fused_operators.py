@@ -176,8 +176,8 @@ class _Reader:
 
 def _expansion(node: onnx.NodeProto) -> Expansion:
     expansion = expansion_of((node.domain, node.op_type))
-    if expansion is None:
-        raise ValueError("it is none of the operators that are expanded")
+    if expansion is None or not expansion.put_back:
+        raise ValueError("it is none of the operators that are put back")
     for attribute in node.attribute:
         _expect(attribute.type in PLAIN, f"its attribute {attribute.name!r} is no number")
         is_known = expansion.unpadded is None or attribute.name in expansion.unpadded

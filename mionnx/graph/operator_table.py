@@ -34,6 +34,8 @@ class Expansion:
     masked: bool = False  # whether it adds a mask where its nodes read the booleans of it
     # Function that gives it the inputs of its nodes once these read an added cache or another mask, as above.
     moved: str | None = None
+    # False of one whose nodes pass over padding and have gates: it knows neither, and is never put back.
+    put_back: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,33 @@ def _packed(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None, ...]:
     return (*x[:-1], width), None if total is None else (2, x[0], heads, total, width // heads)
 
 
+def _convolved(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None, ...]:
+    """As many columns as it reads, and those that it carries on."""
+    return shapes[0], shapes[3] if len(shapes) > 3 else None
+
+
+def _recurred(shapes: Shapes, attributes: Attributes) -> tuple[Dims | None, ...]:
+    """As wide as the values of all heads, and the state."""
+    value, heads = shapes[2], int(attributes["kv_num_heads"])
+    state = shapes[3] if len(shapes) > 3 else None
+    if value is None or len(value) != 3 or value[2] is None:
+        return None, state
+    return (*value[:2], value[2] // heads * max(heads, int(attributes["q_num_heads"]))), state
+
+
 NORM = frozenset(("Mul", "Add", "Sqrt", "Div", "ReduceMean", "LayerNormalization", "Identity"))
 ROTATION = frozenset(
     ("Gather", "Unsqueeze", "Squeeze", "Split", "Mul", "Sub", "Add", "Concat", "Reshape", "Transpose", "Identity")
 )
 GELU = frozenset(("Mul", "Add", "Tanh", "Erf", "Sigmoid", "Identity"))
 PRODUCT = frozenset(("MatMul", "Transpose", "Mul", "Identity"))
+GATED_NORM = NORM | {"Reshape", "Sigmoid"}
+RECURRENT_NODES = frozenset(
+    ("Reshape", "Transpose", "Unsqueeze", "Expand", "Concat", "Slice", "Shape", "Neg", "Cast", "Where", "Clip", "Mul")
+) | {"Recurrence"}
+CONVOLVED_NODES = frozenset(
+    ("Reshape", "Transpose", "Squeeze", "Concat", "Slice", "Shape", "Neg", "Split", "Gather", "Mul", "Add", "Sigmoid")
+) | {"Columns"}
 ATTENTION = ROTATION | {"MatMul", "Div", "Tanh", "Where", "Softmax", "Expand", "Slice", "Shape"}
 
 OPERATORS: dict[Operator, OperatorRow] = {
@@ -153,6 +176,9 @@ OPERATORS: dict[Operator, OperatorRow] = {
     (DOMAIN, "SkipLayerNormalization"): OperatorRow(_normed, expansion=Expansion("norms.skip_norm", NORM, 5)),
     (DOMAIN, "RotaryEmbedding"): OperatorRow(
         _same, expansion=Expansion("rotary.rotary", ROTATION, 4, angles=(1, 2, 3))
+    ),
+    (DOMAIN, "MRotaryEmbedding"): OperatorRow(
+        _same, expansion=Expansion("rotary.rotary", ROTATION, 4, angles=(1, 2, 3), put_back=False)
     ),
     ("", "RotaryEmbedding"): OperatorRow(expansion=Expansion("rotary.standard_rotary", ROTATION, 4, angles=(1, 2, 3))),
     (DOMAIN, "GroupQueryAttention"): OperatorRow(
@@ -186,6 +212,25 @@ OPERATORS: dict[Operator, OperatorRow] = {
     (DOMAIN, "BiasGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
     (DOMAIN, "FastGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 2)),
     (DOMAIN, "QuickGelu"): OperatorRow(_same, expansion=Expansion("elementwise.gelu", GELU, 1)),
+    (DOMAIN, "GatedRMSNorm"): OperatorRow(_same, expansion=Expansion("norms.gated_norm", GATED_NORM, 3)),
+    (DOMAIN, "GatedAdd"): OperatorRow(
+        _same, expansion=Expansion("elementwise.gated_sum", frozenset(("Mul", "Add", "Identity")), 3)
+    ),
+    ("", "LpNormalization"): OperatorRow(
+        expansion=Expansion("norms.unit_length", frozenset(("ReduceL2", "Clip", "Div", "Identity")), 1)
+    ),
+    (DOMAIN, "LinearAttentionGate"): OperatorRow(
+        lambda shapes, attributes: (shapes[0], shapes[0]),
+        expansion=Expansion(
+            "recurrence.gates", frozenset(("Add", "Softplus", "Mul", "Sigmoid", "Cast", "Identity")), 4
+        ),
+    ),
+    (DOMAIN, "CausalConvWithState"): OperatorRow(
+        _convolved, expansion=Expansion("recurrence.convolution", CONVOLVED_NODES, 4, put_back=False)
+    ),
+    (DOMAIN, "LinearAttention"): OperatorRow(
+        _recurred, expansion=Expansion("recurrence.linear_attention", RECURRENT_NODES, 6, put_back=False)
+    ),
     (DOMAIN, "FusedMatMul"): OperatorRow(_product, expansion=Expansion("elementwise.fused_product", PRODUCT, 2)),
     # Only where it brings heads first and turns the keys in one step.
     ("", "Transpose"): OperatorRow(

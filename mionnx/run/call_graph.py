@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import ALL_LOGITS, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
+from mionnx.bind.state_gates import states_of
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import Options
 from mionnx.graph import stock_graph
@@ -68,7 +69,8 @@ def _plan_of(
 ) -> tuple[Plan, dict[str, NDArray[Any]]]:
     """The plan of a call, and inputs that its graph needs where calls of several kinds share it."""
     model = bound.model
-    plan = with_fused(bound.plan, model, graphs.options, batch, outputs, continues=continues)
+    gated = bool(states_of(bound.spec))
+    plan = with_fused(bound.plan, model, graphs.options, batch, outputs, continues=continues, gated=gated)
     feeds: dict[str, NDArray[Any]] = {}
     if model.in_blocks and _shares(plan) and graphs.engine.packs(graphs.options):
         # The engine packs all blocks for each graph: passes and generations share one. An input says from which column
@@ -112,8 +114,13 @@ def with_fused(
     outputs: Sequence[str] = (),
     *,
     continues: bool = False,
+    gated: bool = False,
 ) -> Plan:
-    """The plan with those operators of its file that are right for a call, if the engine computes them."""
+    """The plan with those operators of its file that are right for a call, if the engine computes them.
+
+    `gated` says that states are intervened on, by gates and a mask with holes: those that are right for padding are
+    right for that.
+    """
     metadata = model.metadata
     if not (options.fused and (metadata.fused or metadata.stock)) or plan.starts or plan.gradients:
         return plan
@@ -122,7 +129,7 @@ def with_fused(
     stock = model.stock
     # The file's own graph runs, for the kinds of calls in which it gives what the hooked graph gives, where that has
     # standard nodes instead of the file's operators, or with `fast`.
-    if not plan.touches and stock is not None and (options.fast or stock.expanded):
+    if not gated and not plan.touches and stock is not None and (options.fast or stock.expanded):
         present = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
         kind = stock_graph.SEVERAL_BIT if batch is None else kind_of(batch)
         kinds = [] if kind is None else [kind]
@@ -132,7 +139,7 @@ def with_fused(
             return replace(plan, fused=STOCK)
     if not metadata.fused:
         return plan
-    return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
+    return replace(plan, fused=ALL if not gated and (batch is None or _attends(batch)) else PADDED)
 
 
 def kind_of(batch: TokenBatch) -> int | None:

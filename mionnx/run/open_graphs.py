@@ -165,6 +165,8 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         base = self.base
         if base is None or plan.empty or plan in self.open or tokens >= UNPACKED or self._limits[0] < 4 * PIECES:
             return None
+        if not base.serves(plan, self.model):
+            return None
         with self._opening.of("pieces"):
             if self._pieces is None:
                 self._pieces = Pieces(base.proto, self.model.metadata)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import memory
 from mionnx.machine.cache_keys import instruction_sets, processor_name, source_digest
 from mionnx.machine.disk_cache import DiskCache
-from mionnx.machine.once import once_property
+from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import shown
 from mionnx.rewrite import Plan
 
@@ -38,6 +39,7 @@ class PrepackedModel:
 
     folder: Path
     outputs: tuple[str, ...]  # the model's own
+    _passed: Once[str, frozenset[str]] = field(default_factory=Once, init=False, repr=False, compare=False)
 
     @property
     def data(self) -> Path:
@@ -64,7 +66,33 @@ class PrepackedModel:
         """Whether everything that a plan needs is in it under its own name."""
         if plan.differentiated:
             return False  # a base has operators of its engine, for which there are no rules
-        return {*_needed(plan, model)} - plan.inner <= self._values
+        begins = {*plan.starts, *(edit.hook for edit in plan.edits)}
+        return {*_needed(plan, model)} - plan.inner <= self._values and not begins & self._passed_by(model)
+
+    def _passed_by(self, model: HookedModel) -> frozenset[str]:
+        """Hook points whose value not all that follows from it reads: an edit would not reach it."""
+        return self._passed.get(model.digest, lambda: passed_by(model.proto, self.proto, {*model.metadata.hooks}))
+
+
+def passed_by(model: onnx_file.ModelProto, base: onnx_file.ModelProto, hooks: set[str]) -> frozenset[str]:
+    """Hook points that an optimised graph leaves beside the way: ONNX Runtime turns keys once more, for example.
+
+    A value follows from the same hook points directly in both graphs, with no other between; where it does not, an edit
+    at those of the model's may have no effect.
+    """
+    ways = [_directly(Dataflow(proto), hooks) for proto in (model, base)]
+    return frozenset(point for end, own in ways[0].items() if ways[1].get(end, own) != own for point in own)
+
+
+def _directly(flow: Dataflow, hooks: set[str]) -> dict[str, frozenset[str]]:
+    """Hook point or output -> the hook points that it follows from with none between."""
+    above: dict[str, frozenset[str]] = {}
+    ends: dict[str, frozenset[str]] = {}
+    for node, read in zip(flow.nodes, flow.reads, strict=True):
+        own = frozenset[str]().union(*({name} if name in hooks else above.get(name, ()) for name in read))
+        above |= dict.fromkeys(node.output, own)
+        ends |= {name: own for name in node.output if name in hooks}
+    return ends | {entry.name: above.get(entry.name, frozenset()) for entry in flow.proto.graph.output}
 
 
 def _needed(plan: Plan, model: HookedModel) -> list[str]:

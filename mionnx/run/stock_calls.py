@@ -21,7 +21,7 @@ from mionnx.engine.engines import open_to_try
 from mionnx.errors import MIError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
 from mionnx.graph.stock_graph import (
     KINDS_OF_CALLS,
     PADDED_BIT,
@@ -142,10 +142,10 @@ class Trial:
 def _difference(actual: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
     """The first output in which two graphs differ by more than rounding, padding left out."""
     for name, left in actual.items():
-        right, of_past = expected[name], name.startswith(KEYS_AND_VALUES.present)
+        right, of_past = expected[name], name.startswith(f"{KEYS_AND_VALUES.present}.")
         if left.shape != right.shape:
             return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"
-        if left.ndim < 3:  # one vector a text
+        if left.ndim < 3 or name.startswith(STATE.present):  # one vector, or state, a text
             real: Any = slice(None)
         else:
             real = batch.attention_mask.astype(bool) if of_past else batch.real[:, -left.shape[1] :]

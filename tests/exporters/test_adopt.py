@@ -16,6 +16,7 @@ from command_line import mionnx
 from family_batches import KINDS, batch, difference, differences, forward, interventions
 from onnx import TensorProto, helper, parser
 from quantised_files import foreign_file
+from renamed_files import renamed
 
 from exporters.adopt import adopt, check, recognises
 from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel, ModelError
@@ -138,41 +139,12 @@ def test_weights_stay_in_their_files(tmp_path):
         assert sum(path.stat().st_size for path in added) < before.st_size
 
 
-def _renamed(source: Path, target: Path, seed: int) -> None:
-    """The same graph with every value and node renamed, and its nodes in another order that can run."""
-    target.mkdir()
-    shutil.copyfile(source / "config.json", target / "config.json")
-    proto, rng = onnx.load(source / "model.onnx"), random.Random(seed)
-    graph, names = proto.graph, dict[str, str]()
-
-    def new(name: str) -> str:
-        return names.setdefault(name, f"v{len(names)}") if name else ""
-
-    for entry in [*graph.input, *graph.output, *graph.initializer]:
-        entry.name = new(entry.name)
-    del graph.value_info[:]
-    for number, node in enumerate(graph.node):
-        node.name = f"n{rng.randrange(10**9)}.{number}"
-        node.input[:], node.output[:] = [new(name) for name in node.input], [new(name) for name in node.output]
-    known = {entry.name for entry in [*graph.input, *graph.initializer]} | {""}
-    waiting, order = list(graph.node), []
-    while waiting:
-        ready = [node for node in waiting if set(node.input) <= known]
-        node = rng.choice(ready)
-        waiting.remove(node)
-        order.append(onnx.NodeProto.FromString(node.SerializeToString()))
-        known |= set(node.output)
-    del graph.node[:]
-    graph.node.extend(order)
-    onnx.save(proto, target / "anything.onnx")
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("file", EXACT)
 @pytest.mark.slow_beyond(2)
 def test_no_name_is_read(file, seed, adopted, tmp_path):
     """Every value and node renamed, the nodes shuffled: the same hook points with the same values."""
-    _renamed(FOREIGN / file, tmp_path / "source", seed)
+    renamed(FOREIGN / file, tmp_path / "source", seed)
     adopt(tmp_path / "source", tmp_path / "hooked")
     model, inputs, spec = MIModel.from_pretrained(tmp_path / "hooked", threads=1), batch("plain"), HookSpec()
     spec.capture(lambda name: not name.endswith("hook_result"))

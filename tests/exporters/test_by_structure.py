@@ -183,12 +183,17 @@ def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
     ids = batch("plain").ids
     for request in (
         lambda: model.attribute(ids[0], 5, 11),
-        lambda: model.path_patch(ids[:1], ids[1:], "blocks.1.attn.hook_q"),
+        lambda: model.edge_attribution(ids[:1], ids[1:2], answer=5, versus=9),
         lambda: model.decompose_resid(model.forward(ids, HookSpec().capture("*"))),
     ):
         with pytest.raises(InputError, match="norms it between additions"):
             request()
     assert model.logit_lens(ids[0], k=3).top_ids.shape[-1] == 3
+    given = {"sender": "z", "answer": 5, "versus": 9}
+    swept = model.patch_sweep(ids[:1], ids[1:2], "z", ("layer", "head"), answer=5, versus=9)
+    path = model.path_patch(ids[:1], ids[1:2], "all", **given)  # a change goes through the norms
+    assert np.abs(path.values - swept.values).max() < 1e-5 * np.abs(swept.values).max()
+    assert np.abs(path.effect).max() > 1e-3
 
 
 def test_verify_says_that_torch_has_no_taps(opened):

@@ -95,6 +95,15 @@ def test_adopt_reads_nothing_outside_its_folder(layout, name, source, tmp_path):
         assert told(tmp_path / "hooked") == []
 
 
+@pytest.mark.parametrize("place", HOSTILE)
+def test_the_config_of_genai_is_not_elsewhere(place, source, tmp_path):
+    replaced(beside(source), "genai_config.json", place)
+    (source / "config.json").unlink()  # which counts where there are both
+    with pytest.raises(MIError, match=r"refused|points outside"):
+        adopt.adopt(source, tmp_path / "hooked")
+    assert told(tmp_path / "hooked") == []
+
+
 def test_the_hubs_own_cache_is_adopted(tmp_path):
     """Its snapshots are links into blobs beside them."""
     blobs, folder = (tmp_path / "models--a--b" / name for name in ("blobs", "snapshots/0123"))

@@ -1,5 +1,6 @@
 """Tokens hidden from short convolutions: in passes, generations and compiled files, beside a loop in float64."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,3 +138,18 @@ def test_a_spec_file_keeps_it(tmp_path):
     spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3).convolution())
     spec.save(tmp_path / "spec.safetensors")
     assert HookSpec.load(tmp_path / "spec.safetensors").state_knockouts[0].terms == ["write", "convolution"]
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_an_export_from_before_the_gate_is_to_be_made_again(family, hybrid):
+    model = hybrid(family)
+    metadata = model.hooked.metadata
+    older = [one and replace(one, gates=[t for t in one.gates if t != "convolution"]) for one in metadata.recurrence]
+    old = MIModel(replace(model.hooked, metadata=replace(metadata, recurrence=older)))
+    hidden = StateKnockoutSpec(terms=["convolution"]).position(3)
+    with pytest.raises(
+        InterventionError, match=r"layer 0 of this .* no gate \(conv_seen\).*export its checkpoint again"
+    ):
+        old.forward(IDS, HookSpec().set_state_knockout(hidden))
+    whole = HookSpec().set_state_knockout(StateKnockoutSpec().position(3).invisible())  # by the mask, as before
+    assert np.array_equal(old.forward(IDS, whole).output(), model.forward(IDS, whole).output())

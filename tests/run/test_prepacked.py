@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from families import VOCAB
+from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, Options
 from mionnx.graph.hooked_model import HookedModel
@@ -250,3 +251,20 @@ def test_graphs_that_run_once_each_make_no_base(models, own_store, monkeypatch):
     assert not (own_store / "bases").exists()
     assert model.prepare()
     assert not model.compiled
+
+
+@pytest.mark.parametrize(
+    "model", ["world-bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-gpt2", "world-llama"))]
+)
+def test_an_edit_at_each_hook_point_is_that_of_the_models_own_graph(model, own_store):
+    """ONNX Runtime turns keys once more beside their hook point, which nothing reads then: such edits use no base."""
+    plain = MIModel.from_pretrained(REPOSITORY / "models" / model, threads=1, base=False)
+    based, ids = prepared(plain), [[3, 5, 7, 4, 9]]
+    before = plain.forward(ids).output()
+    for point in [point for point in plain.hook_points() if not point.derived and point.layer in (0, 1)]:
+        spec = HookSpec().intervene(point, Intervention.Zero())
+        expected = plain.forward(ids, spec).output()
+        assert np.abs(expected - before).max() > 1e-5, point
+        assert np.abs(based.forward(ids, spec).output() - expected).max() < 1e-5 * np.abs(expected).max(), point
+    passed = prepacked.passed_by(plain.hooked.proto, based.variants.base.proto, {*plain.hooked.metadata.hooks})
+    assert ("blocks.0.attn.hook_k" in passed) == (model == "world-bert")

@@ -77,6 +77,10 @@ class Gpt2:
         block = self.layers[layer]
         return block.mlp(block.ln_2(stream))
 
+    def normed(self, layer: int, middle: bool, total: Tensor) -> Tensor:
+        """The stream that a sum in the middle or at the end of a layer becomes."""
+        return total
+
     def logits(self, stream: Tensor) -> Tensor:
         return self.model.lm_head(self.body.ln_f(stream))[0, -1]
 
@@ -191,6 +195,46 @@ class EuroBert(Llama):
         return self.model.classifier(self.model.activation(self.model.dense(stream))).mean(1)[0]
 
 
+class Bert(Gpt2):
+    """BERT: the stream is normed after each addition; a token's logits at a place, or labels of the whole text."""
+
+    causal = False
+
+    def __init__(self, model: PreTrainedModel, at: int | None = None) -> None:
+        super().__init__(model)
+        self.at = at
+
+    def blocks(self) -> Any:
+        return self.body.encoder.layer
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.body.embeddings(ids[None])
+
+    def into(self, layer: int, role: str, stream: Tensor) -> Tensor:
+        attention = self.layers[layer].attention.self
+        made = {"q": attention.query, "k": attention.key, "v": attention.value}[role](stream)[0]
+        return made.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+
+    def scaling(self, layer: int) -> float:
+        return float((self.config.hidden_size // self.heads) ** -0.5)
+
+    def write(self, layer: int, z: Tensor) -> Tensor:
+        return self.layers[layer].attention.output.dense(z.transpose(0, 1).flatten(1)[None])
+
+    def mlp(self, layer: int, stream: Tensor) -> Tensor:
+        block = self.layers[layer]
+        return block.output.dense(block.intermediate(stream))
+
+    def normed(self, layer: int, middle: bool, total: Tensor) -> Tensor:
+        block = self.layers[layer]
+        return (block.attention.output if middle else block.output).LayerNorm(total)
+
+    def logits(self, stream: Tensor) -> Tensor:
+        if self.at is not None:
+            return self.model.cls(stream)[0, self.at]
+        return self.model.classifier(self.body.pooler(stream))[0]
+
+
 KINDS = {"gpt2": Gpt2, "llama": Llama, "gemma2": Gemma2, "gpt_neox": Neox}
 
 
@@ -206,7 +250,7 @@ class EdgeModel:
         ids: Tensor,
         corrupted: Recorded | None = None,
         keep: Keep = lambda *_: True,
-        probes: dict[str, Tensor] | None = None,
+        probes: dict[tuple[str, str], Tensor] | None = None,
         start: Tensor | None = None,
         put: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Recorded]:
@@ -216,24 +260,30 @@ class EdgeModel:
             ids: [seq].
             corrupted: what senders wrote on the other prompt, for the edges that are not kept.
             keep: whether an edge carries what its sender writes now.
-            probes: filled with zeros that are added to what each receiver reads.
+            probes: filled with zeros that are added to what each receiver reads, where a part writes ("a1", "m1",
+                "embed").
             start: what the embedding writes, if not that of the ids.
             put: what a layer's heads ("a1") or its MLP ("m1") write, if not what they compute.
         """
         now = Recorded(self.parts.embed(ids) if start is None else start)
         old = corrupted or now
 
+        def probed(receiver: str, at: str, total: Tensor) -> Tensor:
+            if probes is None:
+                return total
+            probes[receiver, at] = torch.zeros_like(total, requires_grad=True)
+            return total + probes[receiver, at]
+
         def read(receiver: str, layers: int, mlps: int) -> Tensor:
-            total = now.embed if keep("embed", receiver) else old.embed
+            total = probed(receiver, "embed", now.embed if keep("embed", receiver) else old.embed)
             for layer in range(layers):
                 heads = range(self.parts.heads)
                 z = [(now if keep(f"a{layer}.h{h}", receiver) else old).z[layer][h] for h in heads]
-                total = total + self.parts.write(layer, torch.stack(z))
+                total = probed(receiver, f"a{layer}", total + self.parts.write(layer, torch.stack(z)))
+                total = self.parts.normed(layer, True, total)
                 if layer < mlps:
                     total = total + (now if keep(f"m{layer}", receiver) else old).mlp[layer]
-            if probes is not None:
-                probes[receiver] = torch.zeros_like(total, requires_grad=True)
-                total = total + probes[receiver]
+                    total = self.parts.normed(layer, False, probed(receiver, f"m{layer}", total))
             return total
 
         for layer in range(len(self.parts.layers)):
@@ -282,13 +332,13 @@ def edge_scores(
     with torch.no_grad():
         own, its = (model.run(ids)[1] for ids in (base, other))
         changes = model.changes(own, its)
-    total: dict[str, Tensor] = {}
+    total: dict[tuple[str, str], Tensor] = {}
     ends = {"start": (own.embed, its.embed)}
     if along == "activations":
         ends |= {f"a{layer}": pair for layer, pair in enumerate(zip(own.z, its.z, strict=True))}
         ends |= {f"m{layer}": pair for layer, pair in enumerate(zip(own.mlp, its.mlp, strict=True))}
     for step, (what, (here, there)) in product(range(1, steps + 1), ends.items()):
-        probes: dict[str, Tensor] = {}
+        probes: dict[tuple[str, str], Tensor] = {}
         moved = there + step / steps * (here - there)
         way: dict[str, Any] = {"start": moved} if what == "start" else {"put": {what: moved}}
         logits, _ = model.run(base, probes=probes, **way)
@@ -296,4 +346,9 @@ def edge_scores(
         for name, probe in probes.items():
             if probe.grad is not None:  # what is replaced reads nothing
                 total[name] = total.get(name, 0) + probe.grad / (steps * len(ends))
-    return {(s, r): float((change * grad).sum()) for s, change in changes.items() for r, grad in total.items()}
+    return {
+        (s, r): float((change * grad).sum())
+        for s, change in changes.items()
+        for (r, at), grad in total.items()
+        if at == s.partition(".")[0]
+    }

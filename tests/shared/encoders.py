@@ -80,6 +80,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 24},
     "roberta": {"pad_token_id": 1},
+    "layoutlm": {"max_2d_position_embeddings": 16},
+    "roc_bert": {
+        **{"shape_embed_dim": 8, "shape_vocab_size": 20, "pronunciation_embed_dim": 8, "pronunciation_vocab_size": 20},
+    },
     "roformer": {"embedding_size": 32},
     "splinter": {"question_token_id": 7},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},

@@ -55,7 +55,7 @@ def difference(point: HookPoint, one: np.ndarray, other: np.ndarray, inputs: Inp
 
 def differences(model: MIModel, reference: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> dict[str, float]:
     """The largest difference from transformers in eager mode at each hook point, all of them."""
-    spec = HookSpec().capture(lambda name: not name.endswith("hook_result"))
+    spec = HookSpec().capture(lambda name: not HookPoint.parse(name).derived)
     for point, edit in edits:
         spec.intervene(point, edit)
     expected, found = run(reference, inputs, edits), forward(model, inputs, spec)

@@ -79,7 +79,7 @@ def grouped_query(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         bias=input_at(node, 10),
         sink=_sink(op, node, heads, kind),
     )
-    return {0: op.merged(z, heads * width), 1: keys, 2: values}
+    return {0: op.merged(z, heads, width), 1: keys, 2: values}
 
 
 def _normed(op: DecoderWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -137,7 +137,7 @@ def multi_head(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
     seen = op.visible(None) if causal else None
     z = _attend(op, node, (queries, keys, values), width, kind, seen, bias=added)
-    return {0: op.merged(z, size), 1: keys, 2: values}
+    return {0: op.merged(z, heads, width), 1: keys, 2: values}
 
 
 def packed_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
@@ -156,7 +156,7 @@ def packed_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     causal = node.attributes.get_int("unidirectional", 0) or mask is not None
     seen = op.visible(None) if causal else None
     z = _attend(op, node, (queries, keys, values), width, kind, seen, bias=added)
-    return {0: op.merged(z, size), **presents}
+    return {0: op.merged(z, heads, width), **presents}
 
 
 def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
@@ -179,4 +179,4 @@ def standard_attention(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     seen = mask if boolean else (op.visible(None) if node.attributes.get_int("is_causal", 0) else None)
     repeated = (op.repeated(x, heads // groups, heads, width) for x in (keys, values))
     z = _attend(op, node, (queries, *repeated), width, kind, seen, bias=None if boolean else mask)
-    return {0: op.merged(z, heads * width) if flat else z, 1: keys, 2: values}
+    return {0: op.merged(z, heads, width) if flat else z, 1: keys, 2: values}

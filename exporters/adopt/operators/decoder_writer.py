@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from exporters.adopt.flow import static
 from exporters.op_writer import OpWriter
+from exporters.recurrence.columns import COLUMNS
+from exporters.recurrence.expand import RECURRENCE_DOMAIN
 
+END = np.iinfo(np.int64).max  # of an axis
+STATE_KIND = ir.DataType.FLOAT  # of states that sum over a text, in models of any dtype
 TOKEN_INPUT, MASK_INPUT, POSITIONS = "input_ids", "attention_mask", "position_ids"
 
 
@@ -19,6 +24,7 @@ class DecoderWriter(OpWriter):
         super().__init__(model.graph)
         self.inputs = {value.name: value for value in model.graph.inputs}
         self._visible: dict[int | None, ir.Value] = {}
+        self._real: ir.Value | None = None
 
     def begin(self) -> None:
         """Begin another operator."""
@@ -44,9 +50,11 @@ class DecoderWriter(OpWriter):
         """[batch, seq, count * width] -> [batch, count, seq, width]; count may be -1."""
         return self.Transpose(self.Reshape(x, [0, 0, count, width]), perm=[0, 2, 1, 3])
 
-    def merged(self, z: ir.Value, size: int) -> ir.Value:
-        """[batch, heads, seq, width] -> [batch, seq, size]."""
-        return self.Reshape(self.Transpose(z, perm=[0, 2, 1, 3]), [0, 0, size])
+    def merged(self, z: ir.Value, heads: int, width: int) -> ir.Value:
+        """[batch, heads, seq, width] -> [batch, seq, heads * width]."""
+        turned = self.Transpose(z, perm=[0, 2, 1, 3])
+        turned.shape = ir.Shape(["batch", "seq", heads, width])
+        return self.Reshape(turned, [0, 0, heads * width])
 
     def repeated(self, x: ir.Value, groups: int, heads: int, width: int) -> ir.Value:
         """Key/value heads, each repeated for the query heads that read it."""
@@ -69,6 +77,26 @@ class DecoderWriter(OpWriter):
             real = self.Unsqueeze(self.Cast(mask, to=int(ir.DataType.BOOL)), [1, 2])
             self._visible[window] = self.And(self.Unsqueeze(seen, [0, 1]), real)
         return self._visible[window]
+
+    def real(self) -> ir.Value:
+        """[batch, seq] int64: 1 at the call's tokens, 0 at padding."""
+        if self._real is None:  # made once, for all layers
+            mask, tokens = self.input(MASK_INPUT, ["batch", "total"]), self.inputs[TOKEN_INPUT]
+            own = self.Neg(self.Shape(tokens, start=1, end=2))
+            self._real = self.Slice(mask, own, [END], [1])
+            self._real.shape = ir.Shape(["batch", "seq"])
+        return self._real
+
+    def marked(
+        self, name: str, inputs: Sequence[ir.Value], shapes: Sequence[Sequence[int | None]], **sizes: int
+    ) -> ir.Node:
+        """A node that `exporters.recurrence` makes operators of, once it has a layer: its outputs by their shapes."""
+        kind = ir.DataType.INT64 if name == COLUMNS else STATE_KIND
+        node = ir.node(name, inputs, domain=RECURRENCE_DOMAIN, attributes=sizes, num_outputs=len(shapes))
+        for value, shape in zip(node.outputs, shapes, strict=True):
+            value.type, value.shape = ir.TensorType(kind), ir.Shape(shape)
+        self.nodes.append(node)
+        return node
 
     def _length(self, value: ir.Value) -> ir.Value:
         return self.Squeeze(self.Slice(self.Shape(value), [1], [2]), [0])

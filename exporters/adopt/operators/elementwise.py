@@ -1,4 +1,4 @@
-"""Activations, products and transpositions that ONNX Runtime's optimizer fuses."""
+"""Activations, sums, products and transpositions that ONNX Runtime's optimizer fuses."""
 
 from math import pi, sqrt
 
@@ -43,6 +43,12 @@ def fused_product(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
 def _turned(op: DecoderWriter, x: ir.Value) -> ir.Value:
     axes = rank(x) or 4
     return op.Transpose(x, perm=[*range(axes - 2), axes - 1, axes - 2])
+
+
+def gated_sum(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """GatedAdd: x + y gate."""
+    x, y, gate = node.inputs[:3]
+    return {0: op.Add(x, op.Mul(y, gate))}
 
 
 def turned_keys(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:

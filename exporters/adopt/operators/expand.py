@@ -34,7 +34,8 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
         op.begin()
         outputs = named(expansion.function)(op, node)
         if outputs:
-            fused.append(Fused.of(node, outputs, op.nodes))
+            if expansion.put_back:
+                fused.append(Fused.of(node, outputs, op.nodes))
             _replace(model.graph, node, outputs, op.nodes)
             done[node.op_type] += 1
     if done:

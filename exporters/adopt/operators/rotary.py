@@ -35,13 +35,14 @@ def angles(op: DecoderWriter, table: ir.Value, positions: ir.Value) -> ir.Value:
 
 
 def rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """com.microsoft RotaryEmbedding: x, positions, cos and sin tables."""
+    """com.microsoft RotaryEmbedding, and of several positions a token: x, positions, cos and sin tables."""
     x, positions, cos, sin = node.inputs[:4]
     # 0: all of the table's width
     part = node.attributes.get_int("rotary_embedding_dim", 0) or 2 * (static(cos, 1) or 0)
     heads, interleaved = node.attributes.get_int("num_heads", 0), bool(node.attributes.get_int("interleaved", 0))
     _require(part > 0, node, "a table of unknown width")
-    if rank(positions) == 1:  # one first position for all rows
+    # one first position for all rows; or a token's places in time, height and width, which are one in a text
+    if rank(positions) in (1, 3):
         positions = op.positions()
     cos, sin = angles(op, cos, positions), angles(op, sin, positions)
     axes = _axes(x)
@@ -70,7 +71,7 @@ def standard_rotary(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     tables = [op.Gather(table, positions) if positions is not None else table for table in (cos, sin)]
     cos, sin = (op.Unsqueeze(table, [1]) for table in tables)
     turned = rotate(op, x, cos, sin, width, part, bool(node.attributes.get_int("interleaved", 0)))
-    return {0: op.merged(turned, heads * width) if flat else turned}
+    return {0: op.merged(turned, heads, width) if flat else turned}
 
 
 def _axes(value: ir.Value) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from mionnx.analysis.circuits.edge_attribution import edge_attribution
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution, check_rank
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Node, Nodes, all_nodes
+from mionnx.analysis.circuits.normed_stream import Masks, Sums, composed
 from mionnx.analysis.circuits.outside import PATCHING, Outside, captured, check_outside, make_outside, reached
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.gradients.gradients import Seed
@@ -21,6 +22,7 @@ from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.inputs.token_batch import Place
 from mionnx.machine import memory
 from mionnx.machine.ranges import at_least, at_most, listed
@@ -33,8 +35,6 @@ CLEAN, CORRUPTED = 0, 1  # rows of `NodeValues`
 SHARE = 4  # what senders write may take this part of the free memory: a quarter
 MIB = "mib"
 MOST_CONTROLS = 1000
-Masks = NDArray[np.bool_]
-Sums = Callable[[int, Masks], Floats]
 
 
 @compares
@@ -95,6 +95,8 @@ def circuit(
     """
     check_outside(ablation, reference, by)
     nodes = all_nodes(model.hooked, ungrouped or (scores is not None and scores.ungrouped))
+    if nodes.normed and ablation != PATCHING:  # what is left of a stream without its parts is no stream of the model
+        refuse_normed_stream(model.hooked, f"ablation={ablation!r} of edges")
     sizes = _sizes(edges, int(nodes.edges.sum()))
     check_rank(rank)
     at_least("controls", controls, 0)
@@ -217,7 +219,7 @@ class CircuitRun:
         self.parts, self.nodes, self.values, self.masks = parts, parts.nodes, values, masks
         # The senders that have written, and a function: circuit, which of them are kept [masks, these senders] -> their
         # change of the stream beside the corrupted prompt, [masks, seq, hidden].
-        self.writes: list[tuple[list[int], Sums]] = []
+        self.writes: list[tuple[int, list[int], Sums]] = []  # the stage first
 
     def logits(self, tokens: Sequence[int] | None) -> Floats:
         """The logits of each circuit where the metric reads, [circuits, columns or tokens]."""
@@ -249,23 +251,31 @@ class CircuitRun:
             own = changes[circuit]
             return (masks.astype(np.float32) @ own.reshape(len(own), -1)).reshape(len(masks), *own.shape[1:])
 
-        self.writes.append((senders, sums))
+        self._add(senders, sums)
+
+    def _add(self, senders: list[int], sums: Sums) -> None:
+        self.writes.append((self.nodes.senders[senders[0]].stage, senders, sums))
 
     def _streams(self, receivers: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
         """The different streams that a stage reads, [streams, seq, hidden], and which one [circuits, receivers]."""
-        base = self.values.of(self.nodes.stream(self.nodes.receivers[receivers[0]].stage), CORRUPTED)
-        streams: list[Floats] = []
+        stage = self.nodes.receivers[receivers[0]].stage
+        base = self.values.of(self.nodes.stream(stage), CORRUPTED)
+        streams, rows = list[Floats](), list[tuple[int, Masks]]()
         which = np.empty((len(self.masks), len(receivers)), np.int64)
         # Senders that have not written yet stay out: no receiver of this stage reads them.
-        past = [sender for senders, _ in self.writes for sender in senders]
+        past = [sender for _, senders, _ in self.writes for sender in senders]
         for circuit, mask in enumerate(self.masks):
             own = np.zeros((len(receivers), mask.shape[0]), bool)
             own[:, past] = mask[past][:, receivers].T
             # Receivers that keep edges from the same senders read the same stream, which is computed once.
             masks, inverse = np.unique(own, axis=0, return_inverse=True)
-            which[circuit] = inverse.ravel() + sum(map(len, streams))
+            which[circuit] = inverse.ravel() + sum(len(own) for _, own in rows)
             # Each circuit's streams begin where those of the circuits before it end.
-            streams.append(base + sum(sums(circuit, masks[:, senders]) for senders, sums in self.writes))
+            rows.append((circuit, masks))
+            if not self.nodes.normed:
+                streams.append(base + sum(sums(circuit, masks[:, senders]) for _, senders, sums in self.writes))
+        if self.nodes.normed:
+            return composed(self.parts, self.values, CORRUPTED, stage, rows, self.writes), which
         return np.concatenate(streams), which
 
     def _heads_read(self, layer: int) -> Floats:
@@ -295,7 +305,7 @@ class CircuitRun:
         # Where the output is normed before it is added (Gemma 2), no head writes a share of its own: a receiver reads
         # the output computed from the kept heads' values now, and the other heads' corrupted ones.
         if not self.parts.linear[layer]:
-            self.writes.append((senders, normed))
+            self._add(senders, normed)
             return
         changes = np.zeros((len(self.masks), len(senders), *written.shape), np.float32)
         circuits, heads = np.nonzero(self.masks[:, senders].any(axis=2))  # what nobody reads is not computed

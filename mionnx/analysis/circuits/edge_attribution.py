@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import ROLES, Nodes, all_nodes, chosen_receivers, chosen_senders
+from mionnx.analysis.circuits.normed_stream import through_norms
 from mionnx.analysis.circuits.parts import Floats, Parts
 from mionnx.analysis.gradients.first_order import check_metric, part_of, rows_of, with_metric
 from mionnx.analysis.gradients.gradients import Seed
@@ -35,11 +36,13 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import check_rules
 
 MOST_STEPS = 1000
+ALL_STAGES = -1  # in the place of the stage that a sender writes at
 ALONG = ("inputs", "activations")
+NORMED_SHARE = 16  # by which steps of one call are fewer, where each receiver's are kept apart
 WIDE = 4 * CALL_TOKENS  # tokens of all layers in one call of the graphs that read
 Ends = str | HookPoint | Iterable[Receiver]
 Receives = tuple[str, int | None]  # a receiver's hook point and head
-Gradient = NDArray[np.float64]  # [seq, hidden]
+Gradient = NDArray[Any]  # [steps, or 1 of their sum, seq, hidden]
 
 
 @compares
@@ -162,8 +165,12 @@ def _scores(nodes: Nodes, gradients: EdgeGradients) -> tuple[NDArray[np.float64]
         values = node_values(model, nodes, pair)
         changes = values.changes(parts).astype(np.float64)
         received = gradients.of(parts, values, number)
-        # A change times a gradient is summed over positions and width: one matrix product for all edges.
-        total += changes.reshape(len(changes), -1) @ received.reshape(len(received), -1).T / len(compared)
+        # A change times a gradient is summed over positions and width: one matrix product for all edges, or for those
+        # whose senders write at one stage.
+        flat = changes.reshape(len(changes), -1)
+        for stage, own in received.items():
+            senders = [stage in (ALL_STAGES, node.stage) for node in nodes.senders]
+            total[senders] += flat[senders] @ own.reshape(len(own), -1).T / len(compared)
         bases[:, number] = compared.bind(model, number, *values.logits).measure(values.logits)
     if not np.isfinite(total).all():
         raise ModelError("scores of edges are not finite: gradients overflow on these prompts; float32 may help")
@@ -185,22 +192,28 @@ class EdgeGradients:
     steps: int
     along: str
 
-    def of(self, parts: Parts, values: NodeValues, number: int) -> NDArray[np.float64]:
-        """The gradient of one pair's metric by what each receiver reads, [receivers, seq, hidden]: mean over steps."""
+    def of(self, parts: Parts, values: NodeValues, number: int) -> dict[int, NDArray[np.float64]]:
+        """The gradient of one pair's metric by what each receiver reads, [receivers, seq, hidden]: mean over steps.
+
+        It is that of the change of any sender; of a stream that is normed between additions it goes by the stage that
+        the sender writes at, back through the norms behind it.
+        """
         pair, total = self.compared.pairs[number], dict[Receives, Any]()
         reads = self.compared.reads(self.model, number, *values.logits)
         # A right Riemann sum: the last point is the base itself, as in EAP-IG.
         shares = (np.arange(self.steps) + 1) / self.steps  # of the way from the other prompt to the base
-        most = max(1, CALL_TOKENS // len(pair.base))
+        most = max(1, CALL_TOKENS // len(pair.base) // (NORMED_SHARE if parts.nodes.normed else 1))
         moving = [str(HookPoint.ResidPre(0))]
         if self.along == "activations" and self.steps > 1:
             moving += dict.fromkeys(node.hook for node in parts.nodes.senders[1:])
         for hook, begin in product(moving, range(0, self.steps, most)):
             cache = self._back(parts.nodes, values, pair, shares[begin : begin + most], reads, hook)
-            for key, value in _read_back(parts, cache, self.rules, _feeding(hook) if self.steps > 1 else set()):
+            read = _read_back(parts, cache, self.rules, _feeding(hook) if self.steps > 1 else set())
+            for key, value in through_norms(parts, cache, read, self.rules) if parts.nodes.normed else read:
                 # Steps may be in several batches; each adds its share of the mean.
-                total[key] = total.get(key, 0) + value / (self.steps * len(moving))
-        return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
+                total[key] = total.get(key, 0) + value.sum(axis=0, dtype=np.float64) / (self.steps * len(moving))
+        received = np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
+        return {ALL_STAGES: received} if not parts.nodes.normed else dict(enumerate(received.swapaxes(0, 1)))
 
     def _back(
         self,
@@ -227,7 +240,8 @@ class EdgeGradients:
         hooks += [z for z in inside if z not in hooks]
         measure = self.compared.metric.measure
         spec = with_metric(self.model, spec, measure, self.cotangent, reads, self.rules, rows, pair)
-        spec.capture([*map(nodes.stream, stages), *(name for names in inside.values() for name in names)])
+        sums = [nodes.sum_point(half) for half in range(2 * nodes.layers)] if nodes.normed else []
+        spec.capture([*map(nodes.stream, stages), *sums, *(name for names in inside.values() for name in names)])
         spec.gradient(hooks)
         return self.model.forward(rows, spec, logits=part_of(pair, self.model))
 
@@ -242,7 +256,7 @@ def _feeding(moving: str) -> set[str]:
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> Iterator[tuple[Receives, Gradient]]:
-    """The gradients by the streams as each receiver reads them, summed over steps; `idle`: 0, and left out."""
+    """The gradients by the streams as each receiver reads them, [steps or 1, seq, hidden]; `idle`: 0, and left out."""
     nodes, grad = parts.nodes, cast(HookCache, cache.grad)
     layers = range(nodes.layers)
     attending = [layer for layer in layers if layer not in nodes.mixers and str(HookPoint.AttnQ(layer)) not in idle]
@@ -258,9 +272,9 @@ def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> It
         streams = {name: _floats(cache[name]) for name in inputs.values()}
         back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
         for name, stream in inputs.items():
-            yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
-    # The last stream is read by the final norm alone: its gradient is the receiver's own.
-    yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
+            yield (name, None), back[stream]
+    # The last stream is read by the final norm, or the head, alone: its gradient is the receiver's own.
+    yield (nodes.receivers[-1].hook, None), _floats(grad[nodes.stream(2 * nodes.layers)])
 
 
 def _attended(nodes: Nodes, hooks: Container[str]) -> dict[str, tuple[str, ...]]:
@@ -303,7 +317,10 @@ def _by_head(
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
     # A row for each step and head: as many heads as the hook point with the most has (keys may be shared).
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
-    shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
+    shape = next(iter(cache[stream].shape for stream in hooks.values()))
+    # norms behind a stream differ from step to step: gradients are taken back through them before they are summed
+    apart = parts.nodes.normed
+    shape = shape if apart else (1, *shape[1:])
     totals = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
     most = max(1, WIDE // (parts.seq * len(hooks)))  # a row is a head of a step, its numbers zero elsewhere
     for begin in range(0, len(steps), most):
@@ -314,7 +331,11 @@ def _by_head(
         }
         back = parts.gradients([*hooks], [*streams], streams, cotangents, rules)
         for name, head in totals:
-            totals[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
+            some = own == head
+            if apart:
+                totals[name, head][at[some]] = back[hooks[name]][some]
+            else:
+                totals[name, head][0] += back[hooks[name]][some].sum(axis=0, dtype=np.float64)
     yield from totals.items()
 
 

@@ -16,13 +16,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, entries_of, make_receivers
+from mionnx.analysis.sweep.receivers import INTO_ATTENTION, Receiver, entries_of, make_receivers
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.spec.limits import indices_of
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
@@ -57,6 +58,7 @@ class Nodes:
     parallel: bool  # whether attention and MLP of a layer read the same stream
     mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
     headed: frozenset[int] = frozenset()  # those of them whose mixer has heads
+    normed: bool = False  # whether the stream is normed after each addition
     # Hook point of keys or values -> heads that share one of them, and are nodes of their own all the same.
     shared: Mapping[str, int] = field(default_factory=dict)
 
@@ -90,6 +92,16 @@ class Nodes:
             return str(HookPoint.ResidPost(layer - 1))
         return str((HookPoint.ResidMid if middle else HookPoint.ResidPre)(layer))
 
+    def sum_point(self, half: int) -> str:
+        """The hook point of the sum that is normed to the stream behind half a layer."""
+        layer, middle = divmod(half, 2)
+        return str((HookPoint.ResidPostSum if middle else HookPoint.ResidMidSum)(layer))
+
+    def out_point(self, half: int) -> str:
+        """The hook point of what half a layer adds."""
+        layer, middle = divmod(half, 2)
+        return str((HookPoint.MlpOut if middle else HookPoint.AttnOut)(layer))
+
     def mlp_stage(self, layer: int) -> int:
         """The stage at which a layer's MLP reads."""
         return 2 * layer + (0 if self.parallel else 1)
@@ -98,10 +110,13 @@ class Nodes:
 def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
     """All nodes of a model; `ungrouped`: keys and values that heads share are nodes of each of these heads."""
     reading = make_receivers(model, "all")
-    layers, parallel = reading.layers, reading.parallel
+    layers, parallel, normed = reading.layers, reading.parallel, reading.normed
+    if normed and (parallel or str(HookPoint.ResidMidSum(0)) not in model.metadata.hooks):  # nothing is added apart
+        refuse_normed_stream(model, "edges between nodes")
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
     headed = frozenset(i for i in mixers if _has_heads(model, str(HookPoint.SsmZ(i))))
-    _refuse_inseparable(model, parallel, mixers, headed)
+    final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
+    _refuse_inseparable(model, parallel, mixers, headed, final)
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -122,8 +137,8 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
             shared |= groups
         senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
         receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
-    receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, headed, shared)
+    receivers.append(Node("logits", final, None, 2 * layers))
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, headed, normed, shared)
 
 
 def _has_heads(model: HookedModel, z: str) -> bool:
@@ -131,7 +146,9 @@ def _has_heads(model: HookedModel, z: str) -> bool:
     return z in model.metadata.hooks and _heads(model, z) > 1
 
 
-def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[int], headed: frozenset[int]) -> None:
+def _refuse_inseparable(
+    model: HookedModel, parallel: bool, mixers: frozenset[int], headed: frozenset[int], final: str
+) -> None:
     """Refuse a model whose parts read something besides the stream, by its graph's structure."""
     family = model.metadata.family
     if model.rounds_by_call:
@@ -143,7 +160,7 @@ def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[in
     entries -= {tensor.name for tensor in model.proto.graph.initializer}
     # Shapes depend on the tokens' number alone, so the way through them does not count.
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers, headed):
+    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers, headed, final):
         for name in (value, *sources):
             if name != LOGITS and name not in model.metadata.hooks:
                 raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
@@ -155,7 +172,7 @@ def _refuse_inseparable(model: HookedModel, parallel: bool, mixers: frozenset[in
 
 
 def _ways(
-    layers: int, parallel: bool, mixers: frozenset[int], headed: frozenset[int]
+    layers: int, parallel: bool, mixers: frozenset[int], headed: frozenset[int], final: str
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
@@ -178,8 +195,10 @@ def _ways(
         yield post, (pre, out, mlp) if parallel else (mid, mlp)
         if layer + 1 < layers:
             yield str(HookPoint.ResidPre(layer + 1)), (post,)
-    yield str(HookPoint.FinalNorm), (str(HookPoint.ResidPost(layers - 1)),)
-    yield LOGITS, (str(HookPoint.FinalNorm),)
+    last = str(HookPoint.ResidPost(layers - 1))
+    if final != last:
+        yield final, (last,)
+    yield LOGITS, (final,)
 
 
 def _groups(model: HookedModel, layer: int) -> dict[str, int]:
@@ -208,7 +227,7 @@ def _heads(model: HookedModel, name: str) -> int:
 def chosen_receivers(model: HookedModel, nodes: Nodes, receivers: str | HookPoint | Iterable[Receiver]) -> list[int]:
     """The numbers of the receivers that a request means; see `path_patch`."""
     reading = make_receivers(model, receivers)
-    of = {**reading.heads, **({str(getattr(HookPoint, FINAL)): None} if reading.final else {})}
+    of = {**reading.heads, **({nodes.receivers[-1].hook: None} if reading.final else {})}
 
     def meant(node: Node) -> bool:
         heads = of.get(node.hook, ())

@@ -81,6 +81,19 @@ class Parts:
         out = str(HookPoint.MlpOut(layer))
         return self._run({self.nodes.stream(self.nodes.mlp_stage(layer)): streams}, out)[out]
 
+    def normed(self, half: int, sums: Floats) -> Floats:
+        """The streams that sums behind half a layer are normed to."""
+        end = self.nodes.stream(half + 1)
+        return self._run({self.nodes.sum_point(half): sums}, end)[end]
+
+    def back_through_norm(self, half: int, sums: Floats, seeds: Floats, rules: str) -> Floats:
+        """Gradients by sums behind half a layer, from those by the streams that they are normed to."""
+        end, begin = self.nodes.stream(half + 1), self.nodes.sum_point(half)
+        most = max(1, CALL_TOKENS // self.seq)
+        chunks = [slice(first, first + most) for first in range(0, len(sums), most)]
+        backs = [self.gradients([end], [begin], {begin: sums[one]}, {end: seeds[one]}, rules) for one in chunks]
+        return np.concatenate([back[begin] for back in backs])
+
     def logits(self, streams: Floats, tokens: Sequence[int] | None) -> Floats:
         """The logits where a metric reads, [rows, columns or tokens]."""
         ids = None if tokens is None else np.array(tokens)

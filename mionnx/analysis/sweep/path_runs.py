@@ -24,12 +24,16 @@ from mionnx.spec.kinds import KINDS
 
 # Senders that are the stream itself -> number of stages from the start of their layer to the first reader.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
+# Senders that a norm makes the stream of: its change is what they send.
+SUMS = {"ResidMidSum": "ResidMid", "ResidPostSum": "ResidPost"}
 
 
 def written(variant: str, parallel: bool) -> tuple[str | None, int]:
     """Hook point by which a sender's change reaches the stream (None: the stream itself), and stages until read."""
     if variant in STREAM:
         return None, STREAM[variant]
+    if variant in SUMS:
+        return SUMS[variant], STREAM[SUMS[variant]]
     attention = variant in VARIANTS and VARIANTS[variant].group == "attention"
     # A head's value reaches the stream through the layer's output; in parallel layers the MLP reads what attention
     # reads, so that both outputs are added at the end.
@@ -67,7 +71,7 @@ class PathPatchedRuns(PatchedRuns):
     def __init__(self, receivers: Receivers, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.receivers = receivers
-        self.layer_pass = partial(_PathPass, receivers)
+        self.layer_pass = partial(_NormedPathPass if receivers.normed else _PathPass, receivers)
 
     def effective_cells(self) -> NDArray[np.bool_]:
         """[cells] bool: cells whose change is read by a receiver."""
@@ -100,9 +104,15 @@ class _PathPass(LayerPass):
         for layer in range(int(self.begins[0]), self.graphs.layers):
             self.join(layer)
             self.step(layer)
-        end = self.stream[self.graphs.end] + self.change if self.receivers.final else self.stream[self.graphs.end]
+        end = self.stream[self.graphs.end]
+        end = self.changed(end) if self.receivers.final else end
         tokens = None if metric.needs is None else np.array(metric.needs)
         return self.graphs.values_at(self.rows(), {self.graphs.end: end}, None, self.base.at, tokens)
+
+    @property
+    def has_change(self) -> bool:
+        """Whether anything has been sent."""
+        return bool(self.change.any())
 
     def run_one_layer(self) -> None:
         """Run the sender layer with the most receivers, every row with a change."""
@@ -155,15 +165,19 @@ class _PathPass(LayerPass):
         self._send(sent, 2)  # by now the layer has been read: from the next one on
         self.stream = {self.graphs.inputs_of(layer + 1)[0]: stream}
 
+    def changed(self, stream: NDArray[Any]) -> NDArray[Any]:
+        """The stream with the senders' change."""
+        return stream + self.change
+
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
         if sent is not None and stage == self.later:
             self.change = self.change + sent
 
     def _received(self, begin: str, stream: NDArray[Any], receivers: list[str]) -> dict[Edit, Arrays]:
         """Edits with the receivers' inputs, computed from the stream with the change."""
-        if not receivers or not self.change.any():
+        if not receivers or not self.has_change:
             return {}
-        inputs = self.graphs.run(self.rows(), {begin: stream + self.change}, receivers)
+        inputs = self.graphs.run(self.rows(), {begin: self.changed(stream)}, receivers)
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()
@@ -175,3 +189,53 @@ class _PathPass(LayerPass):
                 mask = line.reshape([-1 if i == axis else 1 for i in range(len(axes))])
             edits[edit] = {edit.value_input: inputs[name], edit.mask_input: mask}
         return edits
+
+
+class _NormedPathPass(_PathPass):
+    """The pass where the stream is normed after each addition: the change is no sum, and is carried as a whole stream.
+
+    What layers add comes from the stream without the change; it is added to both, and each is normed by itself. So
+    a receiver reads what the senders' change alone makes of the stream, through every norm on its way, exactly.
+    """
+
+    def join(self, layer: int) -> None:
+        before = self.joined
+        LayerPass.join(self, layer)
+        fresh = self.stream[self.graphs.inputs_of(layer)[0]][before:]
+        self.change = np.concatenate([self.change, fresh]) if before else fresh.copy()
+
+    def changed(self, stream: NDArray[Any]) -> NDArray[Any]:
+        """The stream with the senders' change, which went another way."""
+        return self.change
+
+    @property
+    def has_change(self) -> bool:
+        """Whether a row may have sent: a receiver of one that has not reads what it would."""
+        return True
+
+    @property
+    def direct(self) -> bool:
+        """Whether senders change the stream itself, and not what is added to it."""
+        return self.through is None or self.through in STREAM
+
+    def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
+        if self.direct:
+            super()._send(sent, stage)
+
+    def step(self, layer: int) -> None:
+        """Run a layer: senders, then attention and MLP, whose outputs are added to both streams."""
+        sent = self._sent(layer)
+        pre, mid, post = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.ResidMid, HookPoint.ResidPost))
+        outputs = [str(HookPoint.AttnOut(layer)), str(HookPoint.MlpOut(layer))]
+        stream = self.stream[pre]
+        for number, (begin, end, out) in enumerate(zip([pre, mid], [mid, post], outputs, strict=True)):
+            self._send(sent, number)
+            edits = self._received(begin, stream, self.receivers.at(2 * layer + number))
+            values = self.graphs.run(self.rows(), {begin: stream}, [end, out], edits)
+            sends = sent is not None and not self.direct and self.later == number + 1
+            edit = Edit(out, KINDS["replace"], 0, HookPoint.parse(out).axes or ())
+            added = {edit.value_input: values[out] + sent if sends else values[out]}
+            self.change = self.graphs.run(self.rows(), {begin: self.change}, [end], {edit: added})[end]
+            stream = values[end]
+        self._send(sent, 2)
+        self.stream = {self.graphs.inputs_of(layer + 1)[0]: stream}

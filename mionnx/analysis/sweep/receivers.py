@@ -9,7 +9,7 @@ from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.lacking import refuse_normed_stream
+from mionnx.graph.metadata import NORMED_STREAM
 from mionnx.machine.ranges import listed
 from mionnx.spec.limits import indices_of
 
@@ -26,6 +26,7 @@ class Receivers:
     final: bool  # whether the final norm, and so the logits, read it
     parallel: bool  # whether attention and MLP of a layer read the same stream
     layers: int
+    normed: bool = False  # whether the stream is normed between additions
 
     def at(self, stage: int) -> list[str]:
         """The receivers that read the stream at a stage: 2 l is before layer l, 2 l + 1 in its middle."""
@@ -47,28 +48,30 @@ class Receivers:
 
 def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Receiver]) -> Receivers:
     """Make receivers from hook points, globs and pairs with heads; see `path_patch`."""
-    kinds = (*INTO_ATTENTION, INTO_MIXER, INTO_MLP, FINAL)
-    valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds]
+    kinds = (*INTO_ATTENTION, INTO_MIXER, INTO_MLP)
+    layers, normed = model.metadata.sizes.num_layers, NORMED_STREAM in model.metadata.exporter
+    final = str(getattr(HookPoint, FINAL))
+    if normed and final not in model.metadata.hooks:  # normed after its last addition, the head reads the stream itself
+        final = str(HookPoint.ResidPost(layers - 1))
+    valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds or name == final]
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
-    refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}
     for point, chosen in entries_of("receiver", receivers, "would read what a sender changes"):
         matching = [name for name in valid if fnmatchcase(name, point)]
         if not matching:
             raise HookError(
                 f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v (or ssm.hook_pre) and "
-                f"mlp.hook_pre of a layer, and hook_final_norm{nearest(point, valid)}"
+                f"mlp.hook_pre of a layer, and {final}{nearest(point, valid)}"
             )
         for name in matching:
             both = heads.get(name, ()), _heads(model, name, chosen)  # of two entries for one; None is all of them
             heads[name] = None if None in both else tuple(sorted({head for own in both for head in own or ()}))
-    final = str(HookPoint.FinalNorm)
     # Where attention and MLP read the same stream, there is none between them.
     parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
-    layers = model.metadata.sizes.num_layers
-    # The final norm is no input of a layer: `final` tells of it.
-    return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
+    # What the head reads is no input of a layer: `final` tells of it.
+    inner = {name: of for name, of in heads.items() if name != final}
+    return Receivers(inner, final in heads, parallel, layers, normed)
 
 
 def entries_of(what: str, request: str | HookPoint | Iterable[Receiver], verb: str) -> list[tuple[str, Any]]:
