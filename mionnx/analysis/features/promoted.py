@@ -15,11 +15,12 @@ def top_tokens(model: Runner, vectors: NDArray[np.float32], k: int) -> NDArray[n
     graph, matrix = weights(model).graph, model.opened(Vocabulary).unembedding
     norm = graph.norm("ln_final").weight if graph.has_norm("ln_final", 0) else None
     wide = vectors if norm is None else vectors * np.asarray(norm, np.float32)
-    best, tops = np.zeros((len(vectors), 0)), np.zeros((len(vectors), 0), np.int64)
+    best, tops = np.zeros((len(vectors), 0), np.float32), np.zeros((len(vectors), 0), np.int64)
     for begin in range(0, matrix.shape[1], READ):
         part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
-        numbers = np.broadcast_to(begin + np.arange(part.shape[1]), part.shape)
-        best, tops = np.concatenate([best, part], axis=1), np.concatenate([tops, numbers], axis=1)
-        order = np.argsort(-best, axis=1, kind="stable")[:, :k]
+        few = np.argpartition(-part, min(k, part.shape[1]) - 1, axis=1)[:, :k]  # all in order takes ten times as long
+        best = np.concatenate([best, np.take_along_axis(part, few, 1)], axis=1)
+        tops = np.concatenate([tops, begin + few], axis=1)
+        order = np.lexsort((tops, -best))[:, :k]  # of equal ones the first token
         best, tops = np.take_along_axis(best, order, 1), np.take_along_axis(tops, order, 1)
     return tops
