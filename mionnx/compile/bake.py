@@ -27,7 +27,8 @@ from mionnx.compile.bake_outputs import bake_metric
 from mionnx.compile.knobs import Knob
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable, sort_nodes
+from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
+from mionnx.graph.edited_graph import sort_nodes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.inputs.token_batch import TokenBatch

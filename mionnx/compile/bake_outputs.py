@@ -22,7 +22,8 @@ from mionnx.bind.values import heads_of
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import GradientError
 from mionnx.graph.axes import sequence_axis
-from mionnx.graph.builder import Builder, Graph, Tensor, edit, to_proto, write
+from mionnx.graph.builder import Builder, Graph, Tensor, write
+from mionnx.graph.edited_graph import edit, to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.machine.softmax import log_softmax

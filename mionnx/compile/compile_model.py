@@ -24,8 +24,8 @@ from mionnx.compile.monitors import Monitor, add_monitors, as_monitor, monitor_f
 from mionnx.compile.package import LIMIT, write_package
 from mionnx.compile.packaging import Packaging
 from mionnx.errors import InputError, InterventionError, ModelError
-from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.edited_graph import to_proto
 from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 
 from mionnx.errors import HookError, InputError, InterventionError
-from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable, edit, sort_nodes
+from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
 from mionnx.graph.dataflow import extract
+from mionnx.graph.edited_graph import edit, sort_nodes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS

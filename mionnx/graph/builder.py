@@ -1,22 +1,21 @@
-"""Graphs under construction: `edit` opens one, a `Builder` adds nodes, `serialise` writes it.
+"""Graphs under construction: `edited_graph` opens and writes them, a `Builder` adds nodes.
 
-The one file of this room that knows onnx-graphsurgeon. A graph is edited without its weights: initializers stay
+The two files of this room that know onnx-graphsurgeon. A graph is edited without its weights: initializers stay
 references into the weight files, so that editing a model of any size costs milliseconds.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import DTypeLike
-from onnx_graphsurgeon import Constant, Graph, Node, Tensor, Variable, export_onnx, import_onnx
-from onnx_graphsurgeon.logger import G_LOGGER
-from onnx_graphsurgeon.logger.logger import LoggerSuppress
+from onnx_graphsurgeon import Constant, Graph, Node, Tensor, Variable
 
 from mionnx.graph.dataflow import BOOLEAN, COUNTING
+from mionnx.graph.edited_graph import numpy_dtype
 from mionnx.graph.report import Report
 
 # Operator -> the dtype of its outputs, where that is not the dtype of its first input.
@@ -135,84 +134,3 @@ def write(value: Variable, into: Variable) -> Variable:
 
 def _number(dtype: Any) -> int:
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
-
-
-def edit(proto: onnx.ModelProto) -> Graph:
-    """Import a model as a graph to edit; `proto` is left alone."""
-    # graphsurgeon keeps ONNX's number where numpy has no such dtype: bfloat16 is the one of ml_dtypes here.
-    with LoggerSuppress(G_LOGGER, G_LOGGER.ERROR):  # it warns of each such number
-        graph = import_onnx(proto)
-    for part in (graph, *graph.subgraphs(recursive=True)):
-        for tensor in (*part.tensors().values(), *part.inputs, *part.outputs):
-            if isinstance(tensor, Variable) and isinstance(tensor.dtype, int) and tensor.dtype:
-                tensor.dtype = numpy_dtype(tensor.dtype)
-    return graph
-
-
-def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Numpy's dtype, or that of ml_dtypes, of a dtype or of ONNX's number of one."""
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else dtype)
-
-
-def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:
-    """Serialise an edited graph as an ONNX model, with the metadata of its origin."""
-    proto = to_proto(graph, origin, {})
-    proto.metadata_props.extend(origin.metadata_props)
-    return proto.SerializeToString()
-
-
-def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
-    """Convert an edited graph to an ONNX model without metadata; `defaults`: constants that are inputs too."""
-    proto = export_onnx(graph)
-    _restore_defaults(proto, origin)
-    for tensor in proto.graph.initializer:
-        if tensor.name in defaults:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(defaults[tensor.name]))
-            proto.graph.input.append(value)
-    proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
-    return proto
-
-
-def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """Restore inputs with a default; graphsurgeon takes them for constants."""
-    # an input with a default is an initializer too; graphsurgeon drops the input, as it takes it for a constant
-    constants = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
-    proto.graph.input.extend(value for value in origin.graph.input if value.name in constants)
-
-
-def branches(node: Node) -> list[Graph]:
-    """The graphs inside of a node; `Node.subgraphs` takes a hundred times as long, as most nodes have none."""
-    return [value for value in node.attrs.values() if isinstance(value, Graph)]
-
-
-def sort_nodes(graph: Graph) -> None:
-    """Sort nodes so that each can run, as `Graph.toposort` does, in a chain of any length.
-
-    That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
-    """
-    for node in graph.nodes:
-        for inner in branches(node):
-            sort_nodes(inner)
-    local = graph._local_tensors()
-    levels: dict[int, int] = {}
-    nodes: dict[int, Node] = {}
-
-    def read(node: Node) -> list[Node]:
-        """The makers of a node's inputs, and of what its subgraphs read from outside."""
-        outer = [tensor for inner in branches(node) for tensor in inner._foreign_tensors().values()]
-        makers = [maker for tensor in (*node.inputs, *outer) if tensor.name in local for maker in tensor.inputs]
-        return [*{id(maker): maker for maker in makers}.values()]
-
-    for node in graph.nodes:
-        # a stack in the place of recursion; a node stays on it until all makers of its inputs have a level
-        waiting = [(node, read(node))]
-        while waiting:
-            last, makers = waiting[-1]
-            unknown = next((maker for maker in makers if id(maker) not in levels), None)
-            if unknown is not None:
-                waiting.append((unknown, read(unknown)))
-                continue
-            nodes[id(last)] = last
-            levels.setdefault(id(last), 1 + max((levels[id(maker)] for maker in makers), default=-1))
-            waiting.pop()
-    graph.nodes = sorted(nodes.values(), key=lambda one: levels[id(one)])  # stable: nodes of one level keep their order

@@ -24,8 +24,8 @@ from mionnx.analysis.jacobian_lens.jacobian_lens import JacobianLens
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
-from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import attributes
+from mionnx.graph.edited_graph import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.apply_plan import apply_plan

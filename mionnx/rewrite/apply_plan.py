@@ -7,8 +7,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import edit, to_proto
 from mionnx.graph.dataflow import Dataflow, extract
+from mionnx.graph.edited_graph import edit, to_proto
 from mionnx.graph.fused_operators import read_fused, restore
 from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS
@@ -55,7 +55,8 @@ def apply_plan(
     origin: onnx.ModelProto, plan: Plan, metadata: Metadata, read: Collection[str] = ()
 ) -> tuple[gs.Graph, Report]:
     """Apply a plan; the graph can be edited further, at the hook points of the plan and those that are `read`."""
-    graph, report = edit(extract(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
+    graph = edit(extract(origin, plan.starts, _ends(plan))) if plan.starts else edit(origin, again=True)
+    report = Report()
     intervene(graph, plan.edits, report)
     if plan.starts:
         graph.outputs = [output for output in graph.outputs if output.name == LOGITS]

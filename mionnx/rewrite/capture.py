@@ -13,7 +13,8 @@ import onnx_graphsurgeon as gs
 
 from mionnx.errors import ModelError
 from mionnx.graph.axes import heads_axis, sequence_axis
-from mionnx.graph.builder import Builder, Tensor, Variable, numpy_dtype, write
+from mionnx.graph.builder import Builder, Tensor, Variable, write
+from mionnx.graph.edited_graph import named, numpy_dtype
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
@@ -59,7 +60,7 @@ DERIVATIONS: dict[str, Callable[[Builder, HookPoint, Mapping[str, gs.Tensor], Me
 
 def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, report: Report) -> None:
     """Make an output of every wanted value."""
-    tensors = graph.tensors()
+    tensors = named(graph)
     for want in wants:
         value = _value(graph, want, tensors, metadata, report)
         graph.outputs.append(part_of(graph, want, value, report))

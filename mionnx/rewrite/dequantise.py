@@ -15,7 +15,8 @@ All of it follows from weights: a runtime computes it once, while it opens the g
 import numpy as np
 
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder, Node, Tensor, integers_of_bytes, numpy_dtype
+from mionnx.graph.builder import Builder, Node, Tensor, integers_of_bytes
+from mionnx.graph.edited_graph import numpy_dtype
 from mionnx.graph.offset_products import offset_nodes, order_node
 from mionnx.graph.packed_weight import PACKED_BITS
 from mionnx.graph.weight_value import FLOAT_NAMES, SCALE_INPUTS

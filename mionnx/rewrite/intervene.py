@@ -18,7 +18,8 @@ from numpy.typing import DTypeLike
 
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.builder import Builder, write
-from mionnx.graph.builder import edit as editable
+from mionnx.graph.edited_graph import edit as editable
+from mionnx.graph.edited_graph import named
 from mionnx.graph.fragment import HOOK, FittedFragment
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
@@ -28,10 +29,10 @@ TOKEN_POSITIONS = "mionnx.token_positions"
 
 def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
     """Insert all edits of a plan."""
-    tensors = graph.tensors()
+    tensors = named(graph)
     positions = token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
     for hook in sorted(dict.fromkeys(edit.hook for edit in edits), key=len):  # an inner name is the longer one
-        value = tensors[hook] if hook in tensors else graph.tensors()[hook]
+        value = tensors[hook] if hook in tensors else named(graph)[hook]
         current = _detach(graph, value)
         here = [edit for edit in edits if edit.hook == hook]
         for edit in here:
@@ -94,7 +95,8 @@ def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variabl
 
 def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     """Places of the edit's experts: bool, [batch, seq, n_chosen] and axes of 1."""
-    choice = old if edit.hook == edit.at_experts else op.graph.tensors()[edit.at_experts]
+    assert edit.at_experts is not None  # else nobody asks
+    choice = old if edit.hook == edit.at_experts else named(op.graph)[edit.at_experts]
     numbers = op.input(edit.experts_input, np.int64, 1)
     equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(numbers, [0, 1, 2]))
     here = op.Cast(op.ReduceMax(op.Cast(equal, to=np.int32), [3], keepdims=0), to=np.bool_)
@@ -110,7 +112,7 @@ def among(op: Builder, positions: gs.Tensor, targets: gs.Tensor) -> gs.Variable:
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     """Position of each token in its row's text, -1 for padding: int64 [batch, seq]."""
-    tensors = graph.tensors()
+    tensors = named(graph)
     op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
         return op.input(TOKEN_POSITIONS, np.int64, 2)
@@ -137,7 +139,7 @@ def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     _rename(inner, edit, fit)
     op.graph.inputs += weights
     op.report.inputs += [tensor.name for tensor in weights]
-    sources = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
+    sources = [old] if edit.reads is None else [old, named(op.graph)[edit.reads]]
     for value, into in zip(sources, activations, strict=True):
         write(_cast(op, value, into.dtype), into)
     for node in inner.nodes:
@@ -158,7 +160,7 @@ def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:
     inner_points = {one.name: one for one in fit.inner}
     done = set[int]()
     for number, graph in enumerate([inner, *inner.subgraphs(recursive=True)]):
-        for tensor in [*graph.inputs, *graph.tensors().values(), *graph.outputs]:
+        for tensor in [*graph.inputs, *named(graph).values(), *graph.outputs]:
             if id(tensor) in done or not tensor.name:  # inputs are among the tensors too; no name: left out
                 continue
             done.add(id(tensor))

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
+from mionnx.graph.edited_graph import named
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
@@ -32,7 +33,7 @@ class Distribution:
 def read_out(graph: gs.Graph, report: Report) -> None:
     """Replace the logits [entries, positions, vocab] by the outputs of a lens."""
     op = Builder(graph, LOGITS, "mionnx.lens", report)
-    logits = op.Cast(graph.tensors()[LOGITS], to=np.float32)
+    logits = op.Cast(named(graph)[LOGITS], to=np.float32)
     distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
     # logits of all streams are the largest value of the pass; nothing as large as they leaves the graph
     graph.outputs = []

@@ -20,7 +20,8 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder, sort_nodes
+from mionnx.graph.builder import Builder
+from mionnx.graph.edited_graph import named, sort_nodes
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
@@ -44,7 +45,7 @@ class RowMap(NamedTuple):
 
 def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report, maps: Sequence[RowMap] = ()) -> None:
     """Let the head read chosen rows of streams, the one that it reads last; see the module's text."""
-    tensors = graph.tensors()
+    tensors = named(graph)
     op = Builder(graph, LOGITS, ROWS_PREFIX, report)
     last = tensors[streams[-1]]
     readers = list(last.outputs)  # before the stack becomes one of them

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import branches, sort_nodes
+from mionnx.graph.edited_graph import branches, named, sort_nodes
 from mionnx.graph.exponents import AGAIN_END, STORED_END
 from mionnx.graph.report import Report
 
@@ -28,7 +28,7 @@ def prune(graph: gs.Graph, report: Report) -> None:
 
 def unscale_idle(graph: gs.Graph, exponents: Collection[str], touched: Collection[str]) -> None:
     """Let readers of hook points that nothing touches read the stored values; what stood between is dead then."""
-    tensors = graph.tensors()
+    tensors = named(graph)
     outputs = {id(value) for value in graph.outputs}
     for name in exponents:
         true, again = tensors.get(name), tensors.get(f"{name}{AGAIN_END}")

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
+from mionnx.graph.edited_graph import named
 from mionnx.graph.io_names import PRESENTS
 from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
@@ -52,7 +53,7 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
     """Cut down along the sequence, before the head if that changes nothing else."""
     # a hook at the logits sees them all, whatever the call returns
     hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.captures)}
-    head = None if hooked else find_head(graph.tensors()[LOGITS])
+    head = None if hooked else find_head(named(graph)[LOGITS])
     if head is None:
         _after(graph, cut)
         return
@@ -62,7 +63,7 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
 
 def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
     """Multiply by the weights of some tokens alone; False where the head has another form."""
-    head, passed = head_and_tail(graph.tensors()[LOGITS])
+    head, passed = head_and_tail(named(graph)[LOGITS])
     # behind the head only scalars may stand: a vector (a bias) has an entry for each token, and would need a cut too
     vectors = [entry for node in passed for entry in node.inputs if isinstance(entry, gs.Constant) and entry.shape]
     if head is None or head.op != "MatMul" or any(np.prod(entry.shape) > 1 for entry in vectors):
@@ -82,7 +83,7 @@ def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
 
 def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variable:
     """Let the output be what is part of the logits."""
-    full = graph.tensors()[LOGITS]
+    full = named(graph)[LOGITS]
     index = next(i for i, output in enumerate(graph.outputs) if output is full)
     part = cut(full)
     full.name, part.name = f"{part.name}.whole", LOGITS  # callers fetch "logits", whatever part that is
@@ -112,14 +113,14 @@ def _forget_shape(graph: gs.Graph) -> None:
         if output.name in (LOGITS, HOOKED):
             output.shape = _shape(output)
     for name in (LOGITS, HOOKED):
-        value = graph.tensors().get(name)
+        value = named(graph).get(name)
         if value is not None and not isinstance(value, gs.Constant):
             value.shape = _shape(value)
 
 
 def _last(graph: gs.Graph) -> int:
     """The last axis of the logits: 2, or 1 where a text has one row of them."""
-    return len(graph.tensors()[LOGITS].shape or "bsv") - 1
+    return len(named(graph)[LOGITS].shape or "bsv") - 1
 
 
 def _shape(value: gs.Tensor) -> list[str]:

@@ -10,7 +10,7 @@ from toy_recurrent import HIDDEN, VOCAB, WEIGHTS, logits_of, write_recurrent
 
 from mionnx import HookSpec, Intervention, MIModel, StateKnockoutSpec, StateSteeringSpec
 from mionnx.engine.fused_recurrence import FUSED, fuse_recurrences
-from mionnx.graph.builder import edit, to_proto
+from mionnx.graph.edited_graph import edit, to_proto
 
 
 def fused(model: bytes) -> tuple[onnx.ModelProto, int]:

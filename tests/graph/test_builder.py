@@ -7,7 +7,8 @@ import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from mionnx.graph.builder import Builder, edit, to_proto, write
+from mionnx.graph.builder import Builder, write
+from mionnx.graph.edited_graph import edit, to_proto
 from mionnx.graph.report import Report
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>

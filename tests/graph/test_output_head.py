@@ -3,7 +3,7 @@
 import onnx
 import pytest
 
-from mionnx.graph.builder import edit
+from mionnx.graph.edited_graph import edit
 from mionnx.graph.output_head import find_head, head_and_tail
 
 GRAPH = """<ir_version: 10, opset_import: ["" : 21]>

@@ -10,8 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder, edit, serialise
+from mionnx.graph.builder import Builder
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.edited_graph import edit, serialise
 from mionnx.graph.report import Report
 from mionnx.graph.weight_value import WEIGHT_PLACE, linear_bias, linear_weight, table_of
 from mionnx.rewrite.dequantise import dequantised

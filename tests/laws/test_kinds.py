@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mionnx import HookPoint, Intervention, InterventionError
 from mionnx.bind.splice_check import SpliceSite, check_fragment
-from mionnx.graph.builder import edit as editable
-from mionnx.graph.builder import serialise
+from mionnx.graph.edited_graph import edit as editable
+from mionnx.graph.edited_graph import serialise
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import intervene

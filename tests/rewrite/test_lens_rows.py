@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 from mionnx import ModelError
-from mionnx.graph.builder import edit, to_proto
+from mionnx.graph.edited_graph import edit, to_proto
 from mionnx.graph.report import Report
 from mionnx.rewrite.lens_rows import (
     LENS_ROWS,

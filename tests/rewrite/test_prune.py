@@ -7,7 +7,7 @@ import onnx_graphsurgeon as gs
 import pytest
 from onnx import TensorProto, helper
 
-from mionnx.graph.builder import edit
+from mionnx.graph.edited_graph import edit
 from mionnx.graph.report import Report
 from mionnx.rewrite.prune import prune
 

@@ -15,7 +15,8 @@ import onnx
 from mionnx.compile.layouts.layout import ClientLayout, Content
 from mionnx.compile.token_facts import replace_input
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder, edit, to_proto
+from mionnx.graph.builder import Builder
+from mionnx.graph.edited_graph import edit, to_proto
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata

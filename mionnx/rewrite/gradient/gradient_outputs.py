@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder, edit, to_proto, write
+from mionnx.graph.builder import Builder, write
+from mionnx.graph.edited_graph import edit, named, to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
@@ -70,7 +71,7 @@ def _parts(proto: onnx.ModelProto, sources: dict[GradientNode, str], report: Rep
     if all(want.fetched == gradient_name(source) for want, source in sources.items()):
         return proto
     graph = edit(proto)
-    tensors = graph.tensors()
+    tensors = named(graph)
     names = {gradient_name(source) for source in sources.values()}
     graph.outputs = [output for output in graph.outputs if output.name not in names]
     for want, source in sources.items():
@@ -129,7 +130,7 @@ def _plain(op: Builder, value: gs.Tensor) -> gs.Tensor:
 
 def _weighed(op: Builder, graph: gs.Graph, name: str, seed: str) -> gs.Variable:
     """The sum of a value times numbers, one a row."""
-    value = _plain(op, graph.tensors()[name])
+    value = _plain(op, named(graph)[name])
     rank = len(HookPoint.parse(name).axes or value.shape)
     return op.ReduceSum(op.Mul(value, op.input(seed, np.float32, rank)), [*range(1, rank)], keepdims=0)
 
@@ -137,11 +138,11 @@ def _weighed(op: Builder, graph: gs.Graph, name: str, seed: str) -> gs.Variable:
 def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     """Add the nodes of a metric and its output, float32 [batch]."""
     if gradients.rows:  # what goes back begins at the value itself
-        graph.outputs.append(graph.tensors()[gradients.of])
+        graph.outputs.append(named(graph)[gradients.of])
         return
     op = Builder(graph, gradients.of, METRIC, report)
     if gradients.of == LOGITS:
-        value = _plain(op, graph.tensors()[LOGITS])
+        value = _plain(op, named(graph)[LOGITS])
         if value.shape is not None and len(value.shape) == 2:  # one row of numbers a text, as that of one position
             value = op.Unsqueeze(value, [1])
         weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
