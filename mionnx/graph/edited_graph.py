@@ -18,7 +18,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from onnx_graphsurgeon.logger.logger import LoggerSuppress
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
-KEPT = 4  # models of which the import is kept
+KEPT_IMPORTS = 4  # models of which the import is kept
 CAME = "came"  # attribute of a node or a value: what it was imported from, and what of it an edit may have changed
 
 _imports: dict[int, tuple[onnx.ModelProto, int, Graph]] = {}  # by identity, with the size: a model that grew is another
@@ -35,14 +35,14 @@ def edit(proto: onnx.ModelProto, again: bool = False) -> Graph:
         return _imported(proto)
     key, size = id(proto), proto.ByteSize()
     with _lock:
-        known = _imports.pop(key, None)
-    if known is None or known[:2] != (proto, size):
-        known = proto, size, _imported(proto)
+        entry = _imports.pop(key, None)
+    if entry is None or entry[0] is not proto or entry[1] != size:
+        entry = proto, size, _imported(proto)
     with _lock:
-        _imports[key] = known  # last in the dictionary
-        for old in [*_imports][:-KEPT]:
+        _imports[key] = entry  # last in the dictionary
+        for old in [*_imports][:-KEPT_IMPORTS]:
             del _imports[old]
-    return _copied(known[2], {})
+    return _copied(entry[2], {})
 
 
 def _imported(proto: onnx.ModelProto) -> Graph:
@@ -97,10 +97,10 @@ def _copied_tensor(tensor: Tensor, tensors: dict[int, Tensor]) -> Tensor:
 
 def _synchronised(parent: Any, field: str, values: Sequence[Any]) -> SynchronizedList:
     """graphsurgeon's list of a node's values, or of a value's nodes, without telling the other side."""
-    made = SynchronizedList.__new__(SynchronizedList)
-    list.extend(made, values)
-    made.parent_obj, made.field_name = parent, field
-    return made
+    synchronised = SynchronizedList.__new__(SynchronizedList)
+    list.extend(synchronised, values)
+    synchronised.parent_obj, synchronised.field_name = parent, field
+    return synchronised
 
 
 def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:
@@ -179,14 +179,14 @@ def named(graph: Graph) -> dict[str, Tensor]:
 
 def _opsets(graph: Graph) -> list[onnx.OperatorSetIdProto]:
     """The versions of operator sets that a graph imports, version 1 of those that an edit brought."""
-    known = [*(graph.import_domains or [onnx.helper.make_opsetid("", graph.opset)])]
+    imported = [*(graph.import_domains or [onnx.helper.make_opsetid("", graph.opset)])]
     used, waiting = dict[str, None](), [graph]
     while waiting:
         for node in waiting.pop().nodes:
             used[node.domain or ""] = None
             waiting += branches(node)
-    domains = {entry.domain for entry in known} | {""}
-    return [*known, *(onnx.helper.make_opsetid(domain, 1) for domain in used if domain not in domains)]
+    domains = {entry.domain for entry in imported} | {""}
+    return [*imported, *(onnx.helper.make_opsetid(domain, 1) for domain in used if domain not in domains)]
 
 
 def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

@@ -91,4 +91,4 @@ def test_a_model_that_has_grown_is_imported_anew(proto: onnx.ModelProto) -> None
 def test_few_imports_are_kept() -> None:
     for name in SHIPPED:
         edit(onnx_file.read(REPOSITORY / "models" / name / "model.onnx"), again=True)
-    assert len(edited_graph._imports) == edited_graph.KEPT
+    assert len(edited_graph._imports) == edited_graph.KEPT_IMPORTS

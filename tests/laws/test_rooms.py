@@ -36,7 +36,7 @@ LIBRARIES = {
     "onnxruntime": ("engine",),
     "openvino": ("engine",),
     "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "analysis.quantisation", "verify"),
-    "onnx_graphsurgeon": ("graph.builder", "rewrite"),
+    "onnx_graphsurgeon": ("graph.builder", "graph.edited_graph", "rewrite"),
     "ray": ("distributed.cluster",),
     **dict.fromkeys(("torch", "transformers", "transformer_lens", "accelerate"), ("transformer_lens",)),
 }
