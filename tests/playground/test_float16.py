@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rescaled import TEXTS, loud_model
 
-from mionnx import HookSpec, InputError, Intervention
+from mionnx import HookSpec, InputError, Intervention, MIModel
 from mionnx.playground import playground
 
 PROMPT = "The capital of France is"
@@ -35,10 +35,13 @@ def test_what_no_browser_computes_is_refused(loud, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_in_float16_shows_what_the_model_of_float32_does(loud, laboratory, tmp_path):
+@pytest.mark.parametrize("weights", ["float16", "int4"])
+def test_a_page_in_float16_shows_what_the_model_of_float32_does(loud, weights, laboratory, tmp_path):
+    if weights == "int4":
+        loud = MIModel.from_pretrained(loud.quantise(tmp_path / "blocks", bits=4, block_size=32), threads=1)
     folder = playground(loud, tmp_path / "site", dtype="float16", texts=TEXTS)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["model"]["weights"] == "float16"
+    assert manifest["model"]["weights"] == weights
     page = laboratory(folder)
     edits = {
         "plain": ([], HookSpec()),
