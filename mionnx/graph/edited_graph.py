@@ -18,7 +18,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from onnx_graphsurgeon.logger.logger import LoggerSuppress
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
-KEPT_IMPORTS = 4  # models of which the import is kept
+KEPT_IMPORTS = 2  # a base, and the graph whose gradients are asked for
 CAME = "came"  # attribute of a node or a value: what it was imported from, and what of it an edit may have changed
 
 _imports: dict[int, tuple[onnx.ModelProto, int, Graph]] = {}  # by identity, with the size: a model that grew is another
