@@ -40,7 +40,7 @@ from mionnx.run.segments import Rows, Segments
 Arrays = dict[str, NDArray[Any]]
 Kind = TypeVar("Kind")
 LARGE = 2**27  # bytes of values, behind which the engine gives its own memory back
-FLOAT, SCORES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
+FLOAT_BYTES, SCORE_COPIES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
 
 
@@ -177,7 +177,8 @@ class LocalModel:
         """
         sizes = self.model.hooked.metadata.sizes
         captured = (2 * self.layers + 1) * self.model.hidden_size
-        return FLOAT * seq * (sizes.vocab_size * self.logits + SCORES * self.model.num_heads * seq + captured)
+        scores = SCORE_COPIES * self.model.num_heads * seq
+        return FLOAT_BYTES * seq * (sizes.vocab_size * self.logits + scores + captured)
 
     def back(self, feeds: Mapping[str, Any], gathered: bool, attention: Attention | None = None) -> Arrays:
         """Run the way back: products of the rows of `feeds` with all sources, by name."""

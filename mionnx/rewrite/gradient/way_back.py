@@ -287,7 +287,7 @@ def _each_once(nodes: Sequence[NodeProto], tensors: Mapping[str, TensorProto]) -
     if any(map(subgraphs, nodes)):
         return nodes
     first: dict[Any, list[str]] = {}
-    renamed, values, kept = dict[str, str](), dict[bytes, str](), list[NodeProto]()
+    renamed, values, different = dict[str, str](), dict[bytes, str](), list[NodeProto]()
     for name, tensor in tensors.items():
         value = TensorProto()
         value.CopyFrom(tensor)
@@ -301,6 +301,6 @@ def _each_once(nodes: Sequence[NodeProto], tensors: Mapping[str, TensorProto]) -
         settings = sorted(one.SerializeToString(deterministic=True) for one in own.attribute)
         outputs = first.setdefault((own.domain, own.op_type, *own.input, *settings), [*own.output])
         if outputs == [*own.output]:
-            kept.append(own)
+            different.append(own)
         renamed |= dict(zip(own.output, outputs, strict=True))
-    return kept
+    return different
