@@ -165,9 +165,7 @@ def main() -> None:
     scores = f"replacement {decimal(graph.replacement_score, 3)}, completeness {decimal(graph.completeness_score, 3)}"
     said = f"{len(graph.features)} active features; {scores}. Attention patterns are those of the prompt throughout."
     title = f"{FRAME.format(ASKED)!r}, world-llama with the transcoders in its folder"
-    notes = [
-        "MLPs held: with live scales of norms, which the graph holds; free: with what goes on through others too"
-    ]
+    notes = ["MLPs held: with live scales of norms, which the graph holds; free: with what goes on through others too"]
     present("paris_graph", "From France to Paris", title, tables, options.save, said, notes)
 
 
