@@ -18,7 +18,7 @@ from mionnx.analysis.steering.directions import Direction
 from mionnx.analysis.tracing.attribution_graph import AttributionGraph
 from mionnx.analysis.tracing.influence import influence
 from mionnx.analysis.tracing.local_model import LocalModel
-from mionnx.analysis.tracing.rows import TRACE_MEMORY, WORKING, EffectRows
+from mionnx.analysis.tracing.rows import RESERVED, TRACE_MEMORY, EffectRows
 from mionnx.analysis.tracing.sources import Sources
 from mionnx.analysis.tracing.targets import Answer, end_of, logits_of, pairs_of
 from mionnx.errors import InputError, nearest
@@ -217,7 +217,7 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
 
 def _fitting(sources: Sources, logits: int, memory: int) -> int:
     """The most features whose rows fit into memory, beside what the prompt and a call take."""
-    rest = (memory * (1 - WORKING) - sources.bytes) / np.dtype(np.float32).itemsize
+    rest = (memory * (1 - RESERVED) - sources.bytes) / np.dtype(np.float32).itemsize
     if rest >= (sources.count + logits) * sources.size:
         return sources.count
     # n rows of all sources, and in the end those of n features and the other sources
