@@ -22,7 +22,7 @@ COTANGENTS = 2**20  # numbers of the rows of one call at one value
 LEAST_ROWS = 16  # rows of a call, where memory allows, so that patterns are not read for each row alone
 LIVE = 16  # values of a row that are in memory at once on the way back (measured)
 WORKING = 1 / 6  # of the memory: what one call may take
-RESERVED = 0.55  # of it: one call, and what calls leave in the engine's arena (measured: up to a half in all)
+RESERVED = 0.65  # of what sources leave: one call, and what calls leave in the engine's arena (measured)
 
 
 class EffectRows:

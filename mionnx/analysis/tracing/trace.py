@@ -217,7 +217,7 @@ def _ids(model: Runner, prompt: Prompt) -> NDArray[np.int64]:
 
 def _fitting(sources: Sources, logits: int, memory: int) -> int:
     """The most features whose rows fit into memory, beside what the prompt and a call take."""
-    rest = (memory * (1 - RESERVED) - sources.bytes) / np.dtype(np.float32).itemsize
+    rest = (memory - sources.bytes) * (1 - RESERVED) / np.dtype(np.float32).itemsize
     if rest >= (sources.count + logits) * sources.size:
         return sources.count
     # n rows of all sources, and in the end those of n features and the other sources
