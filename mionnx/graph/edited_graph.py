@@ -127,7 +127,9 @@ def _exported(graph: Graph) -> onnx.ModelProto:
     model, export = onnx.ModelProto(ir_version=graph.ir_version or onnx.IR_VERSION), OnnxExporter
     model.opset_import.extend(_opsets(graph))
     written = model.graph
-    written.name, written.doc_string = graph.name, graph.doc_string
+    written.name = graph.name
+    if graph.doc_string:  # an empty one would be written too
+        written.doc_string = graph.doc_string
     written.node.extend(map(_node, graph.nodes))
     written.input.extend(export.export_value_info_proto(value, True) for value in graph.inputs)
     written.output.extend(export.export_value_info_proto(value, True) for value in graph.outputs)

@@ -119,7 +119,7 @@ def snapshot(source: Path, cache: Path) -> Path:
     blobs, folder = cache / "models--a--b" / "blobs", cache / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     folder.mkdir(parents=True)
-    for number, path in enumerate(sorted(source.iterdir())):
+    for number, path in enumerate(sorted(path for path in source.iterdir() if path.is_file())):
         shutil.copyfile(path, blobs / f"{number:064x}")
         (folder / path.name).symlink_to(f"../../blobs/{number:064x}")
     return folder

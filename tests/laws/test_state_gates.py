@@ -12,7 +12,7 @@ from mionnx.compile.bake_gates import GATES, bake_gates
 from mionnx.compile.token_facts import TokenFacts
 from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import Options
-from mionnx.graph import builder
+from mionnx.graph import edited_graph
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.report import Report
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
@@ -55,7 +55,7 @@ def prompts(model: HookedModel) -> TokenBatch:
 
 def from_nodes(spec: HookSpec, batch: TokenBatch, model: HookedModel) -> dict[str, np.ndarray]:
     """The gates that the nodes of a compiled graph compute."""
-    graph = builder.edit(model.proto)
+    graph = edited_graph.edit(model.proto)
     readers = {name: graph.tensors()[name].outputs[0] for name in GATES.values() if name in graph.tensors()}
     places = {name: readers[name].inputs.index(graph.tensors()[name]) for name in readers}
     report = Report()
@@ -63,7 +63,7 @@ def from_nodes(spec: HookSpec, batch: TokenBatch, model: HookedModel) -> dict[st
     graph.outputs = [readers[name].inputs[place] for name, place in places.items()]
     names = [tensor.name for tensor in graph.outputs]
     graph.cleanup(remove_unused_graph_inputs=True).toposort()
-    program = ENGINES[Options.engine].open(builder.serialise(graph, model.proto), model.folder, Options())
+    program = ENGINES[Options.engine].open(edited_graph.serialise(graph, model.proto), model.folder, Options())
     found = program.run(names, {**batch.feeds(), TOKEN_POSITIONS: batch.token_positions})
     return {gate: found[name] for gate, name in zip(places, names, strict=True)}
 
