@@ -18,7 +18,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from onnx_graphsurgeon.logger.logger import LoggerSuppress
 from onnx_graphsurgeon.util.misc import SynchronizedList
 
-KEPT_IMPORTS = 2  # a base, and the graph whose gradients are asked for
+KEPT_NODES = 2**13  # of all imports that are kept: a base, its pieces, the graph whose gradients are asked for
 CAME = "came"  # attribute of a node or a value: what it was imported from, and what of it an edit may have changed
 
 _imports: dict[int, tuple[onnx.ModelProto, int, Graph]] = {}  # by identity, with the size: a model that grew is another
@@ -40,8 +40,9 @@ def edit(proto: onnx.ModelProto, again: bool = False) -> Graph:
         entry = proto, size, _imported(proto)
     with _lock:
         _imports[key] = entry  # last in the dictionary
-        for old in [*_imports][:-KEPT_IMPORTS]:
-            del _imports[old]
+        sizes = {old: len(graph.nodes) for old, (_, _, graph) in _imports.items()}
+        while len(_imports) > 1 and sum(sizes[old] for old in _imports) > KEPT_NODES:
+            del _imports[next(iter(_imports))]
     return _copied(entry[2], {})
 
 

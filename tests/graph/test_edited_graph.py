@@ -88,7 +88,15 @@ def test_a_model_that_has_grown_is_imported_anew(proto: onnx.ModelProto) -> None
     assert edit(own, again=True).nodes[-1].name == "later"
 
 
-def test_few_imports_are_kept() -> None:
-    for name in SHIPPED:
-        edit(onnx_file.read(REPOSITORY / "models" / name / "model.onnx"), again=True)
-    assert len(edited_graph._imports) == edited_graph.KEPT_IMPORTS
+def test_few_imports_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    protos = [onnx_file.read(REPOSITORY / "models" / name / "model.onnx") for name in SHIPPED]
+    monkeypatch.setattr(edited_graph, "KEPT_NODES", sum(len(proto.graph.node) for proto in protos[-2:]))
+    for proto in protos:
+        edit(proto, again=True)
+    assert [entry[0] is proto for entry, proto in zip(edited_graph._imports.values(), protos[-2:], strict=True)] == [
+        True,
+        True,
+    ]
+    monkeypatch.setattr(edited_graph, "KEPT_NODES", 0)
+    edit(protos[0], again=True)
+    assert [id(protos[0])] == [*edited_graph._imports]
