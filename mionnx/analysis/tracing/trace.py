@@ -33,6 +33,7 @@ from mionnx.run.prompt import each_of, one_prompt, prompt_text, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
+MOST_LOGITS, LOGIT_SHARE = 10, 0.95
 STEP = 2048  # features that are chosen at a time, where not all become nodes
 LABELLED, PROMOTED = 200, 4  # features that have words, and tokens of each
 TRACED = (FROZEN_PATTERN, "frozen_norm")
@@ -50,8 +51,8 @@ def trace(
     toward: str | Direction | None = None,
     position: int = -1,
     max_features: int | None = None,
-    max_logits: int = 10,
-    logit_share: float = 0.95,
+    max_logits: int = MOST_LOGITS,
+    logit_share: float = LOGIT_SHARE,
     skip: int = 1,
     rules: str = FROZEN_PATTERN,
     memory: int = TRACE_MEMORY,
@@ -80,7 +81,7 @@ def trace(
         skip: first positions without features and errors: their activations are those of an attention sink.
         rules: "frozen_norm_pattern", or "frozen_norm": attention patterns are no constants, and effects go through
             queries and keys too, by their derivative.
-        memory: bytes that a trace may take beside the open model; as many features become nodes as fit.
+        memory: about the bytes that a trace may take beside the open model; as many features become nodes as fit.
         progress: see `patch_sweep`.
 
     Returns:
@@ -109,6 +110,10 @@ def trace(
         raise InputError(f"rules={rules!r}; one of {', '.join(TRACED)}{nearest(rules, TRACED)}")
     if toward is not None and answer is not None:
         raise InputError("answer= are logits, and toward= is traced in their place: give one of the two")
+    if toward is None and position != -1:
+        raise InputError(f"position={position} is where a Direction is read: give toward= too")
+    if not (answer is None and toward is None) and (max_logits, logit_share) != (MOST_LOGITS, LOGIT_SHARE):
+        raise InputError("max_logits= and logit_share= choose logits where neither answer= nor toward= does")
     entries = [*prompt] if isinstance(prompt, np.ndarray) and prompt.ndim > 1 else entries_of(prompt)
     answers = [answer] if entries is None else each_of(answer, len(entries), "answer")
     limits = max_features, max_logits, logit_share, skip, memory

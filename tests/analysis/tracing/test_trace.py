@@ -323,6 +323,11 @@ def test_what_cannot_be_traced_is_refused(model, tmp_path):
     ):
         with pytest.raises((InputError, HookError), match=words):
             model.trace(TEXT, transcoders, toward=toward)
+    with pytest.raises(InputError, match="position=3 is where a Direction is read"):
+        model.trace(TEXT, transcoders, position=3)
+    for own in ({"answer": 5}, {"toward": "1_0_3"}):
+        with pytest.raises(InputError, match="where neither answer= nor toward= does"):
+            model.trace(TEXT, transcoders, max_logits=3, **own)
     with pytest.raises(InputError, match="give one of the two"):
         model.trace(TEXT, transcoders, toward="2_1_3", answer=5)
     with pytest.raises(InputError, match="names its own"):
