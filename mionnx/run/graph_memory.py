@@ -15,6 +15,7 @@
 """
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -221,6 +222,10 @@ class IdleMemory:
         self._timer = timer = Timer(PAUSE, end)
         timer.daemon = True
         timer.start()
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads, and no lock that one of them held is let go
+    os.register_at_fork(after_in_child=_idle.clear)
 
 
 @atexit.register
