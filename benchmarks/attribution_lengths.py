@@ -65,7 +65,6 @@ def main() -> None:
             print(*rows[-1], sep=" | ", flush=True)
     title = f"SmolLM2-135M, random transcoders of 64 features a layer, {options.threads} threads"
     said = f"At most {options.features} features become nodes; limit {options.limit / 1e9:.1f} GB."
-    said += " Other work shared the machine."
     present("attribution_lengths", "Attribution graphs of long prompts", title, [(COLUMNS, rows)], options.save, said)
 
 

@@ -58,7 +58,10 @@ class TokenRows:
     def mask_array(self, attention_mask: Any) -> NDArray[Any]:
         """A mask [batch, seq or total]; rows of unequal length are padded as the ids are."""
         if _is_ragged(attention_mask) and tuple(map(len, attention_mask)) == self.widths:
-            return _padded([read_array("a row of attention_mask", row) for row in attention_mask], self.right)
+            rows = [read_array("a row of attention_mask", row) for row in attention_mask]
+            if (wrong := next((row for row in rows if row.ndim != 1), None)) is not None:
+                raise InputError(f"each row of attention_mask must be [seq], got shape {list(wrong.shape)}")
+            return _padded(rows, self.right)
         return np.atleast_2d(read_array("attention_mask", attention_mask))
 
 
@@ -107,14 +110,14 @@ def read_row(prompt: Any) -> TokenRows:
 
 
 def _of_rows(rows: list[TokenRows], right: bool) -> TokenRows:
-    masked = any(row.own_mask is not None for row in rows)
-    # where one row brings a mask all need one
-    own = [row.mask_array(np.ones(row.widths) if row.own_mask is None else row.own_mask)[0] for row in rows]
-    ids = _padded([row.ids[0] for row in rows], right).astype(np.int64)
-    typed = any(row.types is not None for row in rows)
-    types = [np.zeros(row.ids.shape[1], np.int64) if row.types is None else row.types[0] for row in rows]
-    widths = tuple(row.widths[0] for row in rows)
-    return TokenRows(ids, widths, own if masked else None, _padded(types, right) if typed else None, right)
+    own = types = None
+    if any(row.own_mask is not None for row in rows):  # where one row brings a mask all need one
+        own = [row.mask_array(np.ones(row.widths) if row.own_mask is None else row.own_mask)[0] for row in rows]
+    if any(row.types is not None for row in rows):
+        own_types = [np.zeros(row.ids.shape[1], np.int64) if row.types is None else row.types[0] for row in rows]
+        types = _padded(own_types, right)
+    ids = _padded([row.ids[0] for row in rows], right)
+    return TokenRows(ids, tuple(row.widths[0] for row in rows), own, types, right)
 
 
 def _of_dictionary(dictionary: Mapping[Any, Any], right: bool) -> TokenRows:
@@ -193,5 +196,7 @@ def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
 def _padded(rows: list[NDArray[Any]], right: bool) -> NDArray[Any]:
     """[batch, longest]: rows with zeros on one side."""
     width = max(len(row) for row in rows)
-    sides = ((0, width - len(row)) if right else (width - len(row), 0) for row in rows)
-    return np.stack([np.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+    padded = np.zeros((len(rows), width), np.result_type(*{row.dtype for row in rows}))
+    for place, row in zip(padded, rows, strict=True):
+        place[slice(len(row)) if right else slice(width - len(row), None)] = row
+    return padded

@@ -128,6 +128,10 @@ WRONG = {
     "text among ids": (["a", [3]], "texts or ids, not both"),
     "two rows in one": ([{"input_ids": [[3], [4]]}], "one row, got 2"),
     "nested": ([[[3, 4]], [[5, 6]]], r"each row of tokens must be \[seq\]"),
+    "a nested mask": (
+        {"input_ids": [[3, 4], [5]], "attention_mask": [[[1], [1]], [[1]]]},
+        r"row of attention_mask must be \[seq\]",
+    ),
     "floats": ({"input_ids": [0.5]}, "integers, got float64"),
     "none": ({"input_ids": []}, "empty"),
 }
