@@ -151,6 +151,7 @@ def compile_model(
     with in_dtype(model, dtype, texts, bound, folder) as written, shown() as progress:
         proto, nameable = baked(written.hooked)
         write_package(written.hooked, proto, nameable, folder, packaging, named, last_logits, progress)
+    model.watch_memory()
     return folder
 
 

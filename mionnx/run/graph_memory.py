@@ -7,8 +7,8 @@
    has grown by more than that eighth, once no graph has been used for two seconds.
 
 4. Each graph maps the weights' files anew, and a page counts once for each mapping that has read it. Where they are
-   more than the weights once, when a graph was opened, or in such a pause, all are let go; the next run fetches its own
-   from the system's cache.
+   more than the weights once, when a graph was opened, or behind a pass and not within two seconds, all are let go; the
+   next run fetches its own from the system's cache.
 5. A mapping is a file's piece, one for each of the weights, and the system gives a process a certain number of them (of
    which each thread takes one too). Half of them are for graphs: beyond that, those of the models used longest ago are
    closed.
@@ -151,6 +151,12 @@ class MappedPages:
 
     def __init__(self) -> None:
         self._least = memory.resident()[1]  # bytes of all files when these were last let go
+        self._when = 0.0  # seconds of the monotonic clock, when they last were
+
+    def watch(self, weights: int, parts: Callable[[], Collection[memory.Part]], files: Collection[Path]) -> None:
+        """`limit` behind a pass, at most once in so many seconds: passes by turns would fetch their pages each time."""
+        if time.monotonic() > self._when + PAUSE:
+            self.limit(weights, parts, files)
 
     def limit(self, weights: int, parts: Callable[[], Collection[memory.Part]], files: Collection[Path]) -> None:
         """Let pages go where the process holds more than the weights' bytes once."""
@@ -158,7 +164,7 @@ class MappedPages:
         self._least = min(self._least, now)
         if now > self._least + weights + idle_limit(weights) and _alone():
             memory.let_go(parts(), files)
-            self._least = memory.resident()[1]
+            self._least, self._when = memory.resident()[1], time.monotonic()
 
 
 class IdleMemory:
@@ -198,6 +204,13 @@ class IdleMemory:
         """Release in the next pause, if the process has grown; quick enough for every call."""
         if self._timer is None and memory.resident()[0] > self._least + allowed:
             self.release(allowed, release, later=True)
+
+    def expect(self, allowed: int, release: Callable[[], None]) -> None:
+        """Look in the next pause whether the process has grown: for what reads weights and ends with no pass."""
+        with self._lock:
+            if self._timer is None:
+                self._since = time.monotonic()
+                self._wait(allowed, release)
 
     def end(self) -> None:
         """Wait for no pause any more, and for a release that is under way."""

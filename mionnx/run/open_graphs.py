@@ -209,6 +209,10 @@ class OpenGraphs(GraphMemory[Plan | Cut, OpenGraph | SegmentChain]):
         """Let pages of the weights' files go where more graphs than one hold them."""
         self._pages.limit(self.weights, lambda: self._parts, self._base_files)
 
+    def watch_pages(self) -> None:
+        """The same behind a pass, now and then."""
+        self._pages.watch(self.weights, lambda: self._parts, self._base_files)
+
     @property
     def _base_files(self) -> list[Path]:
         return [] if self.base is None else [self.base.data]

@@ -115,6 +115,7 @@ class OpenModel:
         Example:
             lens = model.opened(Lens)
         """
+        self.idle.expect(idle_limit(self.variants.weights), self.release_memory)
         based = self.variants.base is not None  # parts from before there was a base hold weights of their own
         self._opened.keep(lambda key: key[1] is based)
         return self._opened.get((kind, based), lambda: kind(self.hooked, self.options))
@@ -138,6 +139,7 @@ class OpenModel:
 
     def watch_memory(self) -> None:
         """Return memory in the next pause, if the process has grown: at the end of every pass."""
+        self.variants.watch_pages()
         self.idle.watch(idle_limit(self.variants.weights), self.release_memory)
 
     @property

@@ -20,7 +20,7 @@ from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
-BLOCK = 2**14  # rows of a matrix that are read at once; it stays in its file
+BLOCK = 2**12  # rows of a matrix that are read at once; it stays in its file
 
 
 class Vocabulary:
@@ -94,7 +94,9 @@ def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> S
     """
     # Rows of the table are compared: a scale would not change a cosine.
     vector = embedding_for(model, query, scaled=False) if isinstance(query, str) else _one_vector(model, query, "query")
-    return largest(cosines(model.opened(Vocabulary).embedding, vector), k)
+    values = cosines(model.opened(Vocabulary).embedding, vector)
+    model.watch_memory()
+    return largest(values, k)
 
 
 @typed()
@@ -116,7 +118,9 @@ def project_through_unembed(model: Runner, vec: ArrayLike, k: int = 10) -> Score
         cache = model.forward("The capital of France is", HookSpec().capture("blocks.3.hook_mlp_out"))
         model.project_through_unembed(cache["mlp_out", 3][0, -1], k=3)
     """
-    return largest(products(model.opened(Vocabulary).unembedding.T, _one_vector(model, vec, "vec")), k)
+    values = products(model.opened(Vocabulary).unembedding.T, _one_vector(model, vec, "vec"))
+    model.watch_memory()
+    return largest(values, k)
 
 
 def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
