@@ -67,6 +67,7 @@ def chosen_by(limits: dict, mask: np.ndarray) -> tuple[list[int], dict[int, list
 
 @law
 @given(case=cases())
+@pytest.mark.slow
 def test_values_stand_where_their_indices_are_given(case):
     """Each entry of the changed value, worked out by itself, from the entry of the value that is given for it."""
     mask, limits, forms, kind, seed = case

@@ -84,6 +84,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow_beyond(3)
 def test_comparisons(name: str, shipped: MIModel) -> None:
     words, verb = CALLS[name]
     result = getattr(shipped, verb)(PROMPT, OTHER, **ARGUMENTS[name])

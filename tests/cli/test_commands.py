@@ -35,6 +35,7 @@ def test_a_process_exits_by_what_happened():
     assert failed.stderr == mionnx("run", "models/none", PROMPT).stderr
 
 
+@pytest.mark.slow
 def test_the_demo_shows_real_effects(tmp_path):
     output = succeeded("demo", "--pages", tmp_path / "pages")
     titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "Induction heads")
@@ -68,6 +69,7 @@ def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():
     assert "Attention" not in output
 
 
+@pytest.mark.slow
 def test_state_interventions():
     plain = json.loads(succeeded("run", RWKV, PROMPT, "--json"))
     assert plain["top"][0][0] == "Paris"
@@ -119,6 +121,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("command", SAVED)
+@pytest.mark.slow_beyond(3)
 def test_analyses_save_what_python_loads(tmp_path, command):
     kind, arguments = SAVED[command]
     file = tmp_path / "result.safetensors"
@@ -144,6 +147,7 @@ def test_every_kind_of_intervention_runs(tmp_path):
     assert json.loads(output)["kl_divergence"] > 0
 
 
+@pytest.mark.slow
 def test_a_glob_and_a_list_are_their_hook_points(tmp_path):
     each = [part for layer in range(4) for part in ("--zero", f"blocks.{layer}.attn.hook_z@heads=3")]
     loop = succeeded("run", LLAMA, PROMPT, "--json", *each)
@@ -255,6 +259,7 @@ def test_generate_refuses_what_it_cannot_do():
         assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_verify_says_where_runtimes_differ_and_exits_by_it(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n\nThe capital of Germany is\n")
@@ -292,6 +297,7 @@ def test_bisect_writes_a_report_and_exits_by_it(tmp_path):
     assert (report / "reproduce.py").is_file()
 
 
+@pytest.mark.slow
 def test_generate_takes_a_file_of_prompts(tmp_path):
     prompts = [PROMPT, "Paris is the capital of", "The capital of Kenya is a city . The capital of Japan is"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))

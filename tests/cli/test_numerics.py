@@ -35,6 +35,7 @@ def test_range_says_what_overflows_by_its_exit_code(text, tmp_path):
     assert HookedModel.open(tmp_path / "sound").metadata.exponents
 
 
+@pytest.mark.slow
 def test_narrow_writes_a_model_and_says_what_it_did(text, tmp_path):
     said = succeeded("narrow", LLAMA, "-o", tmp_path / "half", "--text", text, "--rescale", "4")
     assert "blocks.0.hook_resid_pre times 2^-4" in said

@@ -91,6 +91,7 @@ def test_other_heads_have_the_outputs_of_transformers(head, layout, outputs, tex
     assert np.abs((np.stack(found, -1) if len(outputs) > 1 else found[0]) - expected).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_tokenizers_cut_where_embed_does_and_name_the_inputs(text_encoder, tmp_path):
     model, _ = text_encoder("embedding")
     for layout in LAYOUTS:

@@ -35,6 +35,7 @@ def run(model: MIModel, graph: str, level: onnxruntime.GraphOptimizationLevel | 
 
 
 @pytest.mark.parametrize("target", ["generic", "ort-cpu", "web"])
+@pytest.mark.slow_beyond(4)
 def test_a_tied_table_is_stored_once(tied, target, tmp_path):
     folder = tied.compile(SPEC, tmp_path / "out", target=target)
     proto = onnx.load(folder / "model.onnx", load_external_data=False)

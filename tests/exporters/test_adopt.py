@@ -166,6 +166,7 @@ def _broken(proto: onnx.ModelProto, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow_beyond(5)
 def test_a_broken_graph_is_refused_or_named_rightly(seed, tmp_path):
     """Whatever a rewired graph computes: it is refused, or its hook points keep to every law."""
     proto = onnx.load(FOREIGN / "optimum" / "model.onnx")
@@ -207,6 +208,7 @@ def test_the_command_line(tmp_path):
     assert mionnx("adopt", source, "-o", tmp_path / "int4").returncode  # it exists
 
 
+@pytest.mark.slow
 def test_a_folder_as_the_hub_has_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
     folder = tmp_path / "model"
@@ -412,6 +414,7 @@ def test_queries_and_keys_are_normed_inside_a_group_query_attention(adopted, tmp
         adopt(source, tmp_path / "refused")
 
 
+@pytest.mark.slow
 def test_export_keeps_the_dtype_and_the_file_of_another_tool(tmp_path):
     source = Path(shutil.copytree(FOREIGN / "optimum", tmp_path / "source"))
     before = (source / "model.onnx").read_bytes()

@@ -159,6 +159,7 @@ def test_a_graph_without_bounds_is_refused_before_it_runs(evil, tmp_path):
     assert time.process_time() - begun < SECONDS
 
 
+@pytest.mark.slow
 def test_a_graph_with_a_loop_that_ends_is_adopted(tmp_path):
     adopt(written(tmp_path / "good", counted(3)), tmp_path / "out")
     model = MIModel.from_pretrained(tmp_path / "out", threads=1)

@@ -94,6 +94,7 @@ def test_edits_equal_the_same_in_torch(family, head, adopted):
 
 
 @pytest.mark.parametrize(("family", "head"), CASES)
+@pytest.mark.slow_beyond(2)
 def test_unedited_calls_are_those_of_the_file(family, head, adopted):
     model, folder, _ = adopted(family, head)
     session = open_session(onnx.load(folder / "onnx" / "model.onnx"), folder / "onnx")

@@ -278,6 +278,7 @@ def test_a_window_that_the_mask_has_not_is_not_guessed(torch_file, tmp_path):
     assert not MIModel.from_pretrained(tmp_path / "hooked", threads=1).hooked.has_cache
 
 
+@pytest.mark.slow
 def test_a_window_is_that_of_the_mask_where_it_has_none(torch_file, tmp_path):
     """As onnxruntime-genai's builder writes Mistral: the config has a window, the graph none."""
     shutil.copytree(torch_file("gpt2"), tmp_path / "source")
@@ -323,6 +324,7 @@ def test_more_than_a_mask_is_left_alone(torch_file, models, tmp_path):
     assert np.abs(scores[0] - scores[1] - 0.25).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_merged_decoder_is_its_branch_with_a_past(tmp_path):
     merged_decoder.write(tmp_path / "source")
     adopt(tmp_path / "source", tmp_path / "hooked")

@@ -71,6 +71,7 @@ def test_every_hook_point_equals_eager(family, made):
 
 
 @each
+@pytest.mark.slow
 def test_what_each_head_adds_is_what_attention_adds_without_its_bias(family, made):
     """Also where layers share their weights, and the file has them under the name of one."""
     model = made(family)[0]

@@ -291,6 +291,7 @@ def test_blocks_of_every_type_are_dequantised_as_gguf_does_it(kind, tmp_path, mo
     assert np.unique(found).size > 3
 
 
+@pytest.mark.slow
 def test_weights_are_written_a_piece_at_a_time(tmp_path, monkeypatch):
     """The peak of memory is that of a few pieces, whatever the size of a tensor."""
     model = Family("llama", Kind.Q8_0).model(vocab_size=20_000)

@@ -105,6 +105,7 @@ def test_every_hook_point_is_that_of_eager_transformers(name, opened):
 
 
 @pytest.mark.parametrize("name", ["gptq, desc_act", pytest.param("gptq, experts, desc_act", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(name, opened):
     _, model, reference = opened(name)
     assert {node.op_type for node in model.hooked.proto.graph.node} >= {"Gather", "MatMulNBits"}

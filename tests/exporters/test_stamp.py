@@ -72,6 +72,7 @@ def kinds(family: str, changes: dict[str, Any], edit: Callable[[Any], None] = la
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.slow) for name in DEEP]
 )
+@pytest.mark.slow
 def test_a_stamped_graph_is_the_traced_one(family):
     stages: list[str] = []
     config = config_of(family, DEEP[family])

@@ -28,6 +28,7 @@ def theirs() -> TRIE_TOKENIZER:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+@pytest.mark.slow_beyond(1)
 def test_every_text(ours, theirs, text):
     encoding = ours.encode(text)
     assert encoding.ids == theirs.encode(text)

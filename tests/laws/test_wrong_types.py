@@ -133,6 +133,7 @@ def test_nothing_raw_comes_of_any_wrong_value(group: str, calls: dict[str, list[
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("elsewhere")
+@pytest.mark.slow
 def test_the_right_arguments_are_right(calls: dict[str, list[Call]]) -> None:
     """So that what a wrong value is refused for is that value."""
     for call in (call for group in calls.values() for call in group):

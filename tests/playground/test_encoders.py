@@ -161,6 +161,7 @@ def shown(page: Page) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow_beyond(1)
 def test_a_page_fills_masks_from_both_sides(open_page, bert: MIModel, tmp_path: Path):
     """The token at the mask, an edge to a later key, the lens at the mask, another place, the exported spec."""
     page = open_page(bert)

@@ -149,6 +149,7 @@ def test_a_menu_closes_with_escape_and_the_tip_tells_the_top_tokens(page: Page):
     assert page.evaluate("document.activeElement.ariaLabel").startswith("layer 3, position 4")
 
 
+@pytest.mark.slow_beyond(1)
 def test_a_link_replays_what_was_made(page: Page, headless: Browser, address: str):
     steer(page)
     zero_attention(page)

@@ -196,6 +196,7 @@ def test_a_decoder_embeds_by_its_last_token(embedder):
 @pytest.mark.parametrize(
     ("head", "shown"), [("classes", None), ("classes", "pooler.hook_out"), ("last", None), ("last", "hook_pooled")]
 )
+@pytest.mark.slow_beyond(1)
 def test_what_no_pooling_reads_is_refused(text_encoder, embedder, head, shown):
     """An edit has an effect or is refused, at each position of texts whose classes or embedding one token gives."""
     model, _ = embedder if head == "last" else text_encoder(head)

@@ -171,6 +171,7 @@ def test_random_specs_mean_in_batches_what_they_mean_in_one(family_model, family
     assert counts["refused"] <= 0.1 * counts["equal"], counts
 
 
+@pytest.mark.slow
 def test_values_of_rows_stay_with_their_rows(shipped):
     """Each text of a ragged list gets a vector of its own, and one of them alone a zero."""
     values = np.random.default_rng(0).normal(0, 0.5, (len(TEXTS), 1, 128)).astype(np.float32)

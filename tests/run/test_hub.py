@@ -338,6 +338,7 @@ class TestOnnxFiles:
         assert self.fetched(hub) == []
 
     @pytest.mark.parametrize("copies", [False, True])
+    @pytest.mark.slow_beyond(1)
     def test_linked_weights_are_said_and_copied_on_request(self, repository, tmp_path, copies):
         source, target = repository / "onnx" / "model_q4.onnx", tmp_path / "out"
         said = succeeded("adopt", str(source), "-o", str(target), *(["--copy"] if copies else []))

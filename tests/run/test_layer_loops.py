@@ -50,6 +50,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.slow_beyond(1)
 def test_the_fifth_layer_of_a_loop_names_the_verb_once(model, name):
     assert told(lambda: [LOOPS[name](model, layer) for layer in range(4)]) == []
     assert told(lambda: [LOOPS[name](model, layer) for layer in range(4)]) == []  # known graphs

@@ -256,6 +256,7 @@ def test_graphs_that_run_once_each_make_no_base(models, own_store, monkeypatch):
 @pytest.mark.parametrize(
     "model", ["world-bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-gpt2", "world-llama"))]
 )
+@pytest.mark.slow
 def test_an_edit_at_each_hook_point_is_that_of_the_models_own_graph(model, own_store):
     """ONNX Runtime turns keys once more beside their hook point, which nothing reads then: such edits use no base."""
     plain = MIModel.from_pretrained(REPOSITORY / "models" / model, threads=1, base=False)

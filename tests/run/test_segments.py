@@ -47,6 +47,7 @@ def before(segments, rows, last):
     return stream
 
 
+@pytest.mark.slow_beyond(4)
 def test_all_pieces_one_after_the_other_are_the_model(model):
     ids = tokens(model)
     segments, stream = Segments(model.hooked, OPTIONS), {}

@@ -124,6 +124,7 @@ def blocks(llama, tmp_path_factory):
     return find
 
 
+@pytest.mark.slow
 def test_blocks_and_their_floats_part_at_the_first_product_in_blocks(llama, blocks, tmp_path):
     """From either side; the report runs both models."""
     made = blocks(keep=("*layers.[013]*", "*self_attn*", "*gate_proj*", "*up_proj*", "lm_head*"))
@@ -139,6 +140,7 @@ def test_blocks_and_their_floats_part_at_the_first_product_in_blocks(llama, bloc
     assert llama.bisect(PROMPT, ["ort-cpu"], other=made, tolerance=0.5).hook is None
 
 
+@pytest.mark.slow
 def test_two_models_of_blocks_part_where_their_bits_do(llama, blocks):
     """By what numpy makes of the two matrices' numbers."""
     name = "model.layers.2.mlp.down_proj.weight"

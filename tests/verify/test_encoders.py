@@ -77,6 +77,7 @@ def faulty(text_encoder, tmp_path_factory):
     return MIModel.from_pretrained(folder, check="none", threads=1)
 
 
+@pytest.mark.slow
 def test_a_planted_fault_and_its_kl_over_the_tokens_of_a_text(faulty, text_encoder):
     model, _ = text_encoder("span")
     beside = faulty.verify(TEXT, ["ort-cpu"], other=model).besides[0]

@@ -56,6 +56,7 @@ with_and_without_web = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "name", ["world-llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-gpt2", "world-rwkv7"))]
 )
+@pytest.mark.slow
 def test_the_runtimes_that_are_here_agree(name, browser):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     others = [f"ort-cpu:{level}" for level in ("none", "basic", "extended", "threads=1")]
@@ -164,6 +165,7 @@ def test_state_interventions_are_in_force(rwkv):
     assert np.abs(model.forward(ids, spec).output() - model.forward(ids).output()).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_made_for_the_prompt_alone_is_not_continued(llama):
     ids = llama.tokenize(PROMPT).ids
     late = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0, positions="generated"))
@@ -205,6 +207,7 @@ def test_a_recorded_run_is_compared_with(llama, faulty, tmp_path):
         llama.verify((), ["ort-cpu"], against=path)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_says_what_is_another_here(llama, tmp_path):
     path = tmp_path / "run.safetensors"
     llama.verify([PROMPT], ["ort-cpu"], record=path, greedy=2)

@@ -98,6 +98,7 @@ def test_a_pattern_that_reads_ahead_is_kept_whole(world, chromium, tmp_path):
     assert page.evaluate("patterns.weight(0, 0, 0, 4)") == pytest.approx(0.2, abs=EIGHT_BITS)
 
 
+@pytest.mark.slow
 def test_tokens_and_heads_are_looked_through(world, chromium, tmp_path):
     found = world.attention(PROMPT)
     page = chromium(found.save(tmp_path / "attention.html"))

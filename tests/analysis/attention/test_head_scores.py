@@ -143,6 +143,7 @@ def test_a_large_model_is_shown_whole(chromium, tmp_path):
     assert max(found.figure().get_size_inches()) < 24
 
 
+@pytest.mark.slow
 def test_the_command_line(llama, tmp_path):
     shown = succeeded("heads", LLAMA, "--batch", 2, "--html", tmp_path / "a.html", "--png", tmp_path / "a.png")
     layer, head, score = llama.head_scores("induction", batch=2).top("induction", 1)[0]

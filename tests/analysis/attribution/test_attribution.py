@@ -81,6 +81,7 @@ def test_under_a_soft_cap_the_capped_sum_is_the_logit(models, references):
 
 
 @pytest.mark.parametrize("name", ["world-llama", "world-gpt2", "world-rwkv7"])
+@pytest.mark.slow_beyond(2)
 def test_contributions_add_up_to_the_logit(name):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1)
     logits = model.forward(PROMPT).output()[0].astype(np.float64)
@@ -363,6 +364,7 @@ def test_the_page_shows_bars_and_a_map_and_executes_no_token(world, chromium, tm
     assert page.troubles == []
 
 
+@pytest.mark.slow
 def test_a_page_without_heads_shows_the_layers(chromium, tmp_path):
     model = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
     page = chromium(model.attribute(PROMPT).save(tmp_path / "attribution.html"))
@@ -383,6 +385,7 @@ def test_a_large_attribution_is_readable(chromium, tmp_path):
     assert found.save(tmp_path / "large.png").stat().st_size > 10000
 
 
+@pytest.mark.slow
 def test_figure_and_json(world, tmp_path):
     rwkv = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
     for model in (world, rwkv):

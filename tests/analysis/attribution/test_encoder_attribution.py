@@ -28,6 +28,7 @@ def model(tmp_path_factory):
     return MIModel.from_pretrained(folder / "hooked", threads=1)
 
 
+@pytest.mark.slow
 def test_the_mask_is_what_is_read_where_nothing_is_said(model):
     each = model.attribute(TEXTS)
     for text, one in zip(TEXTS, each, strict=True):

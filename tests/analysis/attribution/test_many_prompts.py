@@ -121,6 +121,7 @@ def test_an_answer_has_the_same_forms_everywhere(shipped: MIModel, form: str) ->
     np.testing.assert_allclose([one.metric for one in saliency.texts], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_circuit_of_many_pairs(shipped: MIModel, pairs: Path) -> None:
     """FINDINGS, part 2, 11: `--pairs` was missing; a circuit over pairs is the mean of those of each pair."""
     found = json.loads(succeeded("circuit", LLAMA, "--pairs", pairs, "--edges", "40", "--steps", "1", "--json"))

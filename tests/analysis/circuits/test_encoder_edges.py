@@ -56,6 +56,7 @@ def test_scores_of_edges_are_those_of_autograd_where_the_metric_reads(both, text
     assert found.clean == pytest.approx(float(logits[2] - logits[0]), abs=1e-5)
 
 
+@pytest.mark.slow_beyond(1)
 def test_any_circuit_is_what_torch_gives(both, texts):
     model, oracle, reads = both
     ranking = model.edge_attribution(CLEAN, CORRUPTED, **reads)

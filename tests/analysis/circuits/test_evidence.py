@@ -29,6 +29,7 @@ def track(shipped):
     return shipped.circuit(CLEAN, CORRUPTED, "mib", answer=RIGHT, versus=WRONG, rank="score", steps=2, controls=5)
 
 
+@pytest.mark.slow
 def test_the_areas_are_mibs(shipped, track):
     edges = track.attribution.count
     assert track.sizes.tolist() == sorted({int(share * edges) for share in MIB_SHARES})

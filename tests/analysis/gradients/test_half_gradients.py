@@ -36,6 +36,7 @@ def compare(folder, by_torch):
 
 
 @pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.slow_beyond(1)
 def test_float16_of_a_recurrent_model(version, tmp_path):
     (tmp_path / "checkpoint").mkdir()
     write(f"{version}-pth", tmp_path / "checkpoint")

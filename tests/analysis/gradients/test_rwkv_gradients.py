@@ -53,6 +53,7 @@ def test_the_gradient_of_the_state_tells_which_write_it_keeps(rwkv, version):
     assert np.abs(found["k", last][0]).max(axis=(-2, -1)).all()  # each token's write has a share
 
 
+@pytest.mark.slow_beyond(1)
 def test_the_last_state_has_no_gradient_and_a_glob_leaves_it_out(recurrent):
     with pytest.raises(GradientError, match="the logits do not depend on it"):
         recurrent.gradients([5, 6, 7], "blocks.0.rwkv.hook_state", answer=7)

@@ -74,6 +74,7 @@ def test_rows_at_once_are_the_public_verb_by_any_rules(shipped, rules):
         assert np.abs(row - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_goes_back_row_by_row(recurrent):
     back = Pullback(recurrent, [1], "gradient")
     ids, at = TEXTS[0], np.arange(SKIP, 8)

@@ -334,6 +334,7 @@ def test_without_a_result_the_model_runs_to_the_last_hook_only(llama):
     assert "logits" not in {name for link in chain.segments for name in link.segment.outputs}
 
 
+@pytest.mark.slow
 def test_what_nothing_returned_depends_on_may_be_seen_and_not_changed():
     model, state = shipped("world-rwkv7"), "blocks.1.rwkv.hook_state"
     plain = model(PROMPT)

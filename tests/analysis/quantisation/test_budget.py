@@ -101,6 +101,7 @@ def test_the_same_text_gives_the_same_bytes_and_the_models_own_text_serves(shipp
 @pytest.mark.parametrize(
     ("name", "bound"), [("world-gpt2", 1e-4), pytest.param("world-rwkv7", 0.001, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_tied_table_and_rwkv_are_within_their_bounds(name, bound, tmp_path):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1)
     made = MIModel.from_pretrained(model.quantise(tmp_path / "made", budget=bound), threads=1)

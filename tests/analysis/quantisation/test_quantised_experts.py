@@ -222,6 +222,7 @@ def test_models_of_experts_part_at_the_products_that_differ(pair, tmp_path):
 
 
 @pytest.mark.parametrize("runtime", ["reference", pytest.param("onnxruntime-web", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_other_runtimes_compute_experts_in_blocks(runtime, pair, request, monkeypatch):
     if runtime == "onnxruntime-web":
         monkeypatch.setenv("MIONNX_NODE", str(request.getfixturevalue("web")))

@@ -53,6 +53,7 @@ def run(reference, ids: np.ndarray, put: Values, reads: dict) -> tuple[float, Va
         *(("blocks.2.mlp.hook_pre", None), ("blocks.2.hook_resid_post", None)),
     ],
 )
+@pytest.mark.slow_beyond(2)
 def test_a_path_to_one_receiver_is_that_of_frozen_runs(both, receiver, heads):
     """All other heads and MLPs keep their outputs; the norms between are computed anew. Then that input is put in."""
     model, reference, reads = both
