@@ -23,6 +23,7 @@ from mionnx.machine.once import Once, once_property
 
 # Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
 # as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
+WORTH_RETURNING = 2**24  # bytes that a process has grown by while a session was opened
 STOP_SPINNING = "session.force_spinning_stop"
 OPTIMISATION = {
     "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -219,9 +220,11 @@ def _program(
     unpacked = options.prepack is False
     if unpacked:
         settings.add_session_config_entry("session.disable_prepacking", "1")
+    before = memory.resident()[0]
     session = open_session(model, folder, settings, options, [FOLDING] if unpacked and not optimised else [])
-    if not unpacked:
-        memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
+    # The buffers in which weights were packed, tens of megabytes; in vain it takes a tenth of the time of a small session
+    if not unpacked and memory.resident()[0] > before + WORTH_RETURNING:
+        memory.release()
     return OrtProgram(session, options)
 
 

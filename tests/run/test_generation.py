@@ -227,7 +227,7 @@ def check_cache_law(model: MIModel, spec: HookSpec, found, lengths: list[int], w
         assert whole.output()[row, -real:][lengths[row] - 1 :].argmax(-1).tolist() == found.new_ids[row].tolist()
 
 
-@law
+@settings(law, max_examples=16)
 @given(st.sampled_from(VERSIONS), st.integers(3, 20), st.integers(3, 6), st.data())
 def test_cache_law_of_recurrent_models(rwkv, version, prompt, new, data):
     model = rwkv(f"{version}-pth")
