@@ -52,6 +52,9 @@ class RunningModel(NarrowingModel, Protocol):
     def check_token(self, token: int) -> int:
         """Refuse an id outside the vocabulary."""
 
+    def watch_memory(self) -> None:
+        """Return memory in the next pause, if the process has grown."""
+
 
 @typed()
 def compile_model(
