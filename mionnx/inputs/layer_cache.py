@@ -135,6 +135,10 @@ class LayerCache(Brief, Storable, Generic[Layer]):
         """Number of layers."""
         return len(self.layers)
 
+    def __len__(self) -> int:
+        """Number of layers, as transformers' caches have it."""
+        return len(self.layers)
+
     @property
     def states_alone(self) -> bool:
         """Whether no layer has keys and values."""

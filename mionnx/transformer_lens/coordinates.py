@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError
-from mionnx.transformer_lens.lens_points import LensPoint
+from mionnx.transformer_lens.lens_points import COPIES, LensPoint
 
 Array = NDArray[Any]
 LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
@@ -139,11 +139,9 @@ class Coordinates:
         return (self._normalized(point, value, mean) * weight + bias).astype(np.float32)
 
     def _input(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        heads = len(self._matrix(point))
+        _, first = point.read_by[0]
+        heads = len(self.raw.reader.read(first, point.layer))
         return np.repeat(self._stream(point, value, mean)[:, :, None], heads, axis=2)
-
-    def _matrix(self, point: LensPoint) -> Array:
-        return self.raw.reader.read(f"W_{point.kind[-1]}", point.layer)
 
     def _normed(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         if not self.norms:
@@ -174,12 +172,13 @@ class Coordinates:
             own = value
         return np.ascontiguousarray(own, like.dtype)
 
-    def landed(self, point: LensPoint, after: Array, before: Array) -> Array:
-        """What the change of a value that replaces nothing adds where it lands."""
-        if point.kind.startswith("input of"):  # [batch, seq, head, d_model], a copy for each head
-            normed = (self._normalized(point, value, 0.0) for value in (after, before))
+    def landed(self, point: LensPoint, after: Array, before: Array, weights: str = "") -> Array:
+        """What the change of a value that replaces nothing adds where it lands, by the weights that bring it there."""
+        if weights:  # [batch, seq, head, d_model], a copy for each head; of fewer keys and values the first copies
+            matrix = self.raw.reader.read(weights, point.layer)
+            normed = (self._normalized(point, value[:, :, : len(matrix)], 0.0) for value in (after, before))
             change = np.subtract(*normed) * self._affine(point)[0]
-            return np.einsum("bshm,hmd->bhsd", change, self._matrix(point)).astype(np.float32)
+            return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
     def gradient(self, point: LensPoint, own: Array, landing: Array | None) -> Array:
@@ -198,9 +197,8 @@ class Coordinates:
 
     def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
-        if point.kind.startswith("input of"):
-            reader, _ = point.read_by[0]
-            return self._of_copies(point, value, by_name[reader]) if reader in by_name else None
+        if point.kind.startswith(COPIES):
+            return self._of_copies(point, value, by_name)
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
             return None
@@ -214,13 +212,18 @@ class Coordinates:
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
 
-    def _of_copies(self, point: LensPoint, value: Array, own: Array) -> Array:
+    def _of_copies(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by each head's copy of the stream, through the norm behind it, of that by what the head reads.
 
         x' = g w, less its mean where the norm takes out that; by the stream (x' - n mean(x' n)) / scale, n normalized.
         """
-        normalized = self._normalized(point, value, 0.0)[:, :, None]
-        read = np.einsum("bhsd,hmd->bshm", own, self._matrix(point)) * self._affine(point)[0]
+        if not (readers := [(name, by_name[reader]) for reader, name in point.read_by if reader in by_name]):
+            return None
+        matrices = {name: self.raw.reader.read(name, point.layer) for name, _ in readers}
+        read = np.zeros((*value.shape[:2], max(map(len, matrices.values())), value.shape[-1]), np.float32)
+        for name, own in readers:
+            read[:, :, : len(matrices[name])] += np.einsum("bhsd,hmd->bshm", own, matrices[name])
+        normalized, read = self._normalized(point, value, 0.0)[:, :, None], read * self._affine(point)[0]
         read = centred(read) if self._norm(point).centred else read
         along = (read * normalized).mean(axis=-1, keepdims=True)
         return (read - normalized * along) / self._scale(point, value, 0.0)[:, :, None]
@@ -293,7 +296,7 @@ SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "scale": Coordinates._scale,
     "normalized": Coordinates._normalized,
     "norm of": Coordinates._norm_of,
-    **dict.fromkeys(("input of Q", "input of K", "input of V"), Coordinates._input),
+    **dict.fromkeys((COPIES + parts for parts in ("Q", "K", "V", "QKV")), Coordinates._input),
     "normed": Coordinates._normed,
     "logits": Coordinates._logits,
     "scores": Coordinates._scores,

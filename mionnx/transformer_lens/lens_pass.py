@@ -173,8 +173,7 @@ class LensPass:
         points = [one.point for one in acting]
         cuts = {point.source: None for point in points}
         for point in points:
-            if point.lands:
-                cuts[point.lands] = None
+            cuts |= dict.fromkeys(place for place, _ in point.landings)
             if point.kind == "pattern" and self.bridge.coordinates.values:
                 cuts[point.beside] = None
         return [*cuts]
@@ -210,7 +209,8 @@ class LensPass:
         coordinates = self.bridge.coordinates
         self._note_mean(point, after, same)
         if not point.replaces:
-            self._land(point.lands, coordinates.landed(point, after, shown))
+            for place, weights in point.landings:
+                self._land(place, coordinates.landed(point, after, shown, weights))
             return value
         new = coordinates.back(point, after, value)
         change = new - value

@@ -11,6 +11,9 @@ from mionnx.graph.hook_points import HookPoint
 SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
 
 
+COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
+
+
 class LensPoint(NamedTuple):
     """One row of the table.
 
@@ -38,6 +41,13 @@ class LensPoint(NamedTuple):
     def acts(self) -> bool:
         """Whether a hook can change it; else it is computed to be read."""
         return self.replaces or bool(self.lands)
+
+    @property
+    def landings(self) -> tuple[tuple[str, str], ...]:
+        """Where else a change arrives: hook points, and the weights of the products that bring it there."""
+        if self.kind.startswith(COPIES):
+            return self.read_by
+        return ((self.lands, ""),) if self.lands else ()
 
     @property
     def goes_back(self) -> bool:
@@ -74,7 +84,7 @@ def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], nam
 def _served(row: LensPoint, hooks: Collection[str]) -> LensPoint:
     """A row without what lies where a model has no hook point."""
     if not {name for name, _ in row.read_by} <= {*hooks}:
-        row = row._replace(read_by=())
+        row = row._replace(read_by=(), lands="" if row.kind.startswith(COPIES) else row.lands)
     return row if not row.lands or row.lands in hooks else row._replace(replaces=False, lands="")
 
 
@@ -105,7 +115,10 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
     for part, (place, _) in products.items():
         reader = ((place, f"W_{part.upper()}"),)
-        yield LensPoint(f"{place}_input", pre, f"input of {part.upper()}", "ln1", False, lands=place, read_by=reader)
+        yield LensPoint(f"{place}_input", pre, COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
+    if products:
+        read = (*products.values(),)
+        yield LensPoint(f"{b}attn.hook_attn_in", pre, f"{COPIES}QKV", "ln1", False, lands=read[0][0], read_by=read)
     yield from _norm(b, "ln1", pre, *products.values())
     for name in ("ln1.hook_out", "attn.hook_in"):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))

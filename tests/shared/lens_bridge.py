@@ -249,8 +249,12 @@ def copies(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
     kept: list[dict[str, torch.Tensor]] = [{}, {}]
     for one, own in zip((ours, theirs), kept, strict=True):
         one.set_use_split_qkv_input(True)
-        for part in "qkv":
+        for part in ("q", "k", "v", "all"):
             name = f"blocks.1.attn.hook_{part}_input"
+            if part == "all":  # one copy for queries, keys and values
+                one.set_use_split_qkv_input(False)
+                one.set_use_attn_in(True)
+                name = "blocks.1.attn.hook_attn_in"
 
             def keep(gradient: torch.Tensor, hook: object, part: str = part, own: dict = own) -> None:
                 own[f"gradient by copies of {part}"] = gradient.clone()
@@ -259,7 +263,7 @@ def copies(ours: TransformerBridge, theirs: TransformerBridge, tokens: torch.Ten
                 logits = one(tokens)
                 (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
             own[f"function at copies of {part}"] = one.run_with_hooks(tokens, fwd_hooks=[(name, change)])
-        one.set_use_split_qkv_input(False)
+        one.set_use_attn_in(False)
     for name, value in kept[1].items():
         found[name] = apart(kept[0][name], value)
         if name.startswith("function"):
