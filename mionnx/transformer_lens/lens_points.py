@@ -117,8 +117,8 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
         reader = ((place, f"W_{part.upper()}"),)
         yield LensPoint(f"{place}_input", pre, COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
     if products:
-        read = (*products.values(),)
-        yield LensPoint(f"{b}attn.hook_attn_in", pre, f"{COPIES}QKV", "ln1", False, lands=read[0][0], read_by=read)
+        every = (*products.values(),)
+        yield LensPoint(f"{b}attn.hook_attn_in", pre, f"{COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every)
     yield from _norm(b, "ln1", pre, *products.values())
     for name in ("ln1.hook_out", "attn.hook_in"):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
