@@ -112,6 +112,19 @@ def test_a_client_runs_the_steered_model_at_three_doses(layout, shipped, generat
     check_doses(generated, shipped, lambda dose: steering(shipped, dose), layout, tmp_path / "out", PROMPTS)
 
 
+@pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", SLOW_OPTIMUM])
+def test_a_client_times_the_steps_that_it_takes(layout, shipped, generated, tmp_path):
+    """Of a text that ends after a few tokens, and of one that goes on to as many as are asked for."""
+    folder = shipped.compile(HookSpec(), tmp_path / "out", layout=layout, plain=True)
+    ids, end = shipped.tokenize(CARD_PROMPT).ids.tolist(), shipped.hooked.end_tokens()
+    short = generated(layout, folder, [ids], new=8, end=end)
+    long = generated(layout, folder, [ids], new=8, least=8)
+    counts = [len(one["tokens"][0]) for one in (short, long)]
+    assert counts[0] < counts[1] == 8
+    first = layout == "transformers.js"  # it tells when a token is there, so of all steps but the first
+    assert [len(one["seconds"]) + first for one in (short, long)] == counts
+
+
 @pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js", SLOW_OPTIMUM, "triton"])
 def test_the_loop_on_the_card_runs_as_it_stands(layout, shipped, environment, javascript, tmp_path):
     knobs = None if layout == "optimum" else {"strength": None}

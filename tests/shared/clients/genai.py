@@ -1,7 +1,8 @@
 """onnxruntime-genai alone: greedy tokens of rows of ids, padded on the right, and what it reads off each step.
 
-Arguments: folder, file of JSON with "ids" (rows), "pad", "new", "knobs" (name -> strength), "monitors" (names). Prints
-JSON: "tokens" (rows), "monitors" (name -> the last token's values, a list for each step), "seconds" of each step.
+Arguments: folder, file of JSON with "ids" (rows), "pad", "new", "knobs" (name -> strength), "monitors" (names), and
+perhaps "least" (tokens before which no text ends). Prints JSON: "tokens" (rows), "monitors" (name -> the last token's
+values, a list for each step), "seconds" of each step.
 """
 
 import json
@@ -22,7 +23,8 @@ config.clear_providers()
 config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}}))
 model = og.Model(config)
 params = og.GeneratorParams(model)
-params.set_search_options(max_length=longest + asked["new"] + 1, do_sample=False, batch_size=len(rows))
+lengths = {"max_length": longest + asked["new"] + 1, "min_length": longest + asked.get("least", 0)}
+params.set_search_options(do_sample=False, batch_size=len(rows), **lengths)
 generator = og.Generator(model, params)
 # genai reads the arrays at every step, and does not keep them alive
 knobs = {name: np.array(strength, np.float32) for name, strength in asked["knobs"].items()}

@@ -23,6 +23,7 @@ const made = await model.generate({
   input_ids: tensor(asked.ids.map((row) => pad(row, asked.pad))),
   attention_mask: tensor(asked.ids.map((row) => pad(row.map(() => 1), 0))),
   max_new_tokens: asked.new,
+  min_new_tokens: asked.least ?? 0,
   do_sample: false,
 });
 const spent = seconds.slice(1).map((one, at) => (one.user + one.system - seconds[at].user - seconds[at].system) / 1e6);
