@@ -3,11 +3,11 @@
 Each model is steered by an `Add` at its middle layer, with the strength as a knob and a probe as a monitor, and
 compiled for each client, which runs it in a process of its own on one thread (`tests/shared/clients`): 28 greedy tokens
 at three doses, compared with `generate`; then the time of a token of decoding, processor time, beside the client's own
-file: for onnxruntime-genai that of its model builder, quantised anew to as many bits, for the others a plain model by
-`mionnx export --layout`, without interventions. The two run by turns; a ratio above 1 means that the compiled one is
-slower. A second table has what one linear probe costs in plain onnxruntime, beside the same graph once more, which says
-what such a ratio is worth. `--environments` keeps virtual environments
-and node_modules between runs: the first run installs them.
+file: for onnxruntime-genai that of its model builder, quantised anew to as many bits, the head too (but without offsets
+of blocks, which the model's own may have), for the others a plain model by `mionnx export --layout`, without
+interventions. The two run by turns; a ratio above 1 means that the compiled one is slower. A second table has what one
+linear probe costs in plain onnxruntime, beside the same graph once more, which says what such a ratio is worth.
+`--environments` keeps virtual environments and node_modules between runs: the first run installs them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from environments import python_of
-from int4_decode import STEPS, step
+from int4_decode import STEPS, builders_file, head_bits, step
 from rich.progress import track
 from tables import present
 from turns import alternate, ratio
@@ -75,16 +75,12 @@ def run(client: tuple[list[str], Path], folder: Path, **asked: Any) -> dict[str,
     return dict(json.loads(ran.stdout.splitlines()[-1]))
 
 
-def own_file(name: str, model: MIModel, source: str, dtype: str, folder: Path, environments: Path) -> Path:
+def own_file(name: str, model: MIModel, source: str, folder: Path, environments: Path) -> Path:
     """The client's own kind of file, without interventions."""
     if name != "genai":
         return model.compile(HookSpec(), folder, layout=LAYOUTS.get(name, name), plain=True)
     floats = MIModel.from_pretrained(source)  # its folder has the names of a checkpoint
-    precision = "int4" if dtype == "int4" else "fp32"
-    builder = [python_of(environments / "genai", []), "-m", "onnxruntime_genai.models.builder"]
-    files = ["-m", floats.hooked.folder, "-o", folder, "-p", precision, "-e", "cpu", "-c", folder.with_suffix(".cache")]
-    subprocess.run([*map(str, (*builder, *files))], check=True, capture_output=True)
-    return folder
+    return builders_file(folder, environments, floats.hooked.folder, head_bits(model.hooked.proto.graph)).parent
 
 
 def measured(name: str, source: str, dtype: str, repeats: int, environments: Path, scratch: Path) -> list[str]:
@@ -120,7 +116,7 @@ def measured(name: str, source: str, dtype: str, repeats: int, environments: Pat
             values = model.forward(text, spec(dose).capture(point))[point][0, len(ids) - 1 :] @ direction
             seen = np.array(found["monitors"]["probe"])[: len(values), 0]
             gap = max(gap or 0.0, float(np.abs(seen - values).max() / np.abs(values).max()))
-    own = own_file(name, model, source, dtype, scratch / "own", environments)
+    own = own_file(name, model, source, scratch / "own", environments)
     turns: dict[Path, list[float]] = {folder: [], own: []}
     for _ in range(repeats):
         for each, knob in ((folder, {} if name == "optimum" else {"strength": 1.0}), (own, {})):

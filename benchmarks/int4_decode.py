@@ -2,10 +2,10 @@
 
 One process, one thread, processor time of a step of one token after 32 and 512 others; sessions run by turns, and a
 ratio is the median of those of neighbouring turns, the builder's file being 1. The builder quantises the numbers of the
-model's floats anew, symmetric blocks of 32, its head in 4 bits, or in 8 (`rtn_last`). Compiled files have the model's
-own blocks (SmolLM2's are Q4_1, with offsets, the head in 8 bits), or the builder's settings: "the same bits". Of each:
-a node a product, as files were before products of one value were merged; as `compile` writes it; and with
-`fused="all"`, attention as one node.
+model's floats anew: symmetric blocks of 32, the head in as many bits as the model's. Compiled files have the model's
+own blocks (SmolLM2's are Q4_1, with offsets, which the builder's have not; the head in 8 bits), or the builder's
+settings: "the same bits". Of each: a node a product, as files were before products of one value were merged; as
+`compile` writes it; and with `fused="all"`, attention as one node.
 
     python benchmarks/int4_decode.py [--model smollm2] [--environments DIR] [--repeats 15] [--save]
 """
@@ -20,25 +20,42 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import onnx
 import onnxruntime
 from environments import python_of
 from tables import present
 from turns import Work, alternate, ratio
 
 from mionnx import HookSpec, MIModel
+from mionnx.graph.dataflow import attributes
 
 GENAI = ["onnxruntime-genai==0.18.0", "transformers", "onnx-ir", "onnx"]
 PASTS = (32, 512)
 STEPS = 8  # of a turn
+ALGORITHMS = {4: "rtn", 8: "rtn_last"}  # of the builder, by the bits of the head
 
 
-def builders_file(folder: Path, environments: Path, model: Path, algorithm: str) -> Path:
-    """The file of onnxruntime-genai's builder, from a folder with the names of a checkpoint."""
+def head_bits(graph: onnx.GraphProto) -> int:
+    """Bits of a graph's last product with blocks, the head's; 0 of a graph of floats."""
+    bits = [attributes(node).get("bits", 4) for node in graph.node if node.op_type == "MatMulNBits"]
+    return bits[-1] if bits else 0
+
+
+def builders_file(folder: Path, environments: Path, model: Path, head: int) -> Path:
+    """The file of onnxruntime-genai's builder, from a folder with the names of a checkpoint.
+
+    Args:
+        head: bits of the head, the others having 4; 0 for a file of floats.
+    """
     program = [python_of(environments / "genai", GENAI), "-m", "onnxruntime_genai.models.builder"]
-    options = ["-p", "int4", "-e", "cpu", "-c", folder.with_suffix(".cache"), "--extra_options"]
-    options += ["int4_accuracy_level=4", f"int4_algo_config={algorithm}"]
+    options = ["-p", "int4" if head else "fp32", "-e", "cpu", "-c", folder.with_suffix(".cache")]
+    # genai 0.18 passes over options that it does not know, among them the former names, `int4_algo_config`.
+    options += ["--extra_options", "accuracy_level=4", f"algo_config={ALGORITHMS[head]}"] if head else []
     subprocess.run([*map(str, [*program, "-m", model, "-o", folder, *options])], check=True, capture_output=True)
-    return folder / "model.onnx"
+    file = folder / "model.onnx"
+    if (made := head_bits(onnx.load(file, load_external_data=False).graph)) != head:
+        raise RuntimeError(f"the builder made a head of {made} bits, not of {head}")
+    return file
 
 
 def step(file: Path, past: int, width: int) -> Work:
@@ -91,15 +108,15 @@ def main() -> None:
         folder = Path(scratch)
         floats = MIModel.from_pretrained(asked.model)
         build = partial(builders_file, environments=asked.environments.resolve(), model=floats.hooked.folder)
-        builders = {name: build(folder / name, algorithm=name) for name in ("rtn", "rtn_last")}
         models = {
-            "its own": (MIModel.from_pretrained(asked.model, dtype="int4"), "rtn_last"),
-            "the same bits": (MIModel.from_pretrained(floats.quantise(folder / "blocks", bits=4)), "rtn"),
+            "its own": MIModel.from_pretrained(asked.model, dtype="int4"),
+            "the same bits": MIModel.from_pretrained(floats.quantise(folder / "blocks", bits=4)),
         }
         rows = []
-        for title, (model, builder) in models.items():
+        for title, model in models.items():
             files = compiled(model, folder / title.replace(" ", "-"))
-            files[f"the builder's, {builder}"] = builders[builder]
+            head = head_bits(model.hooked.proto.graph)
+            files[f"the builder's, its head in {head} bits"] = build(folder / f"builders-{head}", head=head)
             cells: dict[str, list[str]] = {name: [] for name in files}
             for past in PASTS:
                 programs = {name: step(file, past, model.head_dim) for name, file in files.items()}

@@ -17,6 +17,7 @@ from mionnx.bind.state_gates import states_of
 from mionnx.compile.bake import TurnedKnob, bake, knob_default
 from mionnx.compile.bake_outputs import bake_parts
 from mionnx.compile.fused_attention import fuse_attention
+from mionnx.compile.fused_nodes import fuse_norms
 from mionnx.compile.in_dtype import NarrowingModel, in_dtype
 from mionnx.compile.knobs import Knob, Knobs, as_knobs, check_strength, knob_facts
 from mionnx.compile.layouts import CLIENT_LAYOUTS
@@ -305,13 +306,16 @@ def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.
     if adopted:
         result, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
     else:
-        result, count = fuse_attention(proto, model)
+        result, count = fuse_attention(proto, model, padding=fused == PADDED)
+        result = fuse_norms(result) if count else result
     if not count:
         has = f"{len(model.metadata.fused)} fused operators" if adopted else "no fused operators"
         raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
     entry = next(entry for entry in result.metadata_props if entry.key == COMPILED)
     attends = any((node.domain, node.op_type) in UNPADDED for node in result.graph.node)
+    rotates = any(attributes(node).get("do_rotary") for node in result.graph.node)
     facts = {"fused": count, "adopted": adopted, "unpadded": adopted and attends, "one_row": attends}
+    facts["right"] = not adopted and rotates  # where padding has to stand
     entry.value = json.dumps(json.loads(entry.value) | facts)
     return result
 

@@ -4,8 +4,13 @@ An exported graph has attention in some twenty standard nodes, so that hooks can
 queries to the heads' values side by side, where nothing else reads what is inside, the fused operator computes the
 same: it adds the graph's own mask to the scores, so padding and windows are those of the graph. The nodes propose it,
 and a trial decides: on random numbers, with padding, a layer must give what its nodes give, or it keeps them.
+
+Where texts need not be padded on the left, the operator also rotates: it reads queries, keys and values side by side,
+as their product makes them, and a table of rotations by position. It counts the columns of a prompt from its first
+position, padding too (ONNX Runtime 1.32).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +24,7 @@ from mionnx.errors import ModelError
 from mionnx.graph.dataflow import Dataflow, attributes, extract
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.matrices import POSITION_INPUT
 from mionnx.graph.operator_table import DOMAIN
 
 PADDING_INPUT = "attention_mask"
@@ -27,7 +33,8 @@ TURN = [0, 2, 1, 3]  # of heads
 HEAD_AXES = 3  # of heads side by side: batch, seq, heads * width
 FUSED_TOLERANCE = 2e-5  # of the largest number of a layer's output
 Shape = tuple[int | None, ...]  # behind the batch; None for the tokens
-TRIALS = ((2, 5, 0, 2), (2, 1, 6, 3))  # texts, tokens, past, padded on the left in the first text
+TRIALS = ((2, 5, 0, 2), (2, 1, 6, 3))  # texts, tokens, past, how much of the first text is padding
+TABLE_LIMIT = 2**25  # bytes of a table of rotations, which lies in model.onnx
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,22 @@ class Region:
         return (self.end, *KEYS_AND_VALUES.layer_outputs(self.layer))
 
 
-def fuse_attention(proto: onnx.ModelProto, model: HookedModel) -> tuple[onnx.ModelProto, int]:
-    """A compiled graph with attention fused in the layers where nothing is touched; also count these."""
+def fuse_attention(proto: onnx.ModelProto, model: HookedModel, padding: bool) -> tuple[onnx.ModelProto, int]:
+    """A compiled graph with attention fused in the layers where nothing is touched; also count these.
+
+    Args:
+        padding: whether texts may be padded on the left.
+    """
     flow, metadata = Dataflow(proto), model.metadata
     if PADDING_INPUT not in {value.name for value in proto.graph.input} or metadata.dtype != "float32":
         return proto, 0
     regions = [one for layer in range(metadata.sizes.num_layers) if (one := _region(flow, layer)) is not None]
     # The operator has one width for keys and values.
     regions = [one for one in regions if len({*metadata.heads(one.layer)[1:]}) == 1]
-    equal = _equal(flow, regions, model) if regions else []
-    return (_fused(flow, equal, model)[0], len(equal)) if equal else (proto, 0)
+    rotating = _equal(flow, regions, model, True) if regions and not padding else []
+    others = [one for one in regions if one not in rotating]
+    equal = [*rotating, *(_equal(flow, others, model, False) if others else [])]
+    return (_fused(flow, equal, model, rotating)[0], len(equal)) if equal else (proto, 0)
 
 
 def _region(flow: Dataflow, layer: int) -> Region | None:
@@ -164,13 +177,15 @@ class _Walk:
         return float(numpy_helper.to_array(tensor).item())
 
 
-def _fused(flow: Dataflow, regions: list[Region], model: HookedModel) -> tuple[onnx.ModelProto, dict[str, Shape]]:
-    """The graph with the operator in some layers, and the shapes of what it begins with in each."""
+def _fused(
+    flow: Dataflow, regions: list[Region], model: HookedModel, rotating: Collection[Region]
+) -> tuple[onnx.ModelProto, "_Writer"]:
+    """The graph with the operator in some layers, and what wrote it; in the `rotating` ones it rotates if it can."""
     result = onnx.ModelProto()
     result.CopyFrom(flow.proto)
     graph, gone = result.graph, {i for one in regions for i in one.nodes}
     last = {max(one.nodes): one for one in regions}
-    writer, nodes = _Writer(flow, model), _lengths()
+    writer, nodes = _Writer(flow, model, rotating), _lengths()
     for i, node in enumerate(flow.nodes):
         nodes += writer.nodes(last[i]) if i in last else []
         nodes += [] if i in gone else [node]
@@ -180,6 +195,7 @@ def _fused(flow: Dataflow, regions: list[Region], model: HookedModel) -> tuple[o
         f"{ATTENTION_PREFIX}.one": np.array([1], np.int32),
         f"{ATTENTION_PREFIX}.side_by_side": np.array([0, 0, -1]),
     }
+    constants |= {name: value for pair in writer.tables.values() if pair is not None for name, value in pair.items()}
     graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     after = Dataflow(result)
     alive = sorted(after.ancestors([value.name for value in graph.output]))
@@ -192,7 +208,7 @@ def _fused(flow: Dataflow, regions: list[Region], model: HookedModel) -> tuple[o
     graph.initializer.extend(map(onnx.TensorProto.FromString, weights))
     if all(entry.domain != DOMAIN for entry in result.opset_import):
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    return result, writer.sources
+    return result, writer
 
 
 def _lengths() -> list[onnx.NodeProto]:
@@ -210,10 +226,18 @@ def _lengths() -> list[onnx.NodeProto]:
 
 
 class _Writer:
-    """Nodes of fused layers; `sources` are the values that they begin with, by their shapes."""
+    """Nodes of fused layers.
 
-    def __init__(self, flow: Dataflow, model: HookedModel) -> None:
-        self.flow, self.metadata, self.sources = flow, model.metadata, dict[str, Shape]()
+    Attributes:
+        sources: the values that they begin with, by their shapes.
+        rotated: the layers in which the operator rotates.
+        tables: cosines and sines of the graph -> two tables by position, by their names; None where there are none.
+    """
+
+    def __init__(self, flow: Dataflow, model: HookedModel, rotating: Collection[Region]) -> None:
+        self.flow, self.model, self.metadata, self.rotating = flow, model, model.metadata, rotating
+        self.sources, self.rotated = dict[str, Shape](), set[int]()
+        self.tables: dict[tuple[str, ...], dict[str, NDArray[np.float32]] | None] = {}
 
     def nodes(self, region: Region) -> list[onnx.NodeProto]:
         """A layer's nodes."""
@@ -221,21 +245,57 @@ class _Writer:
         groups, width, _ = self.metadata.heads(region.layer)
         past, present = KEYS_AND_VALUES.layer_inputs(region.layer), KEYS_AND_VALUES.layer_outputs(region.layer)
         nodes: list[onnx.NodeProto] = []
-        read = [
-            self._side_by_side(name, count, width, f"{at}.{part}", nodes)
-            for name, count, part in (
-                (region.queries, heads, "queries"),
-                (region.keys, groups, "keys"),
-                (region.values, groups, "values"),
-            )
-        ]
-        inputs = [*read, *past, f"{ATTENTION_PREFIX}.ends", f"{ATTENTION_PREFIX}.total", "", "", "", region.mask]
+        parts = (region.queries, heads, "queries"), (region.keys, groups, "keys"), (region.values, groups, "values")
         settings: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": region.scale}
+        rotation = self._rotation(region) if region in self.rotating else None
+        if rotation is None:
+            read = [self._side_by_side(name, count, width, f"{at}.{part}", nodes) for name, count, part in parts]
+            tables = ["", "", ""]
+        else:
+            before, tables, interleaved = rotation
+            self.sources |= {name: (None, count * width) for name, (_, count, _) in zip(before, parts, strict=True)}
+            self.rotated.add(region.layer)
+            nodes.append(helper.make_node("Concat", before, [f"{at}.packed"], f"{at}.packed", axis=-1))
+            read = [f"{at}.packed", "", ""]
+            settings |= {"do_rotary": 1, "rotary_interleaved": interleaved}
+        inputs = [*read, *past, f"{ATTENTION_PREFIX}.ends", f"{ATTENTION_PREFIX}.total", *tables, region.mask]
         outputs = [at if region.shape else region.end, *present]
         nodes.append(helper.make_node("GroupQueryAttention", inputs, outputs, at, domain=DOMAIN, **settings))
         if region.shape:
             nodes.append(helper.make_node("Reshape", [at, region.shape], [region.end], f"{at}.reshaped"))
         return nodes
+
+    def _rotation(self, region: Region) -> tuple[list[str], list[str], int] | None:
+        """What stands before heads and rotation, the operator's inputs of rotation, and whether pairs are neighbours.
+
+        None where queries and keys are not rotated alike, or by more than their positions say.
+        """
+        rotary = [self.flow.producer(name) for name in (region.queries, region.keys)]
+        turns = [one for one in rotary if one is not None and (one.domain, one.op_type) == ("", "RotaryEmbedding")]
+        ways = {(*one.input[1:], attributes(one).get("interleaved", 0)) for one in turns}
+        if len(turns) < len(rotary) or len(ways) > 1:
+            return None
+        before = [self._before_heads(name) for name in (turns[0].input[0], turns[1].input[0], region.values)]
+        *caches, interleaved = ways.pop()
+        tables = self._tables(tuple(caches), region.layer) if None not in before else None
+        if tables is None:
+            return None
+        return [name for name in before if name is not None], [*tables, POSITION_INPUT], interleaved
+
+    def _tables(self, caches: tuple[str, ...], layer: int) -> dict[str, NDArray[np.float32]] | None:
+        """Cosines and sines by position, up to the longest text that the model is made for, as the graph has them."""
+        if caches in self.tables:
+            return self.tables[caches]
+        self.tables[caches] = None
+        length, width = self.model.context_length, self.metadata.heads(layer)[1]
+        read = self.flow.read_by(self.flow.ancestors(caches)) & {value.name for value in self.flow.proto.graph.input}
+        if len(caches) == 2 and read == {POSITION_INPUT} and length and 4 * length * width <= TABLE_LIMIT:
+            program = open_to_try(extract(self.flow, [], caches).SerializeToString(), self.model.folder)
+            values = program.run(caches, {POSITION_INPUT: np.arange(length)[None]})
+            if all(table.shape == (1, length, table.shape[-1]) for table in values.values()):
+                names = (f"{ATTENTION_PREFIX}.{len(self.tables)}.{part}" for part in ("cosines", "sines"))
+                self.tables[caches] = {name: values[cache][0] for name, cache in zip(names, caches, strict=True)}
+        return self.tables[caches]
 
     def _side_by_side(self, name: str, heads: int, width: int, to: str, nodes: list[onnx.NodeProto]) -> str:
         """Heads [batch, heads, seq, width] as [batch, seq, heads * width]; nodes that it takes are appended."""
@@ -267,9 +327,16 @@ class _Writer:
         return split.input[0] if split is not None and split.op_type == "Reshape" and rank == HEAD_AXES else None
 
 
-def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Region]:
-    """The regions that give the same when they are fused, on random numbers."""
-    proto, sources = _fused(flow, regions, model)
+def _equal(flow: Dataflow, regions: list[Region], model: HookedModel, rotate: bool) -> list[Region]:
+    """The regions that give the same when they are fused, on random numbers.
+
+    Args:
+        rotate: only those in which the operator rotates, and texts are padded on the right.
+    """
+    proto, writer = _fused(flow, regions, model, regions if rotate else [])
+    regions, sources = [one for one in regions if not rotate or one.layer in writer.rotated], writer.sources
+    if not regions:
+        return []
     ends = [name for one in regions for name in one.results]
     wrong: set[int] = set()
     try:
@@ -278,14 +345,17 @@ def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Re
             for each in (flow, Dataflow(proto))
         ]
         for trial in TRIALS:
-            feeds = _feeds(model, sources, *trial)
+            feeds = _feeds(model, sources, *trial, rotate)
             nodes, fused = (program.run(ends, feeds) for program in programs)
-            hidden = 0 if trial[2] else trial[3]  # what a token of padding reads is nobody's concern
+            real = feeds[PADDING_INPUT].astype(bool)  # what a token of padding reads is nobody's concern
             for one in regions:
                 for name in one.results:
                     right, other = nodes[name], fused[name]
                     if name == one.end:
-                        right, other = (value.reshape(*trial[:2], -1)[:, hidden:] for value in (right, other))
+                        new = real[:, -trial[1] :]
+                        right, other = (value.reshape(*new.shape, -1)[new] for value in (right, other))
+                    else:
+                        right, other = (value.swapaxes(1, 2)[real] for value in (right, other))
                     if not np.abs(right - other).max() <= FUSED_TOLERANCE * max(1.0, float(np.abs(right).max())):
                         wrong.add(one.layer)
     except ModelError:  # the operator does not take such heads
@@ -294,16 +364,17 @@ def _equal(flow: Dataflow, regions: list[Region], model: HookedModel) -> list[Re
 
 
 def _feeds(
-    model: HookedModel, sources: dict[str, Shape], texts: int, tokens: int, past: int, padded: int
+    model: HookedModel, sources: dict[str, Shape], texts: int, tokens: int, past: int, padded: int, right: bool
 ) -> dict[str, NDArray[Any]]:
-    """Random inputs of a call, the first text padded on the left."""
+    """Random inputs of a call, the prompt of the first text padded on the left, or on the right."""
     random = np.random.default_rng(0)
     mask = np.ones((texts, past + tokens), np.int64)
-    mask[0, :padded] = 0
+    end = past or tokens  # of the prompt
+    mask[0, slice(end - padded, end) if right else slice(padded)] = 0
     feeds = {
         "input_ids": np.zeros((texts, tokens), np.int64),
         PADDING_INPUT: mask,
-        "position_ids": np.maximum(mask.cumsum(1) - 1, 0)[:, past:],
+        POSITION_INPUT: np.maximum(mask.cumsum(1) - 1, 0)[:, past:],
     }
     shapes: dict[str, tuple[int, ...]] = {**model.metadata.past_shapes(texts, past)}
     for name, shape in sources.items():  # None: as many as there are tokens

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from mionnx.compile.fused_nodes import join_parts
 from mionnx.compile.interface import name_axes
 from mionnx.compile.knobs import Knob, document
 from mionnx.compile.layouts import CLIENT_LAYOUTS
@@ -94,6 +95,7 @@ def write_package(
     content = replace(content, proto=layout.adapt(content))
     if packaging.target != "ort-cuda":  # as `forward` runs it on the CPU: the same bits, in fewer nodes
         merge_blocks(content.proto)
+        join_parts(content.proto)
     name_axes(content.proto.graph)
     document(content.proto, facts["knobs"])
     document_monitors(content.proto, facts["monitors"])

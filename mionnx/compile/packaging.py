@@ -24,9 +24,12 @@ class Packaging:
             `GatherBlockQuantized` where its weights are blocks), "ort-cpu" or "ort-cuda" (optimised for this version of
             ONNX Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
         layout: of the folder, by the client that opens it: a name in `mionnx.compile.layouts.CLIENT_LAYOUTS`.
-        fused: fused operators where nothing inside them is touched: "none", "padded" (right for padded texts too) or
-            "all": those that an adopted file came with; of any other model the attention of a layer, which is right for
-            padded texts, but takes several tokens after a past in one row only. Only ONNX Runtime has them.
+        fused: fused operators where nothing inside them is touched: "none", "padded" (right for texts padded on either
+            side) or "all": those that an adopted file came with; of any other model the attention of a layer, which
+            takes several tokens after a past in one row only, and norms with the sums that they read. With "all" it
+            also rotates queries and keys, where the graph rotates them as their products make them, by the positions
+            of the texts alone: such a file takes no text padded on the left, and none longer than the model's context.
+            Only ONNX Runtime has these operators.
         accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
             is the level of the graph as it is.
     """
