@@ -144,6 +144,19 @@ def test_the_loop_on_the_card_runs_as_it_stands(layout, shipped, environment, ja
     run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], home)
 
 
+def test_genai_runs_fused_operators_on_rows_that_it_pads(models, generated, tmp_path):
+    """On the right, as attention that rotates by itself needs them: greedy tokens of two rows, steered."""
+    model = models("llama")
+    push = 3 * np.cos(np.arange(model.hidden_size)).astype(np.float32)
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Add(push))
+    folder = model.compile(spec, tmp_path / "out", layout="genai", fused="all")
+    assert "texts must not be padded on the left" in (folder / "README.md").read_text()
+    random, end = np.random.default_rng(0), model.hooked.end_tokens()
+    rows = [random.integers(3, model.vocab_size, length).tolist() for length in (9, 5)]
+    for row, tokens in zip(rows, generated("genai", folder, rows)["tokens"], strict=True):
+        assert cut(tokens, end) == model.generate([row], spec, max_new_tokens=NEW).new_ids[0].tolist()
+
+
 @pytest.mark.parametrize("layout", ["plain", "genai", "transformers.js"])
 def test_a_client_reads_a_monitor(layout, shipped, generated, tmp_path):
     """A probe's number at every token, and a lens' tokens, are those of `forward` on the same text."""
