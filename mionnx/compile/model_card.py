@@ -217,7 +217,7 @@ def _fused(facts: Mapping[str, Any]) -> str:
         return ""
     where = ", as in the file that the model was adopted from" if facts["adopted"] else ", attention of whole layers"
     limits = ["texts must not be padded"] * facts["unpadded"]
-    limits += ["texts must not be padded on the left"] * facts["right"]
+    limits += ["texts must not be padded on the left, nor be longer than the model's context"] * facts["right"]
     limits += ["calls of several tokens after a past have one row"] * facts["one_row"]
     return (
         f"- fused operators: {facts['fused']} of ONNX Runtime's own (com.microsoft){where}: the graph runs in ONNX "
