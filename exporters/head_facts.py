@@ -13,6 +13,8 @@ ARCHITECTURES = {
     "ForSequenceClassification": "classes",
     "ForTokenClassification": "token_classes",
     "ForQuestionAnswering": "span",
+    "ForQuestionAnsweringSimple": "span",
+    "WithLMHeadModel": "masked_lm",  # XLM's
     "LMHeadModel": NEXT_TOKEN,
     "EncoderModel": "none",
     "Model": "none",

@@ -246,11 +246,11 @@ def _attention(hooked: HookedGraph, layer: int, heads: Heads, usual: Heads) -> A
     block, number = divmod(layer, hooked.layout.layers)
     layout, model = hooked.layout.layer(number), hooked.skeleton
     path, rows = f"{layout.blocks}.{block}.{layout.projection}", False
-    if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
+    if layout.projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
     (count, size, value_size), (usual_count, usual_size, _) = heads, usual
     return Attention(
-        _kept_name(hooked, f"{path}.weight") if layout.output_projection else "",
+        _kept_name(hooked, f"{path}.weight") if layout.projection else "",
         rows,
         sliding_window(model.config, layer),
         num_kv_heads=None if count == usual_count else count,

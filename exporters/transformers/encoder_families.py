@@ -101,6 +101,41 @@ def inside(prefix: str, layout: Layout) -> Layout:
     return replace(layout, **paths)
 
 
+DISTILBERT = replace(
+    BERT,
+    types=None,
+    blocks="transformer.layer",
+    output_projection="out_lin",
+    attention_added="attention",
+    middle="ffn",
+    mlp="ffn",
+    mlp_output="",
+    up="lin1",
+    down="lin2",
+    mid_norm="sa_layer_norm",
+    post_norm="output_layer_norm",
+)
+XLM = replace(
+    DISTILBERT,
+    **OWN,
+    embedding="embeddings",
+    positions="position_embeddings",
+    blocks="layers",
+    attention="attentions",
+    attention_added="attentions",
+    middle="ffns",
+    mlp="ffns",
+    mid_norm="layer_norm1",
+    post_norm="layer_norm2",
+    parts=("attentions", "layer_norm1", "ffns", "layer_norm2"),
+)
+
+
+def flaubert(config: Any) -> Layout:
+    """XLM's layout; norms may stand before both halves."""
+    return replace(XLM, **NO_NORMS, middle="layer_norm2") if config.pre_norm else XLM
+
+
 ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("bert", "electra", "ernie", "layoutlm", "roc_bert", "splinter"), BERT),
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), ROBERTA),
@@ -133,22 +168,10 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         down="fc2",
     ),
     **dict.fromkeys(("deberta", "deberta-v2"), replace(BERT, keys="split", z="projection")),
-    "distilbert": replace(
-        BERT,
-        types=None,
-        blocks="transformer.layer",
-        output_projection="out_lin",
-        attention_added="attention",
-        middle="ffn",
-        mlp="ffn",
-        mlp_output="",
-        up="lin1",
-        down="lin2",
-        mid_norm="sa_layer_norm",
-        post_norm="output_layer_norm",
-    ),
+    "distilbert": DISTILBERT,
     "esm": esm,
     "esmc": replace(LIKE_LLAMA, stream="products"),
+    "flaubert": flaubert,
     "jina_embeddings_v3": replace(ROTATED, gate=None, up="fc1", down="fc2"),
     **dict.fromkeys(("ibert", "luke"), replace(ROBERTA, **OWN)),
     "megatron-bert": replace(PRE_NORM, **OWN, final_norm="encoder.ln", middle="ln"),
@@ -181,6 +204,20 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
     "rembert": replace(BERT, **OWN),
     "roberta-prelayernorm": replace(PRE_NORM, offset=None, final_norm="LayerNorm", middle="intermediate.LayerNorm"),
     "roformer": replace(BERT, **OWN, positions=None),
+    "squeezebert": replace(
+        BERT,
+        **OWN,
+        blocks="encoder.layers",
+        output_projection="",
+        attention_added="post_attention.conv1d",
+        mlp_output="output.conv1d",
+        up="intermediate.conv1d",
+        down="output.conv1d",
+        mid_norm="post_attention.layernorm",
+        post_norm="output.layernorm",
+        channels_first=True,
+    ),
+    "xlm": XLM,
     "xlm-roberta-xl": replace(PRE_NORM, offset=None, final_norm="encoder.LayerNorm", middle="LayerNorm"),
 }
 

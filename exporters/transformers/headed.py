@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 from exporters.head_facts import tells_replaced
 from exporters.transformers.attention import Calls, Listener, TappedCache, Taps, cache_word, replace_for
 from exporters.transformers.encoder_families import is_encoder
-from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
 from exporters.transformers.layout import Layout
 from exporters.transformers.sentence import SENTENCE, at_token, first_columns, last_columns
@@ -144,21 +142,6 @@ def _reads_last(config: Any, ids: Tensor, mask: Tensor) -> Callable[[Any, Any, A
         return at_token(args[0], last_columns(real))
 
     return answer
-
-
-def write_out_shared(model: PreTrainedModel) -> None:
-    """Give each layer that shares a group's parameters a module of its own on them, in place."""
-    shared, config = layout_in(model).shared, model.config
-    if shared is None or len(model.get_submodule(shared)) == config.num_hidden_layers:  # type: ignore[arg-type]
-        return
-    groups: Any = model.get_submodule(shared)
-    layers = []
-    for layer in range(config.num_hidden_layers):
-        group = groups[layer * len(groups) // config.num_hidden_layers]
-        memo = {id(one): one for one in (*group.parameters(), *group.buffers(), config)}
-        layers.append(deepcopy(group, memo))  # `copy` would share its hooks
-    config.num_hidden_groups = config.num_hidden_layers
-    model.set_submodule(shared, nn.ModuleList(layers))
 
 
 @contextmanager

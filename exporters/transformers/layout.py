@@ -16,6 +16,7 @@ class Layout:
     """Modules and words of one family.
 
     Attributes:
+        output_projection: "" where `attention_added` is it; None where there is no one for all tokens.
         attention_added, mlp_added: modules whose output joins the residual stream (a post-norm where there is one);
             None for the attention itself, and for the module whose output is the MLP's.
         middle: the module that first reads the stream between attention and MLP; None in parallel blocks.
@@ -35,6 +36,8 @@ class Layout:
             normed there; what they read are hook points too.
         offset: the row of `positions` of a text's first token; None if it is the one behind the padding token's.
         shared: groups of layers that are run several times each (ALBERT), which the tracing writes out.
+        parts: lists of parts of layers (XLM), which it gathers into blocks. channels_first: whether layers compute on
+            [batch, channels, seq] (SqueezeBERT), for which it puts products on [batch, seq, channels].
         recurrent: the mixer of blocks that carry a state; blocks without it attend. mixer_output: the part of it that
             projects its output, from the mixer on. mixer_norms: whether norms stand in their blocks as in those that
             attend, or "before" each half as in Llama's.
@@ -66,6 +69,8 @@ class Layout:
     post_norm: str | None = None
     offset: int | None = 0
     shared: str | None = None
+    parts: tuple[str, ...] = ()
+    channels_first: bool = False
     recurrent: str | None = None
     mixer_output: str = "out_proj"
     mixer_norms: Literal["alike", "before"] = "alike"
@@ -85,4 +90,6 @@ class Layout:
     @property
     def projection(self) -> str | None:
         """The output projection, from the block on."""
+        if self.output_projection == "":
+            return self.attention_added
         return self.output_projection and f"{self.attention}.{self.output_projection}"

@@ -28,8 +28,19 @@ STATES = (
     *("shortconv", "kda", "bambamixer", "falconh1mixer"),
 )
 APPROXIMATE = "approximates attention, so that no pattern is a softmax over all tokens"
-INTEGERS = "computes in simulated integers"
 PLACES = "reads where words stand on a page besides tokens, for which a hooked model has no input"
+XLM = (
+    ("causal", False, "lets tokens read those to the left alone"),
+    ("asm", False, "predicts tokens by an adaptive softmax, whose head is no product"),
+    ("summary_type", "first", "classifies by another token than a text's first"),
+)
+# Family -> words of its config, the value that is taken, and what a model with another one does.
+SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
+    "flaubert": XLM,
+    "ibert": (("quant_mode", False, "computes in simulated integers"),),
+    "squeezebert": (("post_attention_groups", 1, "projects the outputs of its heads in groups"),),
+    "xlm": XLM,
+}
 REASONS = {
     "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
     "bert-generation": ENCODER,
@@ -43,7 +54,6 @@ REASONS = {
     "dots3_note_text": "has layers with different numbers of heads",
     "falcon_h1": "has attention and a state-space mixer side by side in each block, so that a layer has two "
     "outputs and carries both keys and a state",
-    "flaubert": "keeps its layers as lists of parts, not as blocks",
     "fnet": "mixes tokens by Fourier transforms, and has no attention",
     "funnel": "pools its tokens between blocks, so that its streams have several lengths",
     "gemma4_assistant": "reads the keys and values of another model, for which it drafts tokens",
@@ -65,10 +75,8 @@ REASONS = {
     "qwen4_exp_text": STREAMS,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
     "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
-    "squeezebert": "computes by convolutions on transposed axes, in modules of another layout",
     "tapas": "reads rows and columns of a table besides tokens, for which a hooked model has no input",
     "trocr": "is the decoder of an encoder for images, and attends to it",
-    "xlm": "keeps its layers as lists of parts, not as blocks",
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
     "xlstm": "has a matrix memory whose scale each token moves (mLSTM), in a cache of its own",
     "xmod": "has adapters of each language, and no input that says which",
@@ -96,8 +104,9 @@ def refuse(config: Any, head: TaskHead = DECODER) -> None:
     if head.kind == NEXT_TOKEN and is_encoder(config) and not config.is_encoder_decoder:
         what = head.architecture or "no architecture"
         raise ExportError(f"a {config.model_type!r} model with {what}: {HEADLESS}")
-    if getattr(config, "quant_mode", False):
-        raise ExportError(f"a {config.model_type!r} model {INTEGERS}: its config says quant_mode; set it to false")
+    for word, taken, what in SETTINGS.get(config.model_type, ()):
+        if getattr(config, word) != taken:
+            raise ExportError(f"a {config.model_type!r} model {what}: its config says {word}; mionnx takes {taken!r}")
     if is_encoder(config) and head.kind != NEXT_TOKEN:
         return
     if head.kind != NEXT_TOKEN and _carries_state(config):

@@ -35,12 +35,13 @@ from exporters.transformers.config import rope_parameters
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
 from exporters.transformers.families import layout_in, layout_of
-from exporters.transformers.headed import Headed, write_out_shared
+from exporters.transformers.headed import Headed
 from exporters.transformers.heads import DECODER, TaskHead
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.layout import Layout
 from exporters.transformers.own_attention import plain_maximum
 from exporters.transformers.quirks import attachment_of
+from exporters.transformers.rearranged import rearrange
 from exporters.transformers.recurrent import Columns, kernel_of, mixer_of
 from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
@@ -161,7 +162,7 @@ def run_once(
 ) -> tuple[Tensor, ...]:
     """Run a loaded model with some head once in eager torch on ids, mask, positions and types, each [batch, seq]."""
     prepare(model.config)
-    write_out_shared(model)
+    rearrange(model)
     with torch.no_grad():
         return wrapped(model, listen, head)(*inputs)
 
@@ -204,7 +205,7 @@ def skeleton_of(config: Any, dtype: torch.dtype, plain: bool = False, head: Task
         raise ExportError(f"transformers builds no {config.model_type!r} with such attention: {error}") from error
     if not plain:
         drop_spare(skeleton)
-        write_out_shared(skeleton)
+        rearrange(skeleton)
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":

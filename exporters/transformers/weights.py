@@ -24,12 +24,14 @@ from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import StoredTensor, same_bytes
 from exporters.packed.linear import Linear, Stack
+from exporters.transformers.rearranged import ChannelProduct, rearranged_name
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
-BESIDE_STREAM = ("pooler.", "contact_head.", "entity_embeddings.")  # in a base model, beside its stream
+# in a base model, beside its stream
+BESIDE_STREAM = ("pooler.", "contact_head.", "entity_embeddings.", "lang_embeddings.")
 OF_ENTITIES = (".w2e_query.", ".e2w_query.", ".e2e_query.")  # in attention, of queries to and from LUKE's entities
 STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
@@ -101,7 +103,8 @@ def map_tensors(tensors: list[StoredTensor], model: PreTrainedModel) -> Mapped:
     names = model.state_dict()
     mapped, packed = Mapped(), {tensor.name.removesuffix(".weight") for tensor in tensors if tensor.packed is not None}
     for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
-        target, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, names)
+        own = rearranged_name(tensor.name, model)
+        target, pattern = rename_source_key(own, renamings, converters, model.base_model_prefix, names)
         if target not in names and tensor.name in names:
             target, pattern = tensor.name, None
         if target not in names:
@@ -170,8 +173,11 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
 
 
 def _turned(name: str, tensor: StoredTensor, model: PreTrainedModel) -> StoredTensor:
-    """A packed weight as its module keeps it: Conv1D keeps [in, out], Linear [out, in]."""
-    if tensor.packed is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+    """A weight as its module keeps it: Linear keeps [out, in], Conv1D packed ones as [in, out]."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, ChannelProduct) and len(tensor.shape) == 3:  # of a convolution over one column
+        return replace(tensor, shape=tensor.shape[:2])
+    if tensor.packed is None or not isinstance(module, Conv1D):
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], turned=True)
 

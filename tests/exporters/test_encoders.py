@@ -21,6 +21,7 @@ from encoders import (
     usual_head,
 )
 from transformers import ElectraForPreTraining
+from transformers.cache_utils import EncoderDecoderCache
 
 from exporters.transformers import export
 from exporters.transformers.config import native_config
@@ -120,6 +121,7 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
 HEADED = [
     *((family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS),
     *(("deberta", "classes"), ("luke", "token_classes"), ("splinter", "span")),
+    *(("xlm", "classes"), ("flaubert", "span"), ("squeezebert", "token_classes")),
 ]
 
 
@@ -143,6 +145,26 @@ def test_every_head_is_that_of_transformers(family, head, made):
             main = graph_values(model, right(inputs))[model.hooked.metadata.output]
         real = slice(None) if head == "classes" else mask
         assert np.abs(found[real] - main[real]).max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_norms_before_each_half_of_flaubert(tmp_path, monkeypatch):
+    """transformers asks its new cache for a layer, which it cannot give, and nothing reads."""
+    monkeypatch.setattr(EncoderDecoderCache, "__getitem__", lambda cache, _: cache, raising=False)
+    reference = make_encoder("flaubert", tmp_path / "checkpoint", pre_norm=True)
+    plain = type(reference).from_pretrained(tmp_path / "checkpoint", attn_implementation="eager").eval()
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    assert not {f"blocks.0.hook_resid_{name}_sum" for name in ("mid", "post")} & {*model.hooked.metadata.hooks}
+    for padding in PADDINGS:
+        inputs = encoder_batch(padding)
+        mask, values = inputs["attention_mask"].astype(bool), graph_values(model, inputs)
+        expected = plain_outputs(plain, inputs, 0, attentions=False)
+        assert np.abs(values["hook_logits"] - expected.logits.numpy())[mask].max() < TOLERANCE
+        for layer, state in enumerate(expected.hidden_states[:-1]):
+            assert np.abs(values[f"blocks.{layer}.hook_resid_pre"] - state.numpy())[mask].max() < TOLERANCE
+        for name, tapped in run_encoder(reference, inputs).values.items():
+            assert real_difference(name, values[name], tapped, inputs["attention_mask"]) < TOLERANCE, name
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from tiny_configs import tiny_config
 from transformers import AutoConfig
 
 from exporters.transformers.encoder_families import ENCODERS
-from exporters.transformers.heads import head_of
+from exporters.transformers.heads import TaskHead, head_of
 from exporters.transformers.refused import REASONS, refuse
 from mionnx import ExportError
 
@@ -46,11 +46,26 @@ def test_the_table_in_the_readme_is_that_of_the_code():
     assert not {*told} & {*ENCODERS}
 
 
-@pytest.mark.parametrize("family", ["bert-generation", "hrm_text", "xlm"])
+@pytest.mark.parametrize("family", ["bert-generation", "hrm_text", "xlnet"])
 def test_each_family_of_the_table_is_refused_by_its_reason(family):
     with pytest.raises(ExportError) as refusal:
         refuse(AutoConfig.for_model(family))
     assert REASONS[family] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "word", "value", "what"),
+    [
+        ("xlm", "causal", True, "to the left alone: its config says causal; mionnx takes False"),
+        ("flaubert", "asm", True, "adaptive softmax"),
+        ("squeezebert", "post_attention_groups", 4, "outputs of its heads in groups"),
+        ("ibert", "quant_mode", True, "simulated integers"),
+    ],
+)
+def test_a_setting_that_is_not_taken_is_named(family, word, value, what):
+    refuse(AutoConfig.for_model(family), TaskHead("masked_lm"))
+    with pytest.raises(ExportError, match=what):
+        refuse(AutoConfig.for_model(family, **{word: value}), TaskHead("masked_lm"))
 
 
 def test_a_head_of_a_family_that_is_not_taken_is_refused_by_the_family():

@@ -86,6 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "roformer": {"embedding_size": 32},
     "splinter": {"question_token_id": 7},
+    "squeezebert": {"embedding_size": 32},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},
 }
 REPRESENTATIVE = ("bert", "modernbert")  # the families of the default run
@@ -158,7 +159,9 @@ def run_encoder(
     return outcome
 
 
-def plain_outputs(model: PreTrainedModel, inputs: dict[str, np.ndarray], offset: int | None) -> Any:
+def plain_outputs(
+    model: PreTrainedModel, inputs: dict[str, np.ndarray], offset: int | None, attentions: bool = True
+) -> Any:
     """transformers' own outputs, streams and patterns; positions are its own where `offset` is None."""
     model.config._attn_implementation = "eager"
     takes = signature(model.forward).parameters
@@ -171,7 +174,10 @@ def plain_outputs(model: PreTrainedModel, inputs: dict[str, np.ndarray], offset:
         else:
             given["position_ids"] = given["position_ids"] + offset
     with torch.no_grad():
-        return model(**given, output_hidden_states=True, output_attentions=True)
+        output = model(**given, output_hidden_states=True, output_attentions=attentions)
+    if model.config.model_type == "squeezebert":  # which gives its scores as attentions
+        output.attentions = tuple(scores.softmax(-1) for scores in output.attentions or ())
+    return output
 
 
 def graph_values(model: MIModel, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
