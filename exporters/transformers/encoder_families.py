@@ -167,6 +167,7 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
         up="fc1",
         down="fc2",
     ),
+    "convbert": replace(BERT, **OWN),
     **dict.fromkeys(("deberta", "deberta-v2"), replace(BERT, keys="split", z="projection")),
     "distilbert": DISTILBERT,
     "esm": esm,

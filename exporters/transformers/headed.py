@@ -44,6 +44,7 @@ class Headed(nn.Module):
     ) -> tuple[Tensor, ...]:
         causal = not is_encoder(self.model.config)
         taps = TappedCache([], self.listen, self.layout).taps if causal else Taps(self.listen, self.layout)
+        taps.mask = attention_mask
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exporters.transformers.attention import Calls, replace_for
+from exporters.transformers.convolution_heads import ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
 from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
 from exporters.transformers.taps import ADDITIONS, Attachment
@@ -308,6 +309,7 @@ PROJECTED = Quirk(ProjectedHeads, "rotates slices of keys, then of queries, head
 BESIDE = Quirk(MlpBesideExperts, "adds an MLP to its experts in the block itself, so that no module gives the sum")
 QUIRKS = {
     "codegen": PROJECTED,
+    "convbert": Quirk(ConvolutionHeads, "convolves in half of its heads, with kernels that each token makes"),
     "deberta": Quirk(CutProjection, "cuts queries, keys and values of all heads out of one projection"),
     "ctrl": Quirk(
         EmbeddingsInCode, "scales embeddings and looks positions up in the code of the model, not in modules"

@@ -103,8 +103,8 @@ class ChannelProduct(nn.Linear):
         """Channels come last, [.., seq, in], and go last."""
         if self.groups == 1:
             return super().forward(input)
-        parts, weight = input.unflatten(-1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
-        return torch.einsum("bsgi,goi->bsgo", parts, weight).flatten(2) + self.bias
+        parts = zip(input.chunk(self.groups, -1), self.weight.chunk(self.groups), strict=True)
+        return torch.cat([nn.functional.linear(part, weight) for part, weight in parts], -1) + self.bias
 
 
 def _channels_last(encoder: Any) -> None:

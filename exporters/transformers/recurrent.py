@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 def mixer_of(block: nn.Module, layout: Layout) -> nn.Module | None:
     """The recurrent mixer of a block; None where it attends instead."""
-    mixer = dict(block.named_modules()).get(layout.recurrent or "")
+    mixer = dict(block.named_modules()).get(layout.recurrent) if layout.recurrent else None
     return mixer if mixer is not None and _convolutions(mixer) else None  # attention may have the same name
 
 

@@ -36,6 +36,7 @@ XLM = (
 )
 # Family -> words of its config, the value that is taken, and what a model with another one does.
 SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
+    "convbert": (("head_ratio", 2, "makes another share than half of its heads by convolutions"),),
     "flaubert": XLM,
     "ibert": (("quant_mode", False, "computes in simulated integers"),),
     "squeezebert": (("post_attention_groups", 1, "projects the outputs of its heads in groups"),),
@@ -48,7 +49,6 @@ REASONS = {
     "blt": "reads bytes in patches of varying length by three stacks of layers",
     "bros": PLACES,
     "canine": "reads characters, which it hashes and pools",
-    "convbert": "makes half of its heads by convolutions, which have no pattern",
     "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
     "deepseek_v4": STREAMS,
     "dots3_note_text": "has layers with different numbers of heads",

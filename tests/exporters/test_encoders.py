@@ -121,7 +121,7 @@ def test_an_edit_at_every_hook_point_equals_the_same_in_torch(family, made):
 HEADED = [
     *((family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS),
     *(("deberta", "classes"), ("luke", "token_classes"), ("splinter", "span")),
-    *(("xlm", "classes"), ("flaubert", "span"), ("squeezebert", "token_classes")),
+    *(("xlm", "classes"), ("flaubert", "span"), ("squeezebert", "token_classes"), ("convbert", "classes")),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Models that are rearranged before they are tapped compute what they did, on weights of other names."""
+"""Models that are rearranged before they are tapped, or whose attention is, compute what they did."""
 
 import pytest
 import torch
@@ -10,7 +10,13 @@ from exporters.transformers.rearranged import ChannelProduct, rearrange, rearran
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("xlm", {}), ("flaubert", {}), ("flaubert", {"pre_norm": True}), ("squeezebert", {"output_groups": 1})],
+    [
+        ("xlm", {}),
+        ("flaubert", {}),
+        ("flaubert", {"pre_norm": True}),
+        ("squeezebert", {"output_groups": 1}),
+        ("convbert", {"conv_kernel_size": 9}),
+    ],
 )
 def test_a_rearranged_model_computes_the_same(family, changes, tmp_path, monkeypatch):
     # transformers asks its new cache for a layer where norms stand before, which it cannot give, and nothing reads

@@ -1,6 +1,7 @@
 """Small random text encoders of every family, with every head; their batches, and eager torch as the oracle."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
     "camembert": {"pad_token_id": 1},
     "clip_text_model": {"bos_token_id": 1, "eos_token_id": 7},
+    "convbert": {"embedding_size": 16, "conv_kernel_size": 5, "num_groups": 2},
     "deberta": {
         **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
         **{"type_vocab_size": 0, "max_relative_positions": -1},
@@ -89,6 +91,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},
 }
+READ_NEIGHBOURS = ("convbert",)  # families whose tokens read those beside them, of padding too in transformers
+MANY = ("hidden_states", "attentions")  # outputs of transformers that are one a layer
 REPRESENTATIVE = ("bert", "modernbert")  # the families of the default run
 PADDINGS = ("none", "right", "left")
 
@@ -173,11 +177,67 @@ def plain_outputs(
             del given["position_ids"]
         else:
             given["position_ids"] = given["position_ids"] + offset
+    wanted = {"output_hidden_states": True, "output_attentions": attentions}
+    if model.config.model_type in READ_NEIGHBOURS:
+        return _alone(model, given, wanted)
     with torch.no_grad():
-        output = model(**given, output_hidden_states=True, output_attentions=attentions)
+        output = model(**given, **wanted)
     if model.config.model_type == "squeezebert":  # which gives its scores as attentions
         output.attentions = tuple(scores.softmax(-1) for scores in output.attentions or ())
     return output
+
+
+def _alone(model: PreTrainedModel, given: dict[str, torch.Tensor], wanted: dict[str, bool]) -> Any:
+    """The outputs of each row without its padding, as which transformers takes zeros beyond a text."""
+    whole: dict[str, Any] = {}
+    for row, mask in enumerate(given["attention_mask"].bool()):
+        own = {name: tensor[row : row + 1, mask] for name, tensor in given.items()}
+        kernels = list[torch.Tensor]()
+        with torch.no_grad(), _listening(model, kernels):
+            output = model(**own, **wanted)
+        if kernels:  # transformers gives the patterns of the heads that attend
+            patterns = [_pattern_of_kernels(one, model.config.conv_kernel_size) for one in kernels]
+            output.attentions = [torch.cat(pair, 1) for pair in zip(output.attentions, patterns, strict=True)]
+        for name, value in output.items():
+            several = isinstance(value, tuple | list)
+            parts = [_spread(name, one, mask) for one in (value if several else [value])]
+            kept = whole.setdefault(name, [[] for _ in parts])
+            for rows, part in zip(kept, parts, strict=True):
+                rows.append(part)
+    joined = {name: [torch.cat(rows) for rows in lists] for name, lists in whole.items()}
+    return type(output)(**{name: one if name in MANY else one[0] for name, one in joined.items()})
+
+
+def _spread(name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A value of a row with zeros in the place of its padding."""
+    axes = {"attentions": (2, 3), "pooler_output": ()}.get(name, (1,))
+    for axis in axes if name != "logits" or value.dim() > 2 else ():
+        full = value.new_zeros(*value.shape[:axis], len(mask), *value.shape[axis + 1 :])
+        value = full.index_copy(axis, mask.nonzero()[:, 0], value)
+    return value
+
+
+@contextmanager
+def _listening(model: PreTrainedModel, kernels: list[torch.Tensor]) -> Iterator[None]:
+    modules = [one for name, one in model.named_modules() if name.endswith("conv_kernel_layer")]
+    hooks = [one.register_forward_hook(lambda _module, _args, output: kernels.append(output)) for one in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _pattern_of_kernels(weights: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[1, n_heads, seq, seq] of ConvBERT's kernels [1, seq, n_heads * kernel], one number after the other."""
+    shares = weights.unflatten(-1, (-1, kernel)).softmax(-1)
+    pattern = shares.new_zeros(1, shares.shape[2], shares.shape[1], shares.shape[1])
+    for token in range(shares.shape[1]):
+        for step in range(kernel):
+            key = token + step - kernel // 2
+            if 0 <= key < shares.shape[1]:
+                pattern[:, :, token, key] = shares[:, token, :, step]
+    return pattern
 
 
 def graph_values(model: MIModel, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
