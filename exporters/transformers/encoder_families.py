@@ -176,6 +176,13 @@ ENCODERS: dict[str, Layout | Callable[[Any], Layout]] = {
     "jina_embeddings_v3": replace(ROTATED, gate=None, up="fc1", down="fc2"),
     **dict.fromkeys(("ibert", "luke"), replace(ROBERTA, **OWN)),
     "megatron-bert": replace(PRE_NORM, **OWN, final_norm="encoder.ln", middle="ln"),
+    "mobilebert": replace(
+        BERT,
+        embedding="embeddings.embedding_transformation",
+        output_projection=None,
+        mlp_added="output.bottleneck.dense",
+        post_norm="output.bottleneck.LayerNorm",
+    ),
     "modernbert": replace(
         PRE_NORM,
         **PLACES,

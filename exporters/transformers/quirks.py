@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exporters.transformers.attention import Calls, replace_for
-from exporters.transformers.convolution_heads import ConvolutionHeads
+from exporters.transformers.encoder_quirks import Bottlenecks, ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
 from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
 from exporters.transformers.taps import ADDITIONS, Attachment
@@ -323,6 +323,7 @@ QUIRKS = {
     "longcat_flash": Quirk(
         TwoLayersInBlock, "has two layers in a block, and experts of the first that join the second"
     ),
+    "mobilebert": Quirk(Bottlenecks, "computes attention and four MLPs on a narrower stream inside of each layer"),
     "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
     "recurrent_gemma": Quirk(
         LinearUnits, "keeps its states in its modules, and forgets them in calls of several tokens"

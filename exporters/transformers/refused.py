@@ -39,6 +39,10 @@ SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "convbert": (("head_ratio", 2, "makes another share than half of its heads by convolutions"),),
     "flaubert": XLM,
     "ibert": (("quant_mode", False, "computes in simulated integers"),),
+    "mobilebert": (
+        ("use_bottleneck", True, "has layers without bottlenecks"),
+        ("trigram_input", True, "embeds tokens without those beside them"),
+    ),
     "squeezebert": (("post_attention_groups", 1, "projects the outputs of its heads in groups"),),
     "xlm": XLM,
 }
@@ -67,7 +71,6 @@ REASONS = {
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
     "minimax": "has linear attention and a cache in code of its own, and weighs the normed stream that it adds to",
-    "mobilebert": "has bottlenecks and several MLPs in each layer",
     "mra": APPROXIMATE,
     "nemotron_h": "has blocks of one half each, a mixer, attention or an MLP, with no stream between attention and MLP",
     "nystromformer": APPROXIMATE,

@@ -28,7 +28,7 @@ from exporters.transformers.config import native_config
 from exporters.transformers.encoder_families import ENCODERS
 from exporters.transformers.families import layout_in
 from exporters.transformers.heads import TaskHead
-from mionnx import ExportError, GradientError, HookSpec, InputError, Intervention, MIModel
+from mionnx import ExportError, GradientError, HookError, HookSpec, InputError, Intervention, MIModel
 
 TOLERANCE = 5e-5
 HEADS = ("classes", "token_classes", "span", "none")
@@ -76,6 +76,13 @@ def test_every_hook_point_equals_eager(family, made):
 def test_what_each_head_adds_is_what_attention_adds_without_its_bias(family, made):
     """Also where layers share their weights, and the file has them under the name of one."""
     model = made(family)[0]
+    if family == "mobilebert":  # inside of whose bottlenecks attention adds to no stream of the model's width
+        assert "blocks.0.hook_attn_out" not in model.hooked.metadata.hooks
+        with pytest.raises(HookError, match="no hook point"):
+            model.forward([1, 2], HookSpec().capture("blocks.0.attn.hook_result"))
+        with pytest.raises(HookError, match=r"what attention adds to the stream, .* has no blocks.0.hook_attn_out"):
+            model.path_patch([1, 2], [1, 3], answer=7, metric="logit", position=0)
+        return
     found = model.forward(encoder_batch("none")["input_ids"], HookSpec().capture(["*.hook_result", "*.hook_attn_out"]))
     for layer in range(model.num_layers):
         whole, heads = found["attn_out", layer], found["result", layer].sum(2)
@@ -122,6 +129,7 @@ HEADED = [
     *((family, head) for family in ("bert", "modernbert", "roberta") for head in HEADS),
     *(("deberta", "classes"), ("luke", "token_classes"), ("splinter", "span")),
     *(("xlm", "classes"), ("flaubert", "span"), ("squeezebert", "token_classes"), ("convbert", "classes")),
+    *(("mobilebert", "classes"), ("mobilebert", "none")),
 ]
 
 

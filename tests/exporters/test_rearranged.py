@@ -16,6 +16,7 @@ from exporters.transformers.rearranged import ChannelProduct, rearrange, rearran
         ("flaubert", {"pre_norm": True}),
         ("squeezebert", {"output_groups": 1}),
         ("convbert", {"conv_kernel_size": 9}),
+        ("mobilebert", {"normalization_type": "layer_norm", "use_bottleneck_attention": True}),
     ],
 )
 def test_a_rearranged_model_computes_the_same(family, changes, tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ def test_each_family_of_the_table_is_refused_by_its_reason(family):
         ("xlm", "causal", True, "to the left alone: its config says causal; mionnx takes False"),
         ("convbert", "head_ratio", 4, "another share than half of its heads"),
         ("flaubert", "asm", True, "adaptive softmax"),
+        ("mobilebert", "use_bottleneck", False, "layers without bottlenecks"),
         ("squeezebert", "post_attention_groups", 4, "outputs of its heads in groups"),
         ("ibert", "quant_mode", True, "simulated integers"),
     ],

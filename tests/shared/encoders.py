@@ -69,6 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "esm": {**PROTEINS, "position_embedding_type": "rotary", "token_dropout": True, "emb_layer_norm_before": False},
     "esmc": PROTEINS,
     "eurobert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3},
+    "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 24, "num_feedforward_networks": 3},
     "modernbert": {
         **{"local_attention": 8, "global_attn_every_n_layers": 2, "num_hidden_layers": 3},
         **{"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
@@ -91,7 +92,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "ultrabert": {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "prediction_head_size": 16},
 }
-READ_NEIGHBOURS = ("convbert",)  # families whose tokens read those beside them, of padding too in transformers
+READ_NEIGHBOURS = (
+    "convbert",
+    "mobilebert",
+)  # families whose tokens read those beside them, of padding too in transformers
 MANY = ("hidden_states", "attentions")  # outputs of transformers that are one a layer
 REPRESENTATIVE = ("bert", "modernbert")  # the families of the default run
 PADDINGS = ("none", "right", "left")

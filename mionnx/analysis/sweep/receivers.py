@@ -56,6 +56,14 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds or name == final]
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
+    # MobileBERT's attention adds to a narrower stream inside of its layer
+    attending = [HookPoint.AttnOut(i) for i, layer in enumerate(model.metadata.layers) if layer.attention]
+    lacking = [str(point) for point in attending if point not in model.metadata.hooks]
+    if lacking:
+        raise HookError(
+            "path patching carries on what attention adds to the stream, and this "
+            f"{model.metadata.family} model has no {lacking[0]}"
+        )
     heads: dict[str, tuple[int, ...] | None] = {}
     for point, chosen in entries_of("receiver", receivers, "would read what a sender changes"):
         matching = [name for name in valid if fnmatchcase(name, point)]

@@ -1,9 +1,4 @@
-"""ConvBERT's attention, half of whose heads are convolutions with kernels that each token makes, as heads of one kind.
-
-A convolution head has the query of the head so many before it, a key of its own position (made of the span around it),
-and a value. Its kernel stands in the columns of the keys that it weighs, as scores and pattern. Weights of neighbours
-that a text has not, which transformers fills with zeros, are lost to a row; padding is no neighbour.
-"""
+"""Quirks of encoders whose tokens read those beside them: padding beside a text is as little as what is beyond it."""
 
 from functools import partial
 from typing import Any
@@ -16,8 +11,33 @@ from exporters.transformers.taps import Attachment
 from mionnx.graph.hook_points import HookPoint
 
 
+class Bottlenecks(Attachment):
+    """Taps around layers that compute attention and several MLPs on a narrower stream of their own."""
+
+    def outside_blocks(self) -> None:
+        super().outside_blocks()
+        mask, transform = self.taps.mask, "cls.predictions.transform"
+        if self.has(transform, self.model):  # behind which no module is called
+            self.after(self.module(transform), partial(self.taps.at, HookPoint.MlmHead))
+        # what tokens read of those beside them is zero beyond a text: padding is no text either
+        self.after(self.model.get_input_embeddings(), lambda x: x * mask[..., None].to(x.dtype))
+
+    def block(self, i: int, block: nn.Module) -> None:
+        layout, at = self.layout, self.taps.at
+        self.stream_before(i, block)
+        self.name_layer(i, self.module(layout.attention, block))
+        self.after(self.module(str(layout.mlp_added), block), partial(at, HookPoint.MlpOut(i)))
+        self.before(self.module(str(layout.post_norm), block), partial(at, HookPoint.ResidPostSum(i)))
+        self.stream_after(i, block)
+
+
 class ConvolutionHeads(Attachment):
-    """Taps on heads that attend and heads that convolve, one behind the other."""
+    """Taps on heads that attend, and behind them as many that convolve with kernels that each token makes.
+
+    A convolution head has the query of the head so many before it, a key of its own position (made of the span around
+    it) and a value. Its kernel stands in the columns of the keys that it weighs, as scores and pattern. Weights of
+    neighbours that a text has not, which transformers fills with zeros, are lost to a row.
+    """
 
     def own_attention(self, i: int, attention: nn.Module, mask: Tensor | None) -> None:
         own = self.module("self", attention)
