@@ -48,7 +48,7 @@ from unlisted_families import run as run_unlisted  # noqa: E402
 
 from exporters.transformers import export  # noqa: E402
 from exporters.transformers.encoder_families import ENCODERS  # noqa: E402
-from exporters.transformers.refused import REASONS  # noqa: E402
+from exporters.transformers.refused import ENCODER, REASONS  # noqa: E402
 from mionnx import HookPoint, HookSpec, MIModel  # noqa: E402
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE  # noqa: E402
 
@@ -97,6 +97,8 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     """
     if family.endswith(AS_ENCODER):
         return measure_encoder(family, folder), False
+    if family in ENCODERS:
+        raise MissingError(ENCODER)
     reference = make_decoder(family, folder / "checkpoint")
     began = time.process_time()
     export(folder / "checkpoint", folder / "hooked")
