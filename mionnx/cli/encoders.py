@@ -79,7 +79,7 @@ CLASSIFY = Command(
 )
 TAG = Command(
     [MIModel.tag],
-    ['mionnx tag MODEL "Ann lives in Rome"'],
+    ['mionnx tag MODEL "Ann lives in Rome"', 'mionnx tag MODEL "Ann lives in Rome" --html tags.html'],
     call=_of_texts(MIModel.tag),
     without=("texts",),
 )

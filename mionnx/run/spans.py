@@ -20,12 +20,14 @@ from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.encoder_texts import listed_texts, map_texts, need_head, tokens_of
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.predictions import probabilities_of
+from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.view import Columns, Shown, Table, View
+from mionnx.view import Columns, MarkedText, Shown, Table, Text, View
 
 EVEN = 0.5  # the probability from which on a label is told that excludes no other
 BEGINS, ENDS = ("B", "S"), ("E", "S")  # marks of labels at the first and the last word of a span
+PAGE_TEXTS, CHIPS, SLIGHT = 20, 3, 0.01  # texts of a page; labels told of a token, and the least probability of one
 UNTAGGED = "O"  # the label of words that belong to nothing
 Numbers = NDArray[np.float64]
 
@@ -61,7 +63,13 @@ class Spans(Shown):
         rows, starts, ends: [spans]: number of its text; its characters there, the end not included.
         positions: [spans, 2]: its first and last token.
         probabilities: [spans]: of the label, the mean over its words; of an answer, of its start and its end together.
+        token_labels: the labels as the model has them, [labels]; of an answer "start" and "end".
+        tokens: [rows][seq], the tokens that the model reads of each text; of an answer, of question and context.
+        token_probabilities: [rows], arrays [seq, labels]: those of each label at each token; of an answer, of each end
+            over the context.
     """
+
+    IN_JSON = ("texts", "labels", "parts", "rows", "starts", "ends", "positions", "probabilities")
 
     texts: tuple[str, ...]
     labels: tuple[str, ...]
@@ -71,10 +79,19 @@ class Spans(Shown):
     ends: tuple[int, ...]
     positions: NDArray[np.int64]
     probabilities: Numbers
+    token_labels: tuple[str, ...] = ()
+    tokens: tuple[tuple[str, ...], ...] = ()
+    token_probabilities: tuple[Numbers, ...] = ()
 
     @classmethod
-    def of(cls, texts: Sequence[str], spans: Sequence[TextSpan]) -> Spans:
-        """Spans as columns."""
+    def of(
+        cls,
+        texts: Sequence[str],
+        spans: Sequence[TextSpan],
+        token_labels: Sequence[str] = (),
+        read: Sequence[tuple[Sequence[str], Numbers]] = (),
+    ) -> Spans:
+        """Spans as columns; `read` has the tokens of each text and their probabilities [seq, labels]."""
         return cls(
             tuple(texts),
             labels=tuple(one.label for one in spans),
@@ -84,6 +101,9 @@ class Spans(Shown):
             ends=tuple(one.end for one in spans),
             positions=np.array([one.positions for one in spans], np.int64).reshape(-1, 2),
             probabilities=np.array([one.probability for one in spans], np.float64),
+            token_labels=tuple(token_labels),
+            tokens=tuple(tuple(tokens) for tokens, _ in read),
+            token_probabilities=tuple(numbers for _, numbers in read),
         )
 
     def of_text(self, row: int = 0) -> list[tuple[str, str]]:
@@ -110,8 +130,65 @@ class Spans(Shown):
         return table
 
     def view(self) -> View:
-        """A table of the spans."""
-        return View("Spans", [self.table()], meaning="A span is a part of a text with its label.")
+        """The texts with their spans marked, the probabilities at each token, and a table of the spans."""
+        marked = [
+            MarkedText(self._pieces(row), sorted({*self.labels}), heading=self._heading(row))
+            for row in range(min(len(self.texts), PAGE_TEXTS))
+        ]
+        return View(
+            "Spans",
+            [*marked, self.table(), *map(self._read, range(min(len(self.tokens), PAGE_TEXTS)))],
+            facts="; ".join(self._facts()),
+            meaning="A span is a part of a text with its label; below, the probability of a label at each token.",
+            choice="label" if self.token_labels else "",
+            options=self.token_labels,
+            chosen=self._foremost(),
+        )
+
+    def _heading(self, row: int) -> str:
+        return f"Text {row}" if len(self.texts) > 1 else ""
+
+    def _pieces(self, row: int) -> list[tuple[str, str, float]]:
+        """A text in pieces (words, label, probability); of spans that overlap the first is marked."""
+        pieces, end = list[tuple[str, str, float]](), 0
+        text, chosen = self.texts[row], list[int]()
+        for n in [n for n, own in enumerate(self.rows) if own == row]:
+            if all(self.ends[n] <= self.starts[m] or self.ends[m] <= self.starts[n] for m in chosen):
+                chosen.append(n)
+        for n in sorted(chosen, key=lambda n: self.starts[n]):
+            pieces += [(text[end : self.starts[n]], "", 0.0)] if self.starts[n] > end else []
+            pieces.append((text[self.starts[n] : self.ends[n]], self.labels[n], float(self.probabilities[n])))
+            end = self.ends[n]
+        return pieces + ([(text[end:], "", 0.0)] if end < len(text) else [])
+
+    def _read(self, row: int) -> Text:
+        """The tokens of a text, coloured by the probability of the label that is chosen on the page."""
+        shares = self.token_probabilities[row]
+        leading = np.argsort(-shares, axis=1, kind="stable")[:, :CHIPS]
+        chips = [
+            [(n, float(one[n])) for n in own if one[n] >= SLIGHT]
+            for own, one in zip(leading.tolist(), shares, strict=True)
+        ]
+        most = np.bincount(leading[:, 0], minlength=shares.shape[1]).tolist()
+        return Text(
+            self.tokens[row],
+            [*shares.T],
+            limit=1.0,
+            diverging=False,
+            least=SLIGHT,
+            facts=[f"the most probable label at {count(n, 'token')}" for n in most],
+            chips=chips,
+            chooses=True,
+            unit="probability",
+            heading=f"Tokens of text {row}" if len(self.texts) > 1 else "Tokens",
+        )
+
+    def _foremost(self) -> int:
+        """The label that is largest at some token, besides that of nothing."""
+        if not self.token_probabilities:
+            return 0
+        most = np.max([shares.max(0) for shares in self.token_probabilities if len(shares)], axis=0)
+        return int(np.where([choice == UNTAGGED for choice in self.token_labels], -1.0, most).argmax())
 
 
 @typed(leave=["texts"])
@@ -145,12 +222,15 @@ def tag(
     entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
 
-    def read(row: int, cache: HookCache) -> list[TextSpan]:
-        shares = probabilities_of(cache.output()[0].astype(np.float64), metadata.activation)
-        return _spans(row, tokens[row], shares, metadata.labels, 0 if metadata.exclusive else EVEN)
+    def read(row: int, cache: HookCache) -> Numbers:
+        return probabilities_of(cache.output()[0].astype(np.float64), metadata.activation)
 
-    groups = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
-    return Spans.of(entries, [span for spans in groups for span in spans])
+    shares = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
+    least = 0 if metadata.exclusive else EVEN
+    groups = [_spans(row, tokens[row], own, metadata.labels, least) for row, own in enumerate(shares)]
+    words = [[token_text(model, token) for token in one.ids.tolist()] for one in tokens]
+    read_of = [*zip(words, shares, strict=True)]
+    return Spans.of(entries, [span for spans in groups for span in spans], metadata.labels, read_of)
 
 
 def _words(tokens: Tokens) -> list[list[int]]:
@@ -258,4 +338,5 @@ def answer_span(
             spans.append(TextSpan(0, "answer", context[start:end], start, end, (first, last), share))
         if len(spans) == k:
             break
-    return Spans.of([context], spans)
+    words = [token_text(model, token) for token in tokens.ids.tolist()]
+    return Spans.of([context], spans, model.hooked.metadata.labels, [(words, np.exp([starts, ends]).T)])

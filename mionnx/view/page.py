@@ -30,6 +30,7 @@ SCRIPTS = {
     "Patterns": "patterns.js",
     "Trace": "trace.js",
     "Text": "texts.js",
+    "MarkedText": "texts.js",
     "Examples": "texts.js",
     "Table": "texts.js",
 }

@@ -176,6 +176,7 @@ class Text(Panel):
     scores: Sequence[Any] = ()  # for each option of the page, or for the one that there is: numbers by position
     limit: float | None = None  # the size of score with the full colour; the largest of the option where it is None
     diverging: bool = True  # as in `HeatMap`
+    least: float = 0.0  # the size from which on a score counts, where colours do not diverge
     facts: Sequence[str] = ()  # a line on the scores, for each option
     # [seq], (option, score) of what is largest at each token; a click chooses the option.
     chips: Sequence[Sequence[tuple[int, float]]] = ()
@@ -183,6 +184,14 @@ class Text(Panel):
     here: int | None = None  # position with an outline
     unit: str = ""
     legend: bool = False  # whether a scale of the colours stands below
+
+
+@dataclass
+class MarkedText(Panel):
+    """A text, parts of which are marked with a label and its share, from 0 to 1."""
+
+    pieces: Sequence[tuple[str, str, float]]  # (words, label, share), which make the text; no label where none is
+    labels: Sequence[str]  # names of labels in the order of their colours
 
 
 @dataclass

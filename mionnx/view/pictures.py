@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mionnx.view.figure import empty_figure, token_label, write_numbers
 from mionnx.view.node_pictures import draw_graph, draw_trace, trace_size
-from mionnx.view.panels import Bars, Graph, HeatMap, Lines, Patterns, Text, Trace, View
+from mionnx.view.panels import Bars, Graph, HeatMap, Lines, MarkedText, Patterns, Text, Trace, View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,7 @@ SERIES = 8  # curves that a legend tells apart
 LABEL = 12  # characters of a token
 LETTERS = 14  # of a title, an inch
 WRAP, DENSE, WORD_ROWS = 30, 240, 12  # columns of words in a row; above DENSE columns no words, in at most so many rows
+LINE, LETTER = 100, 0.068  # letters of a line of a marked text, and inches of one
 NAMED_WEIGHTS = 40  # tokens up to which a pattern names them
 
 
@@ -247,6 +248,38 @@ def _draw_text(part: "Part", panel: Text, beside: int) -> None:
     axes.set_ylabel(token_label(panel.unit), fontsize=8)
 
 
+def _marked_lines(panel: MarkedText) -> list[list[tuple[str, str]]]:
+    """Lines of (words, colour or nothing), each of at most as many letters as fit."""
+    lines, left = [list[tuple[str, str]]()], LINE
+    for words, label, _ in panel.pieces:
+        colour = f"C{panel.labels.index(label)}" if label else ""
+        spaced = f" {words} {label} " if label else words.replace("\n", " ")
+        for part in [spaced] if label else spaced.replace(" ", " \0").split("\0"):
+            if len(part) > left and lines[-1]:
+                lines.append([])
+                left = LINE
+            lines[-1].append((part, colour))
+            left -= len(part)
+    return lines
+
+
+def _marked_size(panel: MarkedText, beside: int) -> tuple[float, float]:
+    return LINE * LETTER + 0.4, 0.28 * len(_marked_lines(panel)) + 0.3
+
+
+def _draw_marked(part: "Part", panel: MarkedText, beside: int) -> None:
+    axes, lines = part.add_axes((0, 0, 1, 1)), _marked_lines(panel)
+    axes.set_axis_off()
+    for row, line in enumerate(lines):
+        column = 1
+        for words, colour in line:
+            box = {"facecolor": colour, "alpha": 0.3, "edgecolor": "none", "pad": 1.5} if colour else None
+            place = column * LETTER / (LINE * LETTER + 0.4), 1 - (row + 0.5) / len(lines)
+            text = token_label(words, LINE) if words.strip() else words
+            axes.text(*place, text, family="monospace", fontsize=8, va="center", bbox=box)
+            column += len(words)
+
+
 def _lines_size(panel: Lines, beside: int) -> tuple[float, float]:
     named = not _is_numeric(panel)
     long = named and max(map(len, map(str, panel.across)), default=0) > 10
@@ -344,6 +377,7 @@ _DRAWN = {
     HeatMap: _Kind(_heat_size, _draw_heat),
     Bars: _Kind(_bars_size, _draw_bars),
     Text: _Kind(_text_size, _draw_text),
+    MarkedText: _Kind(_marked_size, _draw_marked),
     Lines: _Kind(_lines_size, _draw_lines),
     Graph: _Kind(lambda panel, beside: (7.8, 5.0), draw_graph),
     Trace: _Kind(trace_size, draw_trace),

@@ -1,4 +1,4 @@
-// Tables, and tokens with scores.
+// Tables, tokens with scores, and texts with marks.
 PANELS.Table = (part, { heads, rows, styles = {}, chooses, most = rows.length }) => {
   const table = element("table", undefined, "plain" + (chooses ? " choices" : "")), scroll = element("div", undefined, "scroll");
   const kinds = heads.map((head) => styles[head] ?? ""), lines = [];
@@ -65,7 +65,7 @@ PANELS.Text = (part, panel) => {
     if (!scores.length) return;
     const values = tokens.map((_, place) => score(place)), limit = panel.limit ?? Math.max(1e-12, ...values.map((value) => Math.abs(value ?? 0)));
     spans.forEach((span, place) => {
-      const value = values[place], blank = !panel.diverging && !(value > 0);
+      const value = values[place], blank = !panel.diverging && !(value > panel.least);
       span.style.background = span.style.color = "";
       if (!blank) paint(span, panel.diverging ? diverging(value, limit) : sequential(value, 0, limit));
       if (rows[place]) rows[place].className = blank ? "" : "here";
@@ -79,6 +79,19 @@ PANELS.Text = (part, panel) => {
   if (panel.chooses) followers.push(draw);
   if (panel.legend) part.append(scaleBar(-panel.limit, panel.limit, (value) => diverging(value, panel.limit), panel.unit));
   draw();
+};
+
+PANELS.MarkedText = (part, { pieces, labels }) => {
+  const line = element("div", undefined, "text marked");
+  for (const [words, label, share] of pieces) {
+    if (!label) { line.append(document.createTextNode(words)); continue; }
+    const mark = element("mark", words);
+    mark.style.setProperty("--hue", `var(--c${labels.indexOf(label) % 8})`);
+    mark.append(element("small", label));
+    explain(mark, () => label + ": " + spelled(share));
+    line.append(mark);
+  }
+  part.append(line);
 };
 
 PANELS.Examples = (part, panel) => {
