@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError
-from mionnx.transformer_lens.lens_points import COPIES, LensPoint
+from mionnx.transformer_lens.lens_points import HEAD_COPIES, LensPoint
 
 Array = NDArray[Any]
 LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
@@ -197,7 +197,7 @@ class Coordinates:
 
     def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
-        if point.kind.startswith(COPIES):
+        if point.kind.startswith(HEAD_COPIES):
             return self._of_copies(point, value, by_name)
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
@@ -296,7 +296,7 @@ SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "scale": Coordinates._scale,
     "normalized": Coordinates._normalized,
     "norm of": Coordinates._norm_of,
-    **dict.fromkeys((COPIES + parts for parts in ("Q", "K", "V", "QKV")), Coordinates._input),
+    **dict.fromkeys((HEAD_COPIES + parts for parts in ("Q", "K", "V", "QKV")), Coordinates._input),
     "normed": Coordinates._normed,
     "logits": Coordinates._logits,
     "scores": Coordinates._scores,

@@ -11,7 +11,7 @@ from mionnx.graph.hook_points import HookPoint
 SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
 
 
-COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
+HEAD_COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
 
 
 class LensPoint(NamedTuple):
@@ -45,7 +45,7 @@ class LensPoint(NamedTuple):
     @property
     def landings(self) -> tuple[tuple[str, str], ...]:
         """Where else a change arrives: hook points, and the weights of the products that bring it there."""
-        if self.kind.startswith(COPIES):
+        if self.kind.startswith(HEAD_COPIES):
             return self.read_by
         return ((self.lands, ""),) if self.lands else ()
 
@@ -84,7 +84,7 @@ def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], nam
 def _served(row: LensPoint, hooks: Collection[str]) -> LensPoint:
     """A row without what lies where a model has no hook point."""
     if not {name for name, _ in row.read_by} <= {*hooks}:
-        row = row._replace(read_by=(), lands="" if row.kind.startswith(COPIES) else row.lands)
+        row = row._replace(read_by=(), lands="" if row.kind.startswith(HEAD_COPIES) else row.lands)
     return row if not row.lands or row.lands in hooks else row._replace(replaces=False, lands="")
 
 
@@ -115,10 +115,12 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
     for part, (place, _) in products.items():
         reader = ((place, f"W_{part.upper()}"),)
-        yield LensPoint(f"{place}_input", pre, COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
+        yield LensPoint(f"{place}_input", pre, HEAD_COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
     if products:
         every = (*products.values(),)
-        yield LensPoint(f"{b}attn.hook_attn_in", pre, f"{COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every)
+        yield LensPoint(
+            f"{b}attn.hook_attn_in", pre, f"{HEAD_COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every
+        )
     yield from _norm(b, "ln1", pre, *products.values())
     for name in ("ln1.hook_out", "attn.hook_in"):
         yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
