@@ -10,7 +10,7 @@ TransformerLens' own bridge, since a test that it does not pass either says noth
 byte-level tokenizer trained on mionnx' READMEs. Passes of a bridge's module in torch are counted: there are to be none.
 `--kept`: outcomes of each part are written there, and read back by a run that goes on where another ended.
 
-`--only integration --save` wrote benchmarks/results/tl_tests.md.
+Ten minutes; `--save` writes benchmarks/results/tl_tests.md.
 """
 
 import argparse
