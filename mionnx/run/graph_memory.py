@@ -7,8 +7,8 @@
    has grown by more than that eighth, once no graph has been used for two seconds.
 
 4. Each graph maps the weights' files anew, and a page counts once for each mapping that has read it. Where they are
-   more than the weights once, when a graph was opened, or behind a pass and not within two seconds, all are let go; the
-   next run fetches its own from the system's cache.
+   more than the weights once, when a graph was opened, or (of 256 MiB of weights and more) behind a pass and not within
+   two seconds, all are let go; the next run fetches its own from the system's cache.
 5. A mapping is a file's piece, one for each of the weights, and the system gives a process a certain number of them (of
    which each thread takes one too). Half of them are for graphs: beyond that, those of the models used longest ago are
    closed.
@@ -32,6 +32,7 @@ SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of i
 SEGMENT = 2**20  # approximate bytes of one more session
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST_IDLE = 2**25  # bytes that may, however small the model
+WATCHED = 2**28  # bytes of weights from which on pages are looked at behind a pass: fetched again, they take 3 ms
 PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 
 _uses = [0]  # how often any model's graph was asked for
@@ -155,7 +156,7 @@ class MappedPages:
 
     def watch(self, weights: int, parts: Callable[[], Collection[memory.Part]], files: Collection[Path]) -> None:
         """`limit` behind a pass, at most once in so many seconds: passes by turns would fetch their pages each time."""
-        if time.monotonic() > self._when + PAUSE:
+        if weights >= WATCHED and time.monotonic() > self._when + PAUSE:
             self.limit(weights, parts, files)
 
     def limit(self, weights: int, parts: Callable[[], Collection[memory.Part]], files: Collection[Path]) -> None:

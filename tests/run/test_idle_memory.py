@@ -190,7 +190,15 @@ def test_pages_of_weights_are_let_go_and_read_again(models, own_store, monkeypat
     specs = [HookSpec().capture(HookPoint.ResidPost(0)), HookSpec().capture(HookPoint.AttnZ(1)), HookSpec()]
     first = [model.forward(ids, spec).output() for spec in specs]
     assert len(gone) >= 3
+    opened = len(gone)
     assert all(np.array_equal(model.forward(ids, spec).output(), one) for spec, one in zip(specs, first, strict=True))
+    assert len(gone) == opened, "a small model's are let go only where a graph is opened"
+    monkeypatch.setattr("mionnx.run.graph_memory.WATCHED", 0)
+    assert all(np.array_equal(model.forward(ids, spec).output(), one) for spec, one in zip(specs, first, strict=True))
+    assert len(gone) <= opened + 1, "and a large one's behind a pass, not within the pause"
+    monkeypatch.setattr("mionnx.run.graph_memory.PAUSE", -1)
+    assert all(np.array_equal(model.forward(ids, spec).output(), one) for spec, one in zip(specs, first, strict=True))
+    assert len(gone) >= opened + len(specs)
 
 
 def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipped, monkeypatch):
@@ -236,6 +244,13 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     monkeypatch.setattr("mionnx.run.graph_memory.LONGEST_WAIT", 0)
     idle.release(10, release, later=True)
     assert released == [1000, 2000, 3000], "it does not wait for ever"
+    before = len(waiting)
+    idle.expect(10, release)
+    idle.expect(10, release)
+    assert len(waiting) == before + 1, "one look is enough"
+    held[0] = 4000  # by what began then, which ends with no pass
+    waiting[-1]()
+    assert released == [1000, 2000, 3000, 4000]
 
 
 def test_a_program_that_ends_waits_for_memory_that_is_being_returned():
