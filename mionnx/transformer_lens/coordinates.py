@@ -139,8 +139,8 @@ class Coordinates:
         return (self._normalized(point, value, mean) * weight + bias).astype(np.float32)
 
     def _input(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        _, first = point.read_by[0]
-        heads = len(self.raw.reader.read(first, point.layer))
+        first = point.kind.removeprefix(HEAD_COPIES)[0]  # shown also where a graph has no hook point that reads it
+        heads = len(self.raw.reader.read(f"W_{first}", point.layer))
         return np.repeat(self._stream(point, value, mean)[:, :, None], heads, axis=2)
 
     def _normed(self, point: LensPoint, value: Array, mean: Array | float) -> Array:

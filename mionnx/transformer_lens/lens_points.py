@@ -10,7 +10,6 @@ from mionnx.graph.hook_points import HookPoint
 # Names that a bridge has and its own forward pass never reaches, or reaches with what is no activation.
 SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
 
-
 HEAD_COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
 
 
