@@ -222,7 +222,7 @@ def _program(
         settings.add_session_config_entry("session.disable_prepacking", "1")
     before = memory.resident()[0]
     session = open_session(model, folder, settings, options, [FOLDING] if unpacked and not optimised else [])
-    # The buffers in which weights were packed, tens of megabytes; in vain it takes a tenth of a small session
+    # The buffers in which weights were packed, tens of megabytes; of small sessions there is little
     if not unpacked and memory.resident()[0] > before + WORTH_RETURNING:
         memory.release()
     return OrtProgram(session, options)

@@ -32,7 +32,7 @@ SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of i
 SEGMENT = 2**20  # approximate bytes of one more session
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST_IDLE = 2**25  # bytes that may, however small the model
-WATCHED = 2**28  # bytes of weights from which on pages are looked at behind a pass: fetched again, they take 3 ms
+WATCHED = 2**28  # bytes of weights from which on pages are looked at behind a pass: of fewer, less is held
 PAUSE, LONGEST_WAIT = 2.0, 30.0  # seconds
 
 _uses = [0]  # how often any model's graph was asked for

@@ -18,9 +18,8 @@ def top_tokens(model: Runner, vectors: NDArray[np.float32], k: int) -> NDArray[n
     best, tops = np.zeros((len(vectors), 0), np.float32), np.zeros((len(vectors), 0), np.int64)
     for begin in range(0, matrix.shape[1], READ):
         part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
-        few = np.argpartition(-part, min(k, part.shape[1]) - 1, axis=1)[
-            :, :k
-        ]  # the whole vocabulary in order takes longer
+        # the whole vocabulary in order takes longer
+        few = np.argpartition(-part, min(k, part.shape[1]) - 1, axis=1)[:, :k]
         best = np.concatenate([best, np.take_along_axis(part, few, 1)], axis=1)
         tops = np.concatenate([tops, begin + few], axis=1)
         order = np.lexsort((tops, -best))[:, :k]  # of equal ones the first token
