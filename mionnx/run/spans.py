@@ -131,6 +131,7 @@ class Spans(Shown):
 
     def view(self) -> View:
         """The texts with their spans marked, the probabilities at each token, and a table of the spans."""
+        left = [f"the first {PAGE_TEXTS} texts are shown, and the spans of all"] if len(self.texts) > PAGE_TEXTS else []
         marked = [
             MarkedText(self._pieces(row), sorted({*self.labels}), heading=self._heading(row))
             for row in range(min(len(self.texts), PAGE_TEXTS))
@@ -138,7 +139,7 @@ class Spans(Shown):
         return View(
             "Spans",
             [*marked, self.table(), *map(self._read, range(min(len(self.tokens), PAGE_TEXTS)))],
-            facts="; ".join(self._facts()),
+            facts="; ".join([*self._facts(), *left]),
             meaning="A span is a part of a text with its label; below, the probability of a label at each token.",
             choice="label" if self.token_labels else "",
             options=self.token_labels,

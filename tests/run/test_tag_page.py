@@ -37,6 +37,13 @@ def test_a_text_is_marked_and_its_tokens_take_the_colour_of_the_chosen_label(chr
     assert found.figure().get_size_inches().min() > 0.3
 
 
+def test_a_page_says_that_it_shows_the_first_texts():
+    texts = [f"{n} Bo" for n in range(21)]
+    spans = [TextSpan(row, "PER", "Bo", len(text) - 2, len(text), (1, 1), 0.5) for row, text in enumerate(texts)]
+    assert "first 20 texts are shown" in Spans.of(texts, spans, LABELS).view().facts
+    assert "are shown" not in Spans.of(texts[:20], spans[:20], LABELS).view().facts
+
+
 def test_probabilities_of_tokens_are_those_of_transformers(text_encoder):
     model, reference = text_encoder("token_classes")
     texts = ["ann plays unlikely music in rome", "it rains"]
