@@ -30,6 +30,8 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import READS_ALL, MetricSpec
 
 T = TypeVar("T")
+HALF = 0.5  # of a list that is padding: where steps or functions follow, which are quicker, or fewer, for all rows
+PADDING = 0.2  # of a list that is padding, which a pass is quicker without
 
 
 def run_pass(
@@ -116,11 +118,13 @@ class ListRequest:
 Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
-def in_one_pass(bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_cache: bool = False) -> bool:
-    """Whether all rows run at once: they fit into memory, and few are padding."""
+def in_one_pass(
+    bound: BoundSpec, batch: TokenBatch, batch_size: BatchSize, use_cache: bool = False, most: float = HALF
+) -> bool:
+    """Whether all rows run at once: they fit into memory, and at most such a share is padding."""
     if batch_size != AUTO or batch.batch == 1:
         return batch_size is None or batch.batch == 1
-    sparse = 2 * batch.real.sum() < batch.real.size > PER_BATCH
+    sparse = batch.real.sum() < (1 - most) * batch.real.size and batch.real.size > PER_BATCH
     return not sparse and batch.batch <= fitting(bound, batch.total - batch.seq, use_cache)(batch.seq)
 
 

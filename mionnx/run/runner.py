@@ -19,7 +19,7 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run import compiled_folder, exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.forward_batches import ListRequest, forward_batches, in_one_pass, run_pass
+from mionnx.run.forward_batches import PADDING, ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
 from mionnx.run.repository import Version
@@ -183,7 +183,8 @@ class Runner(OpenModel):
             logits: all of them, a part (`Logits(positions=-1)`, `Logits(token_ids=[..])`, `Logits(k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
             batch_size: most rows of a pass: a list then runs in batches, those of like length together, with the same
-                results (padding is 0); "auto": all rows at once, or as many as fit into memory; None: all at once.
+                results (padding is 0); "auto": all rows at once, unless a fifth of them were padding or memory has no
+                room; None: all at once.
 
         Returns:
             the logits [batch, seq, vocab] and the captures, a row for each prompt in the order given. Shorter rows are
@@ -210,6 +211,6 @@ class Runner(OpenModel):
         if isinstance(batch_size, int):
             return forward_batches(self, request, bound)
         batch = request.batch(self)
-        if not in_one_pass(bound, batch, batch_size, use_cache):
+        if not in_one_pass(bound, batch, batch_size, use_cache, PADDING):
             return forward_batches(self, request, bound)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

@@ -13,7 +13,7 @@ from random_specs import Call, draw
 
 from mionnx import HookCache, HookPoint, HookSpec, InputError, Intervention, Logits, MIError, MIModel
 from mionnx.bind.bound_spec import Binder, BoundSpec
-from mionnx.inputs.token_batch import make_token_batch
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine import memory
 from mionnx.run import forward_batches
 from mionnx.run.batching import batches_of, fitting
@@ -107,6 +107,28 @@ def test_a_long_text_among_many_short_ones_runs_apart(shipped):
     assert not in_one_pass(bound, batch, "auto")
     assert in_one_pass(bound, batch, None)
     assert in_one_pass(bound, make_token_batch([[3] * 40] * 100, None, None, shipped.hooked), "auto")
+
+
+def test_a_pass_parts_a_list_of_which_a_quarter_is_padding(shipped, monkeypatch):
+    """A generation does not: each of its steps reads all weights once, whatever the number of rows."""
+    rows = [[3] * size for size in range(20, 60)]
+    bound, batch = shipped.binder.bind(HookSpec()), make_token_batch(rows, None, None, shipped.hooked)
+    assert 0.25 < 1 - batch.real.mean() < 0.5
+    assert in_one_pass(bound, batch, "auto")
+    sizes = list[int]()
+    run = forward_batches.run_pass
+
+    def counted(model: MIModel, bound: BoundSpec, batch: TokenBatch, *past: Any, **options: Any) -> HookCache:
+        sizes.append(batch.batch)
+        return run(model, bound, batch, *past, **options)
+
+    monkeypatch.setattr(forward_batches, "run_pass", counted)
+    parted = shipped.forward(rows, HookSpec().capture("blocks.2.hook_resid_post"))
+    assert sum(sizes) == len(rows)
+    assert len(sizes) > 1
+    whole = shipped.forward(rows, HookSpec().capture("blocks.2.hook_resid_post"), batch_size=None)
+    assert gap(whole["resid_post", 2][batch.real], parted["resid_post", 2][batch.real]) < TOLERANCE
+    assert gap(whole.output()[batch.real], parted.output()[batch.real]) < TOLERANCE
 
 
 def rows_apart(call: Call, past: np.ndarray, whole: HookCache) -> list[HookCache]:
