@@ -31,7 +31,7 @@ from mionnx.spec.metric import READS_ALL, MetricSpec
 
 T = TypeVar("T")
 HALF = 0.5  # of a list that is padding: where steps or functions follow, which are quicker, or fewer, for all rows
-PADDING = 0.2  # of a list that is padding, which a pass is quicker without
+WORTH_PARTING = 0.2  # of a list that is padding, which a pass is quicker without
 
 
 def run_pass(

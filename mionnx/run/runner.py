@@ -19,7 +19,7 @@ from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run import compiled_folder, exporting, find_model, spec_graphs, tokenizing
 from mionnx.run.batching import AUTO, BatchSize, check_batch_size
-from mionnx.run.forward_batches import PADDING, ListRequest, forward_batches, in_one_pass, run_pass
+from mionnx.run.forward_batches import WORTH_PARTING, ListRequest, forward_batches, in_one_pass, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.open_model import OpenModel, refuse_unpacked_blocks, warn_of_dynamic_rounding
 from mionnx.run.repository import Version
@@ -211,6 +211,6 @@ class Runner(OpenModel):
         if isinstance(batch_size, int):
             return forward_batches(self, request, bound)
         batch = request.batch(self)
-        if not in_one_pass(bound, batch, batch_size, use_cache, PADDING):
+        if not in_one_pass(bound, batch, batch_size, use_cache, WORTH_PARTING):
             return forward_batches(self, request, bound)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))
