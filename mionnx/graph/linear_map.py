@@ -72,7 +72,7 @@ class LinearMap:
 
     @cached_property
     def _after(self) -> Followed:
-        followed = self.paths.follow(self.value, self.onto)
+        followed = self.paths.follow(self.value, self.onto, self.experts)
         axes = self.paths.model.metadata.hooks[self.gives]
         # an expert's matrix is the same for each of a token's choices
         dropped = [axis in ROW_AXES or (self.experts is not None and i == 2) for i, axis in enumerate(axes)]
@@ -148,10 +148,10 @@ class LinearMap:
         return taken
 
     def bias(self) -> Matrix | None:
-        """The numbers [*axes]; None where nothing is added."""
+        """The numbers [*axes], or [experts, *axes] where each has its own; None where nothing is added."""
         after = self._after
-        if self.experts is not None and any(step.node.op_type == "Add" for step in self.onto):
-            raise ModelError(f"{self.gives}: each expert adds a bias of its own, no one bias is that of the hook point")
+        if after.chosen is not None:
+            return after.chosen if after.added is None else after.chosen + after.added
         own = None if self.experts else linear_bias(self.paths.flow, self.paths.model.folder, self.product)
         if own is None and after.added is None:
             return None
@@ -245,7 +245,7 @@ class LinearMaps:
         onto = (
             []
             if self._product(point) is not None
-            else self.paths.back(point, lambda one: self._product(one) is not None)
+            else self.paths.through(point, lambda one: self._product(one) is not None)
         )
         if onto is None:
             raise ModelError(f"{self.model.metadata.family}: {point} comes from no product with a weight")

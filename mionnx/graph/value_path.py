@@ -7,7 +7,7 @@ Behind a norm, a clip or another curve numbers are only followed.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ from mionnx.graph.weight_value import weight_value
 
 ONE_TOKEN = (1, 1, 0)  # batch, seq, past
 SHAPED = frozenset("Cast CastLike DequantizeLinear Flatten Identity QuantizeLinear Reshape Squeeze Unsqueeze".split())  # noqa: SIM905
-MOVING = SHAPED | frozenset(("Expand", "Gather", "Slice", "Split", "Transpose"))
+MOVING = SHAPED | frozenset(("Concat", "Expand", "Gather", "GatherND", "Slice", "Split", "Transpose"))
+PICKING = frozenset(("Gather", "GatherND"))
 AFFINE = frozenset(("Add", "Sub", "Mul", "Div"))
+NOWHERE = -1  # the place of a number that is another value's
 DETOUR = 1000  # of a node that passes nothing on as it is, or reads several values of the text
 
 
@@ -47,23 +49,27 @@ class Followed:
         places: [axes of the last value, for one token]; which number of the first each comes from.
         factor: what each is multiplied with, in the same shape; None where all stay as they are.
         added: what is added to each, in the same shape; None for nothing.
+        chosen: what each of several experts adds, of which the text chooses, [experts, *axes]; None for nothing.
         end: the last value up to which this is all; a norm, a clip or a gate follows it. Empty where nothing does.
     """
 
     places: NDArray[np.int64]
     factor: NDArray[Any] | None = None
     added: NDArray[Any] | None = None
+    chosen: NDArray[Any] | None = None
     end: str = ""
 
     def moved(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Followed":
         """The same numbers at other places."""
         factor, added = (None if one is None else change(one) for one in (self.factor, self.added))
-        return replace(self, places=change(self.places), factor=factor, added=added)
+        chosen = None if self.chosen is None else np.stack([change(one) for one in self.chosen])
+        return replace(self, places=change(self.places), factor=factor, added=added, chosen=chosen)
 
     def scaled(self, factor: NDArray[Any]) -> "Followed":
         """The numbers times a constant."""
         own = np.broadcast_to(factor, self.places.shape) if self.factor is None else self.factor * factor
-        return replace(self, factor=own, added=None if self.added is None else self.added * factor)
+        added, chosen = (None if one is None else one * factor for one in (self.added, self.chosen))
+        return replace(self, factor=own, added=added, chosen=chosen)
 
     def shifted(self, term: NDArray[Any]) -> "Followed":
         """The numbers plus a constant."""
@@ -83,8 +89,13 @@ class ValuePaths:
         """Shapes of all values of a text of one token, and the numbers that sizes follow from."""
         return check_sizes(self.model.proto, validate.input_shapes(self.model.proto, *ONE_TOKEN), validate.UNBOUNDED)
 
-    def back(self, value: str, reached: Callable[[str], bool]) -> list[PathStep] | None:
-        """The most direct path from a value before this one that is wanted; None where there is none."""
+    def back(
+        self, value: str, reached: Callable[[str], bool], without: Collection[tuple[str, str]] = ()
+    ) -> list[PathStep] | None:
+        """The most direct path from a value before this one that is wanted; None where there is none.
+
+        `without` has steps, as what they read and give, that no path takes.
+        """
         waiting: list[tuple[int, int, str]] = [(0, 0, value)]
         after: dict[str, PathStep] = {}
         costs = {value: 0}
@@ -100,14 +111,14 @@ class ValuePaths:
             operands = self._operands(node)
             total = cost + (1 if len(operands) == 1 and node.op_type in MOVING | AFFINE else DETOUR)
             for entry in operands:
-                if total < costs.get(entry, total + 1):
+                if (entry, name) not in without and total < costs.get(entry, total + 1):
                     costs[entry], after[entry] = total, PathStep(node, entry, name)
                     heapq.heappush(waiting, (total, len(after), entry))
         return None
 
     def _operands(self, node: onnx.NodeProto) -> list[str]:
         """The inputs of a node that it passes on: all that are no weights, no shapes and no indices."""
-        names = node.input[:1] if node.op_type in MOVING else node.input
+        names = node.input[:1] if node.op_type in MOVING and node.op_type != "Concat" else node.input
         return [name for name in dict.fromkeys(names) if name in self.flow.varying]
 
     @staticmethod
@@ -125,14 +136,39 @@ class ValuePaths:
             raise ModelError(f"the shape of {name!r} does not follow from the graph: its weight cannot be told apart")
         return tuple(dim or 0 for dim in fact.shape)
 
-    def follow(self, start: str, steps: Sequence[PathStep]) -> Followed:
-        """Follow each number of a value's last axis along a path."""
+    def follow(self, start: str, steps: Sequence[PathStep], experts: int | None = None) -> Followed:
+        """Follow each number of a value's last axis along a path; of a product of several experts, what each adds."""
+        return _alone(self._followed(start, steps, experts), steps)
+
+    def _followed(self, start: str, steps: Sequence[PathStep], experts: int | None = None) -> Followed:
         begin = next((i for i in reversed(range(len(steps))) if self._picks_rows(steps[i])), -1) + 1
         shape = self.shape(steps[begin - 1].output if begin else start)
         followed = Followed(np.broadcast_to(np.arange(shape[-1]), shape))
         for step in steps[begin:]:
-            followed = self._step(followed, step)
+            rows = None if experts is None or followed.end else self._chosen_rows(step)
+            if rows is not None and rows.shape == (experts, followed.places.shape[-1]):
+                shape = followed.places.shape
+                followed = replace(followed, chosen=np.stack([np.broadcast_to(row, shape) for row in rows]))
+            else:
+                followed = self._step(followed, step)
         return followed
+
+    def through(self, value: str, reached: Callable[[str], bool]) -> list[PathStep] | None:
+        """As `back`, along a path whose numbers arrive: of values that are joined and parted again, the right one."""
+        wrong = set[tuple[str, str]]()
+        while (steps := self.back(value, reached, wrong)) is not None:
+            joins = [step for step in steps if step.node.op_type == "Concat"]
+            if not joins or not self._lost(steps):
+                return steps
+            wrong.add((joins[-1].read, joins[-1].output))
+        return None
+
+    def _lost(self, steps: Sequence[PathStep]) -> bool:
+        """Whether no number of the first value reaches the last one, which is another part of what a step joins."""
+        try:
+            return bool((self._followed(steps[0].read, steps).places == NOWHERE).all())
+        except ModelError:  # said where the path is followed
+            return False
 
     def follow_all(self, start: str, steps: Sequence[PathStep]) -> Followed:
         """Follow every number of a value for one token along a path."""
@@ -140,7 +176,7 @@ class ValuePaths:
         followed = Followed(np.arange(int(np.prod(shape))).reshape(shape))
         for step in steps:
             followed = self._step(followed, step)
-        return followed
+        return _alone(followed, steps)
 
     def _picks_rows(self, step: PathStep) -> bool:
         """Whether a node picks rows by the text: of each, all numbers of the last axis."""
@@ -162,18 +198,25 @@ class ValuePaths:
                 return followed.shifted(constant if node.op_type == "Add" else -constant)
         if self.shape(step.output) != followed.places.shape:
             raise ModelError(f"{step.output!r} is made by {node.op_type}: what it passes on cannot be told apart")
-        if node.op_type == "Add" and any(name in self.flow.varying and not self._is_row(name) for name in others):
+        if node.op_type == "Add" and any(name in self.flow.varying and not self._rows_of(name) for name in others):
             raise ModelError(
                 f"{step.output!r} is a sum of several parts that depend on the text: no one weight gives it"
             )
         return followed if followed.end else replace(followed, end=step.read)
 
-    def _is_row(self, name: str) -> bool:
-        """Whether a value is rows of a constant, which the text picks (biases of experts)."""
+    def _rows_of(self, name: str) -> str:
+        """The constant whose rows a value is, which the text picks (biases of experts); empty where it is none."""
         node = self.flow.producer(name)
         while node is not None and node.op_type in SHAPED:
             node = self.flow.producer(node.input[0])
-        return node is not None and node.op_type == "Gather" and node.input[0] not in self.flow.varying
+        picked = node is not None and node.op_type in PICKING and node.input[0] not in self.flow.varying
+        return node.input[0] if node is not None and picked else ""
+
+    def _chosen_rows(self, step: PathStep) -> NDArray[Any] | None:
+        """The rows [experts, n] of a constant, one of which is added in a step; None where none is."""
+        others = [name for name in step.node.input if name != step.read]
+        source = self._rows_of(others[0]) if step.node.op_type == "Add" and len(others) == 1 else ""
+        return self.constant(source) if source else None
 
     def _moved(self, step: PathStep, array: NDArray[Any]) -> NDArray[Any]:
         node, settings = step.node, attributes(step.node)
@@ -185,6 +228,17 @@ class ValuePaths:
             return np.broadcast_to(array, self.shape(step.output))
         if node.op_type == "Gather":
             return np.take(array, self._numbers(node.input[1]), axis=settings.get("axis", 0))
+        if node.op_type == "Concat":
+            axis, place = settings["axis"], list(node.input).index(step.read)
+            sizes = [self.shape(name)[axis] for name in node.input]
+            width = [(0, 0)] * array.ndim
+            width[axis] = sum(sizes[:place]), sum(sizes[place + 1 :])
+            return np.pad(array, width, constant_values=NOWHERE)
+        if node.op_type == "GatherND":
+            places, axis = self._numbers(node.input[1]), settings.get("batch_dims", 0)
+            if axis or places.shape[-1] != 1:
+                raise ModelError(f"{step.output!r} is made by GatherND: what it passes on cannot be told apart")
+            return np.take(array, places[..., 0], axis=0)
         if node.op_type == "Split":
             axis = settings.get("axis", 0)
             ends = np.cumsum([self.shape(name)[axis] for name in node.output])
@@ -220,6 +274,13 @@ class ValuePaths:
             results = _evaluated(self.model.proto, node, values)
             values |= dict(zip(node.output, results, strict=True))
         return values[name]
+
+
+def _alone(followed: Followed, steps: Sequence[PathStep]) -> Followed:
+    """What was followed, unless the last value holds numbers of others too."""
+    if (followed.places == NOWHERE).any():
+        raise ModelError(f"{steps[-1].output!r} joins several values: what it passes on cannot be told apart")
+    return followed
 
 
 def _evaluated(proto: onnx.ModelProto, node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -1,5 +1,7 @@
 """x W + b is the hooked value: of each weight by name, in every family of the table."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from families import VOCAB
@@ -55,8 +57,10 @@ def check_mlp(model: MIModel, cache: HookCache, layer: int, most: float = APART)
         chosen = at("expert_indices").astype(int)
         for name, point in (("W_in", "expert_up"), ("W_gate", "expert_gate")):
             own = getattr(weights, name)[layer][chosen]  # [batch, seq, choice, d_model, d_expert]
-            close(np.einsum("bsd,bscdm->bscm", at("pre"), own), at(point), name, most)
+            y = np.einsum("bsd,bscdm->bscm", at("pre"), own) + bias_of(weights, name, layer, chosen)
+            close(y, at(point), name, most)
         y = np.einsum("bscm,bscmd->bscd", at("expert_act"), weights.W_out[layer][chosen])
+        y = y + bias_of(weights, "W_out", layer, chosen)
         close(y * at("expert_weights")[..., None], at("expert_out"), "W_out", most)
         return
     gated = f"blocks.{layer}.mlp.hook_gate" in points
@@ -64,6 +68,12 @@ def check_mlp(model: MIModel, cache: HookCache, layer: int, most: float = APART)
         y = at("pre") @ getattr(weights, f"W_{name}")[layer] + getattr(weights, f"b_{name}")[layer]
         close(y, at(point), f"W_{name} {layer}", most)
     close(at("act") @ weights.W_out[layer] + weights.b_out[layer], at("post"), f"W_out {layer}", most)
+
+
+def bias_of(weights: Any, name: str, layer: int, chosen: np.ndarray) -> np.ndarray:
+    """The biases of the experts that each token chose; of one bias, that."""
+    bias = getattr(weights, name.replace("W_", "b_"))[layer]
+    return bias[chosen] if bias.ndim == 2 else bias
 
 
 def check(model: MIModel, ids: np.ndarray = IDS, most: float = APART) -> None:

@@ -76,18 +76,19 @@ class GraphWeights:
         spec = WEIGHT_PRODUCTS[name]
         point, hooks = spec.gives(layer), self.hooked.metadata.hooks
         experts = "" if spec.of_experts is None else str(spec.of_experts(layer))
-        if experts in hooks and str(HookPoint.MlpAct(layer)) not in hooks:  # of a shared expert, where there is one
-            return self.maps.behind(experts)
-        if str(point) not in hooks:
+        chosen = experts in hooks and str(HookPoint.MlpAct(layer)) not in hooks  # else of a shared expert
+        if not chosen and str(point) not in hooks:
             raise HookError(
                 f"{self._family}: layer {layer} has no {point}, and so no {name}{self._nearest(name, layer)}"
             )
         try:
-            product = self.maps.behind(str(point))
+            product = self.maps.behind(experts if chosen else str(point))
         except ModelError as error:
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: {error}{self._nearest(name, layer)}"
             ) from error
+        if chosen:
+            return product
         if product.experts is not None:  # JetMoE's heads are experts
             raise HookError(f"{self._family}: no {name} in layer {layer}: each token chooses its own projections")
         if not self._reads(product, spec.reads):
