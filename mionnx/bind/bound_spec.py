@@ -59,6 +59,11 @@ class BoundSpec:
         return [(edit, one) for edit, (_, one) in zip(self.plan.edits, self.hooks.interventions, strict=True)]
 
     @cached_property
+    def _hiding(self) -> bool:
+        """Whether it hides tokens from all layers."""
+        return any(hides(state, self.model.metadata) for state in states_of(self.spec))
+
+    @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
         """Inputs with the weights of splices, the same in every pass."""
         return {
@@ -72,7 +77,7 @@ class BoundSpec:
         """The same spec, in the structure that a batch needs."""
         # An input says which scores and pattern entries are of texts: all others stay as they are. Padded batches of
         # any shape share that structure, and those without padding have nothing of it.
-        bound = self.sparing_padding() if batch.padded else self
+        bound = self.sparing_padding() if batch.padded or self._hiding else self
         outputs, part = self.plan.outputs, self.logits
         # logits of position -1 are the last column's, except where a text ends before it
         if outputs.last and part is not None and (columns("logits", part.positions_, batch) != batch.seq - 1).any():
@@ -103,8 +108,9 @@ class BoundSpec:
     def selections(self, batch: TokenBatch) -> list[Selection]:
         """The part of one token batch that each intervention selects."""
         sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), self.model.metadata.sizes.n_experts
+        shown = shown_in(batch, self.spec, self.model.metadata) if self._hiding else None
         return [
-            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
+            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts, shown)
             for edit, one in self.edits
         ]
 

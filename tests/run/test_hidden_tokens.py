@@ -24,6 +24,7 @@ IDS = np.random.default_rng(11).integers(3, VOCAB, (2, 9))
 RAGGED = np.array([[1] * 9, [0, 0, 1, 1, 1, 0, 1, 1, 1]])
 # Mamba counts positions on the mask alone: it has no input of them.
 each = pytest.mark.parametrize("family", ["lfm2", pytest.param("mamba", marks=pytest.mark.slow)])
+SHOWN = [1, 2, 4, 5, 6, 7, 8]
 Pair = tuple[MIModel, Reference]
 
 
@@ -31,6 +32,12 @@ Pair = tuple[MIModel, Reference]
 def pair(hybrid, shared: Path, family: str) -> Pair:
     model = hybrid(family)
     return model, reference_of(shared / "hybrids" / family / "checkpoint", model)
+
+
+def feeds_of(model: MIModel, session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
+    feeds = {name: np.zeros(shape, np.float32) for name, shape in model.hooked.metadata.past_shapes(2, 0).items()}
+    feeds |= {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.tile(np.arange(9), (2, 1))}
+    return {one.name: feeds[one.name] for one in session.get_inputs()}
 
 
 @each
@@ -53,6 +60,25 @@ def test_positions_of_other_interventions_do_not_move(pair, new):
     assert found.agrees, found
 
 
+@pytest.mark.parametrize("family", ["lfm2"])
+def test_an_edit_of_patterns_or_scores_does_not_show_hidden_keys(pair, tmp_path):
+    model, reference = pair
+    points = {point.short: point for point in points_of(model)}
+    edits = [Edit(points["pattern"], "add", (0.5,)), Edit(points["scores"], "scale", (0.0,), None, (1, 2))]
+    captures = [Capture(points["z"]), Capture(points["pattern"])]
+    states = [StateEdit((0, 3), None)]
+    for mask, new in ((np.ones_like(IDS), 0), (RAGGED, 0), (np.sort(RAGGED), 3)):
+        call = Call(IDS, mask, new=new, edits=edits, states=states, captures=captures)
+        found = check(model, reference, [call])
+        assert found.refused is None
+        assert found.agrees, found
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().positions([0, 3]).invisible())
+    spec.intervene("blocks.1.attn.hook_pattern", Intervention.Add(0.5))
+    session = onnxruntime.InferenceSession(model.compile(spec, tmp_path / "out") / "model.onnx")
+    (logits,) = session.run(["logits"], feeds_of(model, session))
+    np.testing.assert_allclose(logits[:, SHOWN], model.forward(IDS, spec).output()[:, SHOWN], atol=5e-5)
+
+
 @each
 def test_an_edit_at_the_hidden_token_itself_is_made_there(pair):
     model, _ = pair
@@ -73,11 +99,8 @@ def test_a_compiled_graph_counts_the_same_positions(pair, tmp_path):
     spec = HookSpec().set_state_knockout(StateKnockoutSpec().positions([0, 3]).invisible())
     spec.intervene("blocks.0.hook_attn_out", Intervention.Scale(3.0, positions=[1, 4]))
     session = onnxruntime.InferenceSession(model.compile(spec, tmp_path / "out") / "model.onnx")
-    feeds = {name: np.zeros(shape, np.float32) for name, shape in model.hooked.metadata.past_shapes(2, 0).items()}
-    feeds |= {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.tile(np.arange(9), (2, 1))}
-    (logits,) = session.run(["logits"], {one.name: feeds[one.name] for one in session.get_inputs()})
-    shown = [1, 2, 4, 5, 6, 7, 8]
-    np.testing.assert_allclose(logits[:, shown], model.forward(IDS, spec).output()[:, shown], atol=5e-5)
+    (logits,) = session.run(["logits"], feeds_of(model, session))
+    np.testing.assert_allclose(logits[:, SHOWN], model.forward(IDS, spec).output()[:, SHOWN], atol=5e-5)
 
 
 @pytest.mark.parametrize("family", ["lfm2"])

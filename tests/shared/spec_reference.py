@@ -113,14 +113,16 @@ class Text:
         value, point, row, chosen = value.copy(), edit.point, batch.rows[self.index], batch.chosen(edit, self.index)
         inside = [t for t in at if row.first <= t < row.stop and (chosen is None or t in chosen)]
         heads = [None] if point.heads is None else edit.heads or range(int(point.dims[point.heads]))
+        hidden = batch.hidden(self.index)
         for t in inside:
+            keys = [key for key in range(batch.seen(self.index, t)) if key not in hidden]
             for head in heads:
                 where: dict[int | None, Any] = {point.seq: at.index(t), point.heads: head}
-                where[len(point.axes) - 1] = (
-                    slice(0, batch.seen(self.index, t)) if point.axes[-1] == "seq_k" else slice(None)
-                )
+                where[len(point.axes) - 1] = keys if point.axes[-1] == "seq_k" else slice(None)
                 entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
                 given = [self.given(one, edit, batch, t, head, n) for n, one in enumerate(edit.values)]
+                if point.axes[-1] == "seq_k":
+                    given = [one if np.ndim(one) == 0 or one.shape[-1] == 1 else one[..., keys] for one in given]
                 read = None if edit.reads is None else self.read(edit.reads, t)[entry]
                 value[entry] = changed(edit, value[entry], given, read)
         return in_float32(value) if point.short == "scores" else value
