@@ -152,11 +152,6 @@ class Metadata:
         return self.carries_state and not self.attends
 
     @cached_property
-    def columns_alone(self) -> bool:
-        """Whether columns of short convolutions are all that layers carry besides keys and values."""
-        return self.carries_state and not any(layer.has_state for layer in self.layers)
-
-    @cached_property
     def shifts_tokens(self) -> bool:
         """Whether layers mix tokens with those before (RWKV): padding is then hidden by gates, not by a mask."""
         return any(layer.recurrence and layer.recurrence.token_shift for layer in self.layers)

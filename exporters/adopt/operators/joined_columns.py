@@ -34,10 +34,10 @@ def join_convolutions(model: ir.Model) -> int:
         elif static(past, ALONG) != static(node.inputs[1], ALONG) - 1:
             continue  # as many columns as the call has come out of a past of kernel - 1 alone
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        whole = ir.node("CausalConvWithState", [x, node.inputs[1], bias, past], domain=DOMAIN, num_outputs=2)
-        whole.name = node.name
-        graph.insert_before(node, whole)
-        for old, new in zip((result, presents[0]), whole.outputs, strict=True):
+        convolution = ir.node("CausalConvWithState", [x, node.inputs[1], bias, past], domain=DOMAIN, num_outputs=2)
+        convolution.name = node.name
+        graph.insert_before(node, convolution)
+        for old, new in zip((result, presents[0]), convolution.outputs, strict=True):
             new.type, new.shape, name = old.type, old.shape, old.name
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
             old.name = None

@@ -106,7 +106,7 @@ class GenaiLayout(ClientLayout):
     @staticmethod
     def _type(metadata: Metadata) -> str:
         if metadata.carries_state:
-            return COLUMNS_TYPE if metadata.columns_alone else GENERIC_TYPE
+            return COLUMNS_TYPE if _columns(metadata) else GENERIC_TYPE
         return metadata.family if metadata.family in GENAI_TYPES else GENERIC_TYPE
 
     @staticmethod
@@ -158,17 +158,17 @@ def _tokenizer_kind(content: Content) -> str:
 
 def _templates(metadata: Metadata, when: str) -> dict[str, str]:
     """Names of what layers carry in or out: layers without a part are not asked for it."""
-    found = {}
+    names = {}
     for port in metadata.ports:
         name = port.past if when == "past" else port.present
-        found[f"{when}_{GENAI_PARTS.get(port.part, port.part)}_names"] = name.replace(f".{port.layer}.", ".%d.")
-    return found
+        names[f"{when}_{GENAI_PARTS.get(port.part, port.part)}_names"] = name.replace(f".{port.layer}.", ".%d.")
+    return names
 
 
 def _columns(metadata: Metadata) -> dict[str, Any]:
     """What genai asks of a model whose states are columns of convolutions alone."""
-    if not metadata.columns_alone:
+    kernels = [one.recurrence.kernel for one in metadata.layers if one.recurrence]
+    if not kernels or any(one.has_state for one in metadata.layers):
         return {}
-    kernel = next(one.recurrence.kernel for one in metadata.layers if one.recurrence)
     kinds = ["conv" if one.recurrence else "full_attention" for one in metadata.layers]
-    return {"layer_types": kinds, "conv_cache_size": kernel - 1}
+    return {"layer_types": kinds, "conv_cache_size": kernels[0] - 1}
